@@ -1,18 +1,21 @@
-"""Charts of the page: Plotly figures, each with an accessible name and its data as a table.
+"""Charts of the page: Plotly figures, each with its description and its data as a table.
 
-Colours are those of the light theme; page.js replaces them by `DARK` in the other. It also adds
-fonts and the colours of axes, which follow the page's style sheet.
+Fonts, axes and legends are in the template of page.js. Colours are those of the light theme; in the
+dark one the page's style sheet inverts the charts.
 """
 
 # plotly makes its classes' attributes when it runs; their types say that each may be anything.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportOptionalIterable=false
 
 import math
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any, Literal
 
 import plotly.graph_objects as go
@@ -20,20 +23,11 @@ from plotly.colors import sample_colorscale
 from plotly.io.json import to_json_plotly
 
 from marglik.prediction.intervals import share_interval
-from marglik.report.contents import Predictive, Run
-from marglik.report.tables import (
-    METRICS,
-    NOTHING,
-    Row,
-    Table,
-    duration,
-    interval,
-    number,
-    percentage,
-)
+from marglik.report.contents import Layer, Predictive, Run
+from marglik.report.tables import METRICS, NOTHING, Row, Table, duration, interval, number
+from marglik.report.tables import percentage as percent
 
 __all__ = [
-    "DARK",
     "Chart",
     "class_chart",
     "effective_chart",
@@ -51,40 +45,23 @@ __all__ = [
 
 # Okabe & Ito 2008 ("Color Universal Design"), whose hues stay apart for colour-blind readers;
 # lightness is changed so that each has a contrast of at least 3:1 (WCAG 2.2, 1.4.11) with its
-# background. Depth is shown by the parts of Plasma that do so.
-OF_SERIES = {
-    "#0072b2": "#56b4e9",  # blue
-    "#c24e00": "#f28e52",  # vermillion
-    "#007a5a": "#3cc9a0",  # bluish green
-    "#a3497c": "#de9ac4",  # reddish purple
-    "#8a6100": "#f0d442",  # yellow
-    "#3d4450": "#e3e6eb",  # black
-}
-MUTED, BACKGROUND = "#6b7280", "#ffffff"
-DEPTHS = 64
-
-
-def _plasma(start: float, end: float) -> list[str]:
-    shares = [start + (end - start) * step / DEPTHS for step in range(DEPTHS + 1)]
-    return sample_colorscale("Plasma", shares)
-
-
-OF_DEPTH = dict(zip(_plasma(0.0, 0.62), _plasma(0.42, 1.0), strict=True))
-"""Colours of layers, from the input to the output."""
-DARK = {**OF_SERIES, MUTED: "#9aa3b2", BACKGROUND: "#16191f", **OF_DEPTH}
-"""Colour in the light theme -> colour in the dark theme."""
-SERIES = tuple(OF_SERIES)
+# background, also when inverted. Depth is shown by the part of Plasma that does so.
+SERIES = ("#0072b2", "#c24e00", "#007a5a", "#a3497c", "#8a6100", "#3d4450")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star-triangle-down")
 DASHES = ("solid", "dash", "dot", "dashdot")
+MUTED, BACKGROUND = "#6b7280", "#ffffff"
+LOGARITHMIC = {"type": "log", "tickformat": "~g", "dtick": 1}
+SHARE = {"range": [0, 1], "tickformat": ".0%"}
 
 HEIGHT, ROW_HEIGHT, MARGIN = 340, 20, 130
 """In pixels: of a chart; of a row of one with rows, and around these."""
-MOST_IN_LEGEND = 12
 MOST_CLASSES = 30
 """Most classes in a chart; if there are more, it shows those with the most errors."""
 LONGEST_NAME = 26
+MOST_COLUMNS = 21
+"""Most columns of a chart's table: of a longer curve it has points that are evenly spaced."""
 STEPS = [step / 20 for step in range(1, 21)]
-"""Where the tables of long curves have rows."""
+"""Where the tables of curves of shares have columns."""
 SHIFT_MEASURES = ("cls/NLL", "reg/NLL", "reg/RMSE", "cal/ECE")
 NAMES = {"name", "text", "ticktext", "customdata"}
 """Where names from a run's files stand in a figure."""
@@ -104,8 +81,6 @@ class Chart:
     table: Table
     wide: bool = False
     """Whether it is as wide as the page, or half as wide."""
-    highlight: Sequence[str] = ()
-    """Names of the traces that a reader can highlight, in order; empty if there are few."""
 
     @property
     def json(self) -> str:
@@ -134,103 +109,77 @@ def _chart(
     *,
     rows: Sequence[str] = (),
     keys: Sequence[str] = (),
-    steps: Sequence[float] = (),
-    head: str = "",
+    listed: Sequence[Trace] = (),
     show: Show = lambda value: number(value, 4),
-    across: bool = False,
     wide: bool = False,
-    highlight: Sequence[str] = (),
     **layout: Any,
 ) -> Chart:
-    """A chart and its table, which has the points' values, with their notes in small print.
+    """A chart and its table, which has a row for each trace, with notes in small print.
 
     Args:
         title: of the chart.
-        traces: what it draws. Those with a name that can be hovered over are in the table.
+        traces: what it draws.
         axes: titles of the x and y axes.
         rows: names of rows, at y = 0, 1, ... from the top, of a chart with a value per row.
-        keys: what to call each point in the table; by default its x.
-        steps: where the table has rows instead: the values of the last points at or before.
-        head: title of the table's first column; by default that of the x axis.
+        keys: what to call each point in the table; by default its row, or its x.
+        listed: the traces of the table; by default those with a name that can be hovered over.
         show: the text of a value.
-        across: whether the table has a row for each trace, instead of a column.
         wide: whether it is as wide as the page.
-        highlight: names of the traces that a reader can highlight.
         layout: as for `go.Figure.update_layout`.
     """
     if rows:
-        ticks = {"tickvals": [*range(len(rows))], "ticktext": [*map(_shorten, rows)]}
+        half = (LONGEST_NAME - 1) // 2
+        names = [n if len(n) <= LONGEST_NAME else f"{n[:half]}…{n[-half:]}" for n in rows]
+        ticks = {"tickvals": [*range(len(rows))], "ticktext": names}
         layout = {"yaxis": ticks | {"range": [len(rows) - 0.5, -0.5]}} | layout
         layout = {"height": MARGIN + ROW_HEIGHT * len(rows)} | layout
     layout = {"height": HEIGHT, "hovermode": "closest", "showlegend": len(traces) > 1} | layout
     x, y = ({"title": {"text": text}} for text in axes)
-    figure = go.Figure([*traces], {"xaxis": x, "yaxis": y}).update_layout(**layout)
+    figure = go.Figure([*traces], {"xaxis": x, "yaxis": y})
+    figure.update_layout(**layout)
 
-    # The table: a column for each trace, of (value, note) by place: index of the key, or x.
-    listed = [t for t in traces if t.name and t.hoverinfo != "skip" and t.showlegend is not False]
-    columns, names = [], [*(keys or rows)]
-    for trace in listed:
-        values, notes = trace.x if rows else trace.y, trace.customdata or [""] * len(trace.x)
-        places = range(len(values)) if names else trace.x
-        cells = {at: (show(v), note) for at, v, note in zip(places, values, notes, strict=True)}
-        before = {step: [at for at in cells if at <= step] for step in steps}
-        columns.append({s: cells[b[-1]] for s, b in before.items() if b} if steps else cells)
-    order = range(len(names)) if names else sorted({at for cells in columns for at in cells})
-    names = names or [percentage(at, 0) if steps else f"{at:g}" for at in order]
-    found = [[cells.get(at, (NOTHING, "")) for at in order] for cells in columns]
-    heads = [trace.name for trace in listed]
-    if not across:
-        found, names, heads = [*zip(*found, strict=True)], heads, names
-    lines = [
-        Row(header, [text for text, _ in cells], small=[note for _, note in cells])
-        for header, cells in zip(heads, found, strict=True)
+    listed = listed or [
+        t for t in traces if t.name and t.hoverinfo != "skip" and t.showlegend is not False
     ]
-    table = Table(title, [head or axes[0].capitalize(), *names], lines)
-    shown = ", ".join(trace.name for trace in listed[:MOST_IN_LEGEND])
-    over = " over ".join(filter(None, [axes[1], axes[0]]))
-    return Chart(title, f"{title}: {over}, of {shown}.", figure, table, wide, highlight)
+    named, lines = [*(keys or rows)], []
+    places = [*range(len(named))] or sorted({at for trace in listed for at in trace.x})
+    if not named and len(places) > MOST_COLUMNS:
+        last = len(places) - 1
+        places = [places[round(i * last / (MOST_COLUMNS - 1))] for i in range(MOST_COLUMNS)]
+    for trace in listed:
+        values = trace.x if rows else trace.y
+        notes = trace.customdata or [""] * len(values)
+        of = range(len(values)) if named else trace.x
+        cells = {at: (show(v), note) for at, v, note in zip(of, values, notes, strict=True)}
+        found = [cells.get(at, (NOTHING, "")) for at in places]
+        lines.append(Row(trace.name, [text for text, _ in found], small=[n for _, n in found]))
+    head = "" if named else f"{axes[0].capitalize()}:"
+    table = Table(title, [head, *(named or [f"{at:g}" for at in places])], lines)
+    what = " over ".join(filter(None, [axes[1], axes[0]]))
+    shown = ", ".join(trace.name for trace in listed[:12])
+    return Chart(title, f"{title}: {what}, of {shown}.", figure, table, wide)
 
 
 def _curve(
-    of: Run | Predictive,
-    x: Sequence[float | None],
-    y: Sequence[float | None],
-    hover: str = "%{y:.4f}",
-    style: int | None = None,
-    **options: Any,
+    of: Run | Predictive, x: Sequence[Any], y: Sequence[Any], style: int | None = None, **more: Any
 ) -> go.Scatter:
-    """A curve with its values on hover; symbols distinguish series when the colours repeat.
-
-    Args:
-        of: what it is of, which has its name, colour and symbol.
-        x: positions.
-        y: values; gaps where None.
-        hover: plotly's template of the value.
-        style: position of another colour and symbol.
-        options: as for `go.Scatter.update`; ``customdata`` are notes of the points.
-    """
+    """A curve in the colour of what it is of; symbols distinguish series when colours repeat."""
     style = of.style if style is None else style
     color, symbol = SERIES[style % len(SERIES)], SYMBOLS[style % len(SYMBOLS)]
     curve = go.Scatter(name=of.label, x=[*x], y=[*y], mode="lines+markers")
-    curve.hovertemplate = f"{hover}<extra>%{{fullData.name}}</extra>"
-    curve.line = {"color": color, "width": 2}
-    curve.marker = {"color": color, "symbol": symbol, "size": 6, "opacity": 1}
-    curve.update(**options)
+    curve.line.color = color
+    curve.marker = {"color": color, "symbol": symbol, "size": 6}
+    curve.update(**more)
     return curve
 
 
 def _dots(
-    of: Run | Predictive,
-    names: Sequence[str],
-    values: Sequence[float | None],
-    hover: str,
-    offset: float = 0.0,
-    **options: Any,
+    of: Run | Predictive, names: Sequence[str], values: Sequence[Any], hover: str, **more: Any
 ) -> go.Scatter:
-    """A dot per row of a chart with rows, ``offset`` rows below its middle."""
-    y = [row + offset for row in range(len(names))]
-    dots = _curve(of, values, y, f"%{{text}}<br>{hover}", mode="markers", text=[*names])
-    dots.update(marker_size=8, **options)
+    """A dot per row of a chart with rows."""
+    dots = _curve(of, values, range(len(names)), mode="markers", text=[*names], **more)
+    dots.hovertemplate = f"%{{text}}<br>{hover}<extra>%{{fullData.name}}</extra>"
+    dots.marker.size = 8
     return dots
 
 
@@ -244,21 +193,14 @@ def _wilson(share: float | None, count: int) -> tuple[float, float] | None:
     return None if share is None or not count else share_interval(round(share * count), count)
 
 
-def _whiskers(shares: Sequence[float | None], counts: Sequence[int], color: str) -> dict[str, Any]:
-    """Error bars from the lower to the upper ends of Wilson's intervals of shares."""
-    below, above = [], []
-    for share, count in zip(shares, counts, strict=True):
-        low, high = _wilson(share, count) or (0.0, 0.0)
-        below.append(max((share or 0.0) - low, 0.0))
-        above.append(max(high - (share or 0.0), 0.0))
+def _whiskers(
+    shares: Sequence[float | None], ends: Sequence[tuple[float, float] | None]
+) -> dict[str, Any]:
+    """Error bars from the lower to the upper ends of the shares' intervals."""
+    pairs = [(s or 0.0, e or (s or 0.0,) * 2) for s, e in zip(shares, ends, strict=True)]
+    above, below = [max(e[1] - s, 0.0) for s, e in pairs], [max(s - e[0], 0.0) for s, e in pairs]
     bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-    return bars | {"color": color, "thickness": 1, "width": 0}
-
-
-def _shorten(name: str) -> str:
-    """A name of bounded length; the middle of a long one is left out."""
-    half = (LONGEST_NAME - 1) // 2
-    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"
+    return bars | {"thickness": 1, "width": 0}
 
 
 # How a run went
@@ -272,34 +214,32 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
     curves = []
     for run in runs:
         epochs = [update["epoch"] for update in run.updates]
+        if run.alone and run.num_data and all("evidence_before" in u for u in run.updates):
+            values = [update["evidence_before"] / run.num_data for update in run.updates]
+            curves.append(_curve(run, epochs, values, 1, name="before the update", line_dash="dot"))
         curve = _curve(run, epochs, [update["evidence_per_example"] for update in run.updates])
-        kept = [epoch == run.results.get("evidence", {}).get("epoch") for epoch in epochs]
-        plain = curve.marker.symbol
-        curve.marker.symbol = ["star" if is_kept else plain for is_kept in kept]
-        curve.marker.size = [15 if is_kept else 6 for is_kept in kept]
         if run.alone:
             curve.name = "after the update"
-            if run.num_data and all("evidence_before" in update for update in run.updates):
-                values = [update["evidence_before"] / run.num_data for update in run.updates]
-                # Drawn first, so that the star lies over it.
-                curves.append(_curve(run, epochs, values, style=1, line_dash="dot"))
-                curves[0].name = "before the update"
+        kept = [epoch == run.results.get("evidence", {}).get("epoch") for epoch in epochs]
+        curve.marker.symbol = ["star" if is_kept else curve.marker.symbol for is_kept in kept]
+        curve.marker.size = [15 if is_kept else 6 for is_kept in kept]
         curves.append(curve)
     return _over_epochs("Log marginal likelihood", curves)
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:
     """Training loss per example over epochs; of a single run also the objective."""
-    curves = []
+    curves, kinds = [], {"loss": "loss", "objective": "loss and weight decay"}
     for run in runs:
-        epochs = [record["epoch"] for record in run.epochs]
-        losses = [record["loss"] for record in run.epochs]
-        name = "loss" if run.alone else run.label
-        curves.append(_curve(run, epochs, losses, mode="lines", name=name))
-        if run.alone and all("objective" in record for record in run.epochs):
-            losses = [record["objective"] for record in run.epochs]
-            curves.append(_curve(run, epochs, losses, style=1, mode="lines", line_dash="dot"))
-            curves[-1].name = "loss and weight decay"
+        for style, (kind, name) in enumerate(kinds.items()):
+            if not style or (run.alone and all(kind in record for record in run.epochs)):
+                values = [record[kind] for record in run.epochs]
+                curve = _curve(
+                    run, [record["epoch"] for record in run.epochs], values, mode="lines"
+                )
+                if run.alone:
+                    curve.update(name=name, line_color=SERIES[style], line_dash=DASHES[2 * style])
+                curves.append(curve)
     chart = _over_epochs("Training loss", curves)
     if all(value > 0 for curve in curves for value in curve.y):
         chart.figure.update_yaxes(type="log", tickformat="~g", dtick="D2")
@@ -326,11 +266,11 @@ REST = "everything else"
 
 def _time_parts(run: Run) -> dict[str, float]:
     """Name of a part -> seconds spent on it; `REST` completes the run's total."""
-    parts = {"training steps": sum((record["seconds"] for record in run.epochs), 0.0)}
+    parts: defaultdict[str, float] = defaultdict(float)
+    parts["training steps"] = sum(record["seconds"] for record in run.epochs)
     for seconds_of in [*(u["seconds"] for u in run.updates), run.results.get("seconds_beside", {})]:
         for key, seconds in seconds_of.items():
-            name = PARTS.get(key, key)
-            parts[name] = parts.get(name, 0.0) + seconds
+            parts[PARTS.get(key, key)] += seconds
     rest = run.results.get("seconds", 0.0) - sum(parts.values())
     return parts | {REST: rest} if rest > 0 else parts
 
@@ -338,153 +278,103 @@ def _time_parts(run: Run) -> dict[str, float]:
 def time_chart(runs: Sequence[Run]) -> Chart:
     """A stacked bar per run of the seconds that each part of it took."""
     parts = [_time_parts(run) for run in runs]
-    names = list(dict.fromkeys(name for one in parts for name in one))
+    names = dict.fromkeys(name for one in parts for name in one)
     bars = []
     for position, name in enumerate(sorted(names, key=lambda name: name == REST)):
-        seconds = [one.get(name) for one in parts]
-        bar = go.Bar(orientation="h", name=name, x=seconds, y=[*range(len(runs))])
-        shares = [one.get(name, 0.0) / max(sum(one.values()), 1e-12) for one in parts]
-        bar.customdata = [percentage(share, 1) for share in shares]
+        bar = go.Bar(orientation="h", name=name, x=[one.get(name) for one in parts])
+        bar.y = [*range(len(runs))]
+        bar.customdata = [percent(one.get(name, 0.0) / sum(one.values()), 1) for one in parts]
         bar.hovertemplate = "%{x:.2f} s, %{customdata}<extra>%{fullData.name}</extra>"
         bar.marker.color = MUTED if name == REST else SERIES[position % len(SERIES)]
         bar.marker.line = {"color": BACKGROUND, "width": 1}
         bar.marker.pattern.shape = "/" if position >= len(SERIES) and name != REST else ""
         bars.append(bar)
     return _chart(
-        "Time by part",
+        "Seconds spent",
         bars,
         ("seconds", ""),
-        rows=[run.label for run in runs],
-        head="Part",
+        rows=[run.label or "this run" for run in runs],
         show=duration,
-        across=True,
         wide=True,
         barmode="stack",
         bargap=0.45,
-        yaxis_showticklabels=not runs[0].alone,
         height=210 + 40 * len(runs),
-        showlegend=True,
     )
 
 
 # Layers
 
-LOGARITHMIC = {"type": "log", "tickformat": "~g", "dtick": 1}
-
 
 def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
     """Weight decay of each group over epochs, a chart per run, on the same logarithmic axis.
 
-    Coloured by depth; more groups than fit a legend get a colour bar, and all can be picked out.
+    Coloured by depth, from the input (dark) to the output; a double click on a name of the legend
+    shows that group alone.
     """
     values = [value for run in runs for u in run.updates for value in u["weight_decay"].values()]
     values += [run.initial_weight_decay or 0.0 for run in runs]
     logs = [math.log10(value) for value in values if 0 < value < math.inf] or [-1.0, 1.0]
     margin = 0.05 * (max(logs) - min(logs)) + 0.05
-    ends = [min(logs) - margin, max(logs) + margin]
-    charts, colors = [], list(OF_DEPTH)
+    charts = []
     for run in runs:
-        groups, curves = list(run.updates[0]["weight_decay"]), []
+        groups = list(run.updates[0]["weight_decay"])
         start = [] if run.initial_weight_decay is None else [run.initial_weight_decay]
         epochs = [0] * len(start) + [update["epoch"] for update in run.updates]
-        for position, group in enumerate(groups):
+        depths = [0.62 * position / max(len(groups) - 1, 1) for position in range(len(groups))]
+        curves = []
+        for group, color in zip(groups, sample_colorscale("Plasma", depths), strict=True):
             decays = start + [update["weight_decay"].get(group) for update in run.updates]
-            curve = _curve(run, epochs, decays, "epoch %{x}: %{y:.3g}", name=group)
-            color = colors[round(DEPTHS * position / max(len(groups) - 1, 1))]
             dash = "dot" if group.endswith("bias") else "solid"
+            curve = _curve(run, epochs, decays, name=group, marker_color=color, marker_size=4)
             curve.line = {"color": color, "width": 1.6, "dash": dash}
-            curve.marker = {"color": color, "size": 4, "opacity": 1}
+            curve.hovertemplate = "epoch %{x}: %{y:.3g}<extra>%{fullData.name}</extra>"
             curves.append(curve)
-        many, of_run = len(groups) > MOST_IN_LEGEND, "" if run.alone else f", {run.label}"
         chart = _chart(
-            f"Weight decay over epochs{of_run}",
-            [*curves, _depth_bar()] if many else curves,
+            f"Weight decay over epochs{'' if run.alone else f', {run.label}'}",
+            curves,
             ("epoch", "weight decay"),
-            keys=[f"epoch {epoch}" for epoch in epochs],
-            head="Group",
             show=number,
-            across=True,
             wide=run.alone,
-            highlight=groups if len(groups) > 1 else (),
             xaxis_rangemode="tozero",
-            yaxis={**LOGARITHMIC, "range": ends},
-            showlegend=not many,
-            height=480,
+            yaxis={**LOGARITHMIC, "range": [min(logs) - margin, max(logs) + margin]},
+            height=520,
         )
         charts.append(chart)
     return charts
 
 
-def _depth_bar() -> go.Scatter:
-    """A trace without points that shows the colours of depth."""
-    scale = [[step / DEPTHS, color] for step, color in enumerate(OF_DEPTH) if step % 4 == 0]
-    bar = {"orientation": "h", "thickness": 10, "outlinewidth": 0, "y": 1.0, "yanchor": "bottom"}
-    bar |= {"tickvals": [0.03, 0.96], "ticktext": ["input", "output"]}
-    marker = {"color": [0], "cmin": 0, "cmax": 1, "colorscale": scale, "colorbar": bar}
-    trace = go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, hoverinfo="skip")
-    trace.marker = marker | {"showscale": True}
-    return trace
-
-
 def final_weight_decay_chart(runs: Sequence[Run]) -> Chart:
     """The final weight decay of each tensor, with runs side by side."""
-    names, dots = _layer_names(runs), []
-    for run in runs:
-        values = [_value(run, name, "weight_decay") for name in names]
-        dots.append(_dots(run, names, values, "%{x:.3g}"))
-    return _chart(
-        "Weight decay at the end",
-        dots,
-        ("weight decay", ""),
-        rows=names,
-        head="Parameter",
-        show=number,
-        wide=True,
-        xaxis=LOGARITHMIC,
-    )
+    return _layer_chart("Weight decay at the end", "weight decay", runs, "weight_decay")
 
 
 def effective_chart(runs: Sequence[Run]) -> Chart:
-    """Effective parameters γ of each tensor against how many it has, on a logarithmic axis."""
-    names = _layer_names(runs)
-    # Of runs with different networks, the larger tensor of a name.
-    sizes = [max(r.layers[name].parameters for r in runs if name in r.layers) for name in names]
-    line: dict[str, Any] = {"color": MUTED, "width": 2}
-    ticks = _dots(runs[0], names, sizes, "%{x:,} parameters", name="all parameters")
-    ticks.marker = {"symbol": "line-ns", "size": 12, "color": MUTED, "line": line}
-    dots, smallest = [], sizes
-    for run in runs:
-        gammas = [_value(run, name, "effective") for name in names]
-        of = [run.layers[name].parameters if name in run.layers else 0 for name in names]
-        pairs = [*zip(gammas, of, strict=True)]
-        shares = ["" if g is None else percentage(g / max(size, 1), 1) for g, size in pairs]
-        dots.append(_dots(run, names, gammas, "γ = %{x:,.1f}", customdata=shares))
-        dots[-1].name = "effective parameters" if run.alone else run.label
-        smallest = [min(end, gamma or end) for end, gamma in zip(smallest, gammas, strict=True)]
-    # A line in each row, from the tick at all parameters to the smallest γ.
-    x = [end for ends in zip(smallest, sizes, [None] * len(names), strict=True) for end in ends]
-    y = [row for row in range(len(names)) for _ in range(3)]
-    links = go.Scatter(x=x, y=y, mode="lines", hoverinfo="skip", showlegend=False, opacity=0.5)
-    links.line = {"color": MUTED, "width": 1}
-    return _chart(
-        "Effective and all parameters",
-        [links, ticks, *dots],
-        ("number of parameters", ""),
-        rows=names,
-        head="Parameter",
-        show=lambda value: number(value, None if isinstance(value, int) else 1),
-        wide=True,
-        xaxis=LOGARITHMIC,
-    )
+    """Effective parameters γ of each tensor, beside how many it has, on a logarithmic axis."""
+    return _layer_chart("Effective and all parameters", "number of parameters", runs, "effective")
 
 
-def _layer_names(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.layers))
-
-
-def _value(run: Run, name: str, attribute: str) -> float | None:
-    value = getattr(run.layers.get(name), attribute, None)
-    return value if value is not None and math.isfinite(value) else None
+def _layer_chart(title: str, axis: str, runs: Sequence[Run], attribute: str) -> Chart:
+    """A row for each tensor, with a dot per run."""
+    names, traces = list(dict.fromkeys(name for run in runs for name in run.layers)), []
+    layers = [[run.layers.get(name, Layer(0, None, None)) for name in names] for run in runs]
+    if attribute == "effective":
+        # Of runs with different networks, the larger tensor of a name.
+        sizes = [max(layer.parameters for layer in of) for of in zip(*layers, strict=True)]
+        all_of = _dots(runs[0], names, sizes, "%{x:,} parameters", name="all parameters")
+        line = {"color": MUTED, "width": 2}
+        all_of.marker = {"symbol": "line-ns", "size": 12, "color": MUTED, "line": line}
+        traces.append(all_of)
+    for run, of in zip(runs, layers, strict=True):
+        values = [getattr(layer, attribute) for layer in of]
+        values = [v if v is not None and math.isfinite(v) else None for v in values]
+        dots = _dots(run, names, values, "%{x:.3g}")
+        if attribute == "effective":
+            dots.name = "effective parameters" if run.alone else run.label
+            pairs = zip(values, of, strict=True)
+            shares = [None if v is None else v / max(layer.parameters, 1) for v, layer in pairs]
+            dots.customdata = ["" if share is None else percent(share, 1) for share in shares]
+        traces.append(dots)
+    return _chart(title, traces, (axis, ""), rows=names, show=number, wide=True, xaxis=LOGARITHMIC)
 
 
 # Predictives
@@ -498,22 +388,21 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
         series: predictives of one kind, classes or intervals, and with the same bins or levels.
     """
     found = series[0].content["reliability"]
-    x, y = {"range": [0, 1], "dtick": 0.2}, {"range": [0, 1.02], "dtick": 0.2}
-    layout: dict[str, Any] = {"xaxis": x, "yaxis": y, "showlegend": True, "height": 460}
     if "levels" in found:
-        axes = ("nominal level of the interval", "share of targets inside")
+        axes, of_one = ("nominal level of the interval", "share of targets inside"), _coverage
         keys = [f"{level:.2f}" for level in found["levels"]]
-        traces = [_coverage(one) for one in series]
     else:
-        axes, keys = ("confidence", "accuracy"), _spans(found["edges"], 3)
-        traces = [*map(_bins, series), *map(_bin_bars, series)]
-        # The bars stand below the curves.
-        below = {"title": {"text": "share"}, "domain": [0, 0.2], "anchor": "x", "nticks": 3}
-        layout["yaxis2"] = below | {"rangemode": "tozero"}
-        layout["xaxis"], layout["yaxis"] = x | {"anchor": "y2"}, y | {"domain": [0.3, 1]}
-        layout["bargap"] = 0.1
-    traces.insert(0, _reference("calibrated"))
-    return _chart(title, traces, axes, keys=keys, show=lambda value: number(value, 3), **layout)
+        axes, of_one, keys = ("confidence", "accuracy"), _bins, _spans(found["edges"], 3)
+    return _chart(
+        title,
+        [_reference("calibrated"), *map(of_one, series)],
+        axes,
+        keys=keys,
+        show=lambda value: number(value, 3),
+        xaxis={"range": [0, 1], "dtick": 0.2},
+        yaxis={"range": [0, 1.02], "dtick": 0.2},
+        height=460,
+    )
 
 
 def _bins(one: Predictive) -> go.Scatter:
@@ -523,48 +412,36 @@ def _bins(one: Predictive) -> go.Scatter:
     """
     bins = one.content["reliability"]
     confidences, accuracies, counts = bins["confidence"], bins["accuracy"], bins["counts"]
-    notes = []
-    for confidence, accuracy, count in zip(confidences, accuracies, counts, strict=True):
-        ends = interval(_wilson(accuracy, count), 3)
-        said = f"confidence {number(confidence, 3)}, 95 %: {ends}, {count:,} predictions"
-        notes.append(said if count else "")
-    curve = _curve(one, confidences, accuracies, "accuracy %{y:.3f}<br>%{customdata}")
-    curve.update(mode="markers", customdata=notes)
-    curve.error_y = _whiskers(accuracies, counts, curve.marker.color)
+    ends = [_wilson(a, n) for a, n in zip(accuracies, counts, strict=True)]
+    notes = [
+        f"confidence {number(c, 3)}, 95 %: {interval(e, 3)}, {n:,} predictions" if n else ""
+        for c, e, n in zip(confidences, ends, counts, strict=True)
+    ]
+    curve = _curve(one, confidences, accuracies, mode="markers", customdata=notes)
+    curve.hovertemplate = "accuracy %{y:.3f}<br>%{customdata}<extra>%{fullData.name}</extra>"
+    curve.error_y = _whiskers(accuracies, ends)
     curve.cliponaxis = False  # so that a point at confidence 1 is not cut in half
     curve.marker.size = [4 + 9 * (count / max(sum(counts), 1)) ** 0.5 for count in counts]
     curve.marker.line.width = 0  # plotly would draw a white one for several sizes
     return curve
 
 
-def _bin_bars(one: Predictive) -> go.Bar:
-    bins = one.content["reliability"]
-    shares = [count / max(sum(bins["counts"]), 1) for count in bins["counts"]]
-    bars = go.Bar(name=one.label, x=_centres(bins["edges"]), y=shares, yaxis="y2")
-    bars.hovertemplate = "%{y:.1%} of the predictions<extra>%{fullData.name}</extra>"
-    bars.marker.color = SERIES[one.style % len(SERIES)]
-    bars.showlegend = False
-    return bars
-
-
 def _coverage(one: Predictive) -> go.Scatter:
     found = one.content["reliability"]
-    levels, coverage = found["levels"], found["coverage"]
-    if "count" not in found:
-        return _curve(one, levels, coverage, "level %{x:.2f}<br>%{y:.3f} inside")
-    curve = _curve(one, levels, coverage, "level %{x:.2f}<br>%{y:.3f} inside, %{customdata}")
-    ends = [_wilson(share, found["count"]) for share in coverage]
-    curve.customdata = [f"95 %: {interval(pair, 3)}" for pair in ends]
-    curve.error_y = _whiskers(coverage, [found["count"]] * len(levels), curve.marker.color)
+    ends = [_wilson(share, found["count"]) for share in found["coverage"]]
+    notes = [f"95 %: {interval(pair, 3)}" for pair in ends]
+    curve = _curve(one, found["levels"], found["coverage"], customdata=notes)
+    curve.hovertemplate = "level %{x:.2f}<br>%{y:.3f} inside, %{customdata}"
+    curve.error_y = _whiskers(found["coverage"], ends)
     return curve
 
 
 def _centres(edges: Sequence[float]) -> list[float]:
-    return [(a + b) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(a + b) / 2 for a, b in pairwise(edges)]
 
 
 def _spans(edges: Sequence[float], decimals: int) -> list[str]:
-    return [interval(pair, decimals) for pair in zip(edges[:-1], edges[1:], strict=True)]
+    return [interval(pair, decimals) for pair in pairwise(edges)]
 
 
 def share_chart(
@@ -575,15 +452,21 @@ def share_chart(
     The latter is the share of out-of-distribution examples that are flagged, over that of our own.
     """
     keys, axes = ("coverage", "risk"), ("coverage", "error rate")
-    says, traces = "coverage %{x:.1%}<br>error rate %{y:.2%}", []
+    hover, traces, listed = "coverage %{x:.1%}<br>error rate %{y:.2%}", [], []
     if part == "roc":
         keys, axes = ("fpr", "tpr"), ("flagged of the test set", "flagged of the others")
-        says, traces = "%{y:.1%} of the others,<br>%{x:.1%} of its own", [_reference("chance")]
+        hover, traces = "%{y:.1%} of the others,<br>%{x:.1%} of its own", [_reference("chance")]
     for one in series:
         x, y = (one.content[part][key] for key in keys)
-        traces.append(_curve(one, x, y, says, mode="lines"))
-    x, y = {"range": [0, 1], "tickformat": ".0%"}, {"rangemode": "tozero", "tickformat": "~%"}
-    return _chart(title, traces, axes, steps=STEPS, show=percentage, xaxis=x, yaxis=y)
+        traces.append(_curve(one, x, y, mode="lines", hovertemplate=hover))
+        # In the table, the values of the last points at or before each step.
+        at_steps = [y[max(bisect(x, step) - 1, 0)] for step in STEPS]
+        listed.append(go.Scatter(name=one.label, x=STEPS, y=at_steps))
+    columns = [percent(step, 0) for step in STEPS]
+    y = {"rangemode": "tozero", "tickformat": "~%"}
+    return _chart(
+        title, traces, axes, keys=columns, listed=listed, show=percent, xaxis=SHARE, yaxis=y
+    )
 
 
 def class_chart(title: str, series: Sequence[Predictive], classes: Sequence[str]) -> Chart:
@@ -600,27 +483,26 @@ def class_chart(title: str, series: Sequence[Predictive], classes: Sequence[str]
     if len(order) > MOST_CLASSES:
         order = sorted(sorted(order, key=lambda i: -errors[i])[:MOST_CLASSES])
         title = f"{title}: the {MOST_CLASSES} of {len(classes)} with the most errors"
-    names, traces = [classes[i] for i in order], []
+    traces = []
     for place, (one, content) in enumerate(zip(series, counted, strict=True)):
         pairs = [(content["right"][i], content["counts"][i]) for i in order]
         shares = [right / count if count else None for right, count in pairs]
-        ends = [
-            interval(_wilson(s, count), 1, 100) for s, (_, count) in zip(shares, pairs, strict=True)
-        ]
+        ends = [_wilson(s, count) for s, (_, count) in zip(shares, pairs, strict=True)]
+        dots = _dots(one, [classes[i] for i in order], shares, "%{x:.1%}, %{customdata}")
         # The dots of a class stand side by side within its row.
-        offset = 0.2 * (place - (len(series) - 1) / 2)
-        dots = _dots(one, names, shares, "%{x:.1%}, %{customdata}", offset)
-        said = zip(pairs, ends, strict=True)
-        dots.customdata = [f"{right} of {count}, 95 %: {e}" for (right, count), e in said]
-        dots.error_x = _whiskers(shares, [count for _, count in pairs], dots.marker.color)
+        dots.y = [row + 0.2 * (place - (len(series) - 1) / 2) for row in range(len(order))]
+        dots.customdata = [
+            f"{right} of {count}, 95 %: {interval(e, 1, 100)}"
+            for (right, count), e in zip(pairs, ends, strict=True)
+        ]
+        dots.error_x = _whiskers(shares, ends)
         traces.append(dots)
     return _chart(
         title,
         traces,
         ("accuracy", ""),
-        rows=names,
-        head="Class",
-        show=lambda value: percentage(value, 1),
+        rows=[classes[i] for i in order],
+        show=lambda value: percent(value, 1),
         xaxis={"tickformat": ".0%", "range": [None, 1.01]},
         showlegend=True,
     )
@@ -634,15 +516,14 @@ def entropy_chart(one: Predictive, largest: float) -> Chart:
     for position, (key, shares) in enumerate(entropy_shares(one).items()):
         bar = go.Bar(name=names[key], x=_centres(edges), y=shares, opacity=0.65)
         bar.hovertemplate = "%{x:.2f} nats: %{y:.1%}<extra>%{fullData.name}</extra>"
-        bar.width = [b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        bar.marker.color = SERIES[position]
+        bar.update(marker_color=SERIES[position], width=[b - a for a, b in pairwise(edges)])
         bars.append(bar)
     return _chart(
         one.name if one.run.alone else f"{one.name}: {one.run.label}",
         bars,
         ("predictive entropy (nats)", "share of examples"),
         keys=_spans(edges, 2),
-        show=lambda value: percentage(value, 1),
+        show=lambda value: percent(value, 1),
         barmode="overlay",
         bargap=0,
         xaxis_range=[edges[0], edges[-1]],
@@ -674,9 +555,8 @@ def shift_charts(series: Sequence[Predictive]) -> list[Chart]:
             curve.name = one.name if one.run.alone else f"{one.run.label}: {one.name}"
             curve.line.dash = DASHES[one.place % len(DASHES)]
             curves[measure, kind].append(curve)
-    charts = []
-    for (measure, kind), traces in sorted(curves.items(), key=lambda item: item[0][0]):
-        chart = _chart(
+    return [
+        _chart(
             f"{METRICS[SHIFT_MEASURES[measure]].title}: {kind}",
             traces,
             ("severity (0: test set)", ""),
@@ -685,5 +565,5 @@ def shift_charts(series: Sequence[Predictive]) -> list[Chart]:
             hovermode="x unified",
             height=280 + 14 * len(traces),
         )
-        charts.append(chart)
-    return charts
+        for (measure, kind), traces in sorted(curves.items(), key=lambda item: item[0][0])
+    ]

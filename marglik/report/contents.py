@@ -100,11 +100,6 @@ class Run:
         return (self.results or self.posterior).get("num_data")
 
     @property
-    def num_positions(self) -> int | None:
-        """Number of positions (tokens) that metrics are means over; None: over examples."""
-        return self.evaluation.get("num_positions")
-
-    @property
     def evidence_per_example(self) -> float | None:
         """Log marginal likelihood of the update that was kept, divided by N (nats)."""
         kept = self.results.get("evidence", {}).get("kept", self.posterior.get("evidence"))
@@ -278,20 +273,19 @@ def _labels(folders: Sequence[Path], options: Sequence[Mapping[str, Any]]) -> li
     # Where a class differs, its own arguments need not be said.
     of_classes = tuple(f"{n.removesuffix('class_path')}init_args." for n in names if "class_" in n)
     names = [name for name in names if not name.startswith(of_classes)]
-    labels = [", ".join(_option(name, one) for name in names) for one in options]
+
+    def said(name: str, value: Any) -> str:
+        if name.endswith("class_path"):
+            return str(_last_part(value))
+        is_word = isinstance(value, str) and value[:1].isalpha()
+        return value if is_word else f"{name} {'null' if value is None else value}"
+
+    labels = [", ".join(said(n, one.get(n, MISSING)) for n in names) for one in options]
     is_short = len(names) <= MOST_IN_LABEL and max(map(len, labels)) <= LONGEST_LABEL
     for found in (labels if is_short else [], [folder.resolve().name for folder in folders]):
         if len(set(found)) == len(folders) and all(found):
             return found
     return [str(folder) for folder in folders]
-
-
-def _option(name: str, options: Mapping[str, Any]) -> str:
-    value = options.get(name, MISSING)
-    if name.endswith("class_path"):
-        return str(_last_part(value))
-    is_word = isinstance(value, str) and value[:1].isalpha()
-    return value if is_word else f"{name} {'null' if value is None else value}"
 
 
 def _last_part(class_path: Any) -> str | None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kfac_backend.files import write_file
-from marglik.report.charts import DARK
 from marglik.report.contents import Run, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number
@@ -74,7 +73,6 @@ def _render(runs: Sequence[Run]) -> str:
         blocks={id: blocks_of(runs) for id, blocks_of in SECTIONS.items()},
         css=_source("page.css"),
         scripts=scripts,
-        colors=DARK,
         plotly=base64.b64encode(zlib.compress(plotly.encode("utf-8"), 9)).decode("ascii"),
         script_hashes=[_hash(script) for script in scripts.values()],
         version=version("marglik"),

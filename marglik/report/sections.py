@@ -13,7 +13,7 @@ from typing import Any
 from marglik.posterior.calibration import Calibration
 from marglik.prediction.evaluation_record import IN_SAMPLE
 from marglik.report import charts
-from marglik.report.contents import MISSING, Predictive, Run, differing, predictives
+from marglik.report.contents import MISSING, Run, differing, predictives
 from marglik.report.tables import (
     NOTHING,
     Row,
@@ -92,15 +92,19 @@ def _summary(runs: Sequence[Run]) -> Blocks:
         blocks.append(Note("The runs have different data; the best values are marked for each."))
     texts = [
         f"For sequences, metrics are means over the positions (tokens) of the test set, the NLL in "
-        f"nats per position: {run.data} ({run.num_positions:,})."
+        f"nats per position: {run.data} ({run.evaluation['num_positions']:,})."
         for run in runs
-        if run.num_positions
+        if run.evaluation.get("num_positions")
     ]
     for ood in [run.evaluation["ood"] for run in runs if run.evaluation.get("ood")]:
         size = f" ({ood['num_examples']:,} examples)" if "num_examples" in ood else ""
         parts = [f"{ood['name']}{size}", ood.get("note"), f"detected by {ood.get('score')}"]
         texts.append(f"Out of distribution: {', '.join(filter(None, parts))}.")
-    return [*blocks, *map(Note, dict.fromkeys(texts)), *_unevaluated(runs, "further metrics")]
+    return [
+        *blocks,
+        *map(Note, dict.fromkeys(texts)),
+        *_without(runs, [r for r in runs if r.evaluation], "further metrics"),
+    ]
 
 
 def _gains(run: Run) -> list[Note]:
@@ -158,7 +162,7 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
         groups[one.chart, tuple(found.get("edges") or found["levels"])].append(one)
     found = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
     tables = [_held_out(run) for run in runs if run.posterior.get("calibrations")]
-    return [found, *tables, *_without(runs, series, "reliability")]
+    return [found, *tables, *_without(runs, [one.run for one in series], "reliability")]
 
 
 def _held_out(run: Run) -> Table:
@@ -203,7 +207,7 @@ def _errors(runs: Sequence[Run]) -> Blocks:
             if counts := one.content["classes"].get("confusion"):
                 of = one.label if one.run.alone else f"{title}, {one.label}"
                 matrices.append(Confusion(of, names, counts))
-    return [found, *matrices, *_without(runs, series, "errors by class")]
+    return [found, *matrices, *_without(runs, [one.run for one in series], "errors by class")]
 
 
 def _entropy(runs: Sequence[Run]) -> Blocks:
@@ -216,16 +220,17 @@ def _entropy(runs: Sequence[Run]) -> Blocks:
         curves[f"ROC curve: {data if one.run.alone else one.name}"].append(one)
     found = [charts.share_chart(title, group, "roc") for title, group in curves.items()]
     found += [charts.entropy_chart(one, 1.05 * max(shares)) for one in series]
-    notes = _without(runs, series, "predictive entropy")
+    notes = _without(runs, [one.run for one in series], "predictive entropy")
     for run in {id(p.run): p.run for p in series if "ood" not in p.content["entropy"]}.values():
+        command = f"marglik evaluate {quote(str(run.folder))} --ood marglik.data.Noise"
         text = f"The evaluation in {run.folder} has no out-of-distribution data. For images:"
-        notes.append(Note(text, _evaluate(run, "--ood marglik.data.Noise")))
+        notes.append(Note(text, command))
     return [found, *notes]
 
 
 def _shift(runs: Sequence[Run]) -> Blocks:
     series = [p for p in predictives(runs) if any("shift/" in key for key in p.content["metrics"])]
-    notes = _without(runs, series, "shifted test sets", "marglik evaluate --shift true")
+    notes = _without(runs, [one.run for one in series], "shifted test sets", "--shift true")
     return [charts.shift_charts(series), *notes]
 
 
@@ -236,7 +241,7 @@ def _uncertain(runs: Sequence[Run]) -> Blocks:
         by = "By" if run.alone else f"{run.label}, by"
         found = run.evaluation["uncertain"]
         galleries.append(Gallery(f"{by} {found['predictive']}", found["examples"]))
-    return [*galleries, *_without(runs, series, "images")]
+    return [*galleries, *_without(runs, [one.run for one in series], "images")]
 
 
 def _options(runs: Sequence[Run]) -> Blocks:
@@ -314,32 +319,22 @@ def _unlogged(runs: Sequence[Run], having: Sequence[Run], what: str) -> list[Not
     return notes
 
 
-def _without(
-    runs: Sequence[Run], having: Sequence[Predictive], what: str, option: str = ""
-) -> list[Note]:
-    """Notes on runs without a part: they have no evaluation, or one without the part.
+def _without(runs: Sequence[Run], having: Sequence[Run], what: str, option: str = "") -> list[Note]:
+    """A note for each run that lacks a part of the evaluation, with a command that adds it.
 
     Args:
         runs: the runs of the page.
-        having: the predictives with the part.
+        having: those with the part.
         what: name of the part.
         option: option of `marglik evaluate` that adds the part for images.
     """
     notes = []
-    for run in [run for run in runs if run.evaluation]:
-        if not any(run is one.run for one in having):
-            text = (
-                f"The evaluation in {run.folder} has no {what}.{' For images:' if option else ''}"
-            )
-            notes.append(Note(text, _evaluate(run, option) if option else ""))
-    return [*notes, *_unevaluated(runs, what)]
-
-
-def _unevaluated(runs: Sequence[Run], what: str) -> list[Note]:
-    """A note for each run that has not been evaluated, with the command that does it."""
-    text = "{} has no evaluation.json, which holds {}. To get it:"
-    return [Note(text.format(r.folder, what), _evaluate(r)) for r in runs if not r.evaluation]
-
-
-def _evaluate(run: Run, option: str = "") -> str:
-    return f"marglik evaluate {quote(str(run.folder))} {option}".strip()
+    for run in [run for run in runs if not any(run is one for one in having)]:
+        command = f"marglik evaluate {quote(str(run.folder))} {option}".strip()
+        if not run.evaluation:
+            text = f"{run.folder} has no evaluation.json, which holds {what}. To get it:"
+        else:
+            text = f"The evaluation in {run.folder} has no {what}."
+            text, command = (f"{text} For images:", command) if option else (text, "")
+        notes.append(Note(text, command))
+    return notes

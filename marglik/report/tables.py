@@ -217,7 +217,7 @@ def summary_table(runs: Sequence[Run]) -> Table:
 
 def _row(key: str, name: str, columns: Sequence[Predictive]) -> Row:
     metric = METRICS.get(name, Metric(name))
-    if all(one.run.num_positions for one in columns):
+    if all(one.run.evaluation.get("num_positions") for one in columns):
         metric = metric._replace(unit=metric.unit.replace("per example", "per position"))
     values = [one.content["metrics"].get(key) for one in columns]
     ends = [(one.content.get("intervals") or {}).get(key) for one in columns]
