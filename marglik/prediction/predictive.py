@@ -70,7 +70,7 @@ class PredictiveConfig:
         method: how outputs become probabilities. probit and mc compute the exact covariance of the
             linearised network's outputs; probit then has a closed form, and mc averages over
             samples of the outputs. linearised samples parameters of the linearised network instead,
-            at about a backward pass per sample however many outputs there are.
+            at about three forward passes per sample however many outputs there are.
         samples: number of samples of the outputs, for mc, and for probit's split of the uncertainty
             into aleatoric and epistemic parts.
         networks: number of samples of the parameters, for linearised.
