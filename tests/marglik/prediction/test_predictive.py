@@ -102,7 +102,7 @@ def test_probit_and_bernoulli_by_their_formulas():
     f, covariance = la.output_distribution(x)
     std = covariance.diagonal(dim1=1, dim2=2).sqrt()
     mean = predictive(la, "mc")(x).mean
-    z = torch.linspace(-9, 9, 4001).double()
+    z = torch.linspace(-9, 9, 4001, dtype=torch.float64)
     weights = torch.tensor(stats.norm.pdf(z)) * (z[1] - z[0])
     expected = (special.expit(f[..., None] + std[..., None] * z) * weights).sum(-1)
     assert_close(mean, expected, atol=1e-6, rtol=0)
