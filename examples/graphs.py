@@ -15,7 +15,7 @@ from matplotlib import pyplot
 
 from kfac_backend import kronecker_factors
 from marglik import calibrate, compute_metrics, map_predictive, marglik_training, predict_all
-from marglik.data.tensors import TensorBatches
+from marglik.data import TensorBatches
 from marglik.graphs import Graphs
 from marglik.models import GraphNetwork
 

@@ -83,7 +83,7 @@ def temporary_path(path: Path) -> Path:
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed processes have left half-written in a folder and in those below it.
 
-    The caller holds the folder's lock, so that no other process is writing there now.
+    No other process may be writing there.
     """
     for path in [*folder.rglob(f"{PREFIX}*-*-*")]:
         if path.is_dir():

@@ -37,7 +37,7 @@ from experiments.studies import markdown, mean_with_error, study
 from kfac_backend.curvature import kronecker_factors
 from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.options import CurvatureOptions, Likelihood
-from marglik.data.tensors import TensorBatches
+from marglik.data import TensorBatches
 from marglik.models import MLP
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior

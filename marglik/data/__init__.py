@@ -1,12 +1,12 @@
 """Data: where it comes from, how it is divided and changed, and how it becomes batches."""
 
-from marglik.data.batches import Batches, ImageBatches, Splits, crop_and_flip
+from marglik.data.batches import Batches, ImageBatches, Splits, TensorBatches, crop_and_flip
 from marglik.data.images.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.images.out_of_distribution import ClassSubset, Noise, out_of_distribution_images
 from marglik.data.images.sources import CIFAR10, SVHN, Digits, ImageFolder
 from marglik.data.source import DataSource
-from marglik.data.tensors import TensorBatches, TensorFile, TensorSplits
+from marglik.data.tensors import TensorFile, TensorSplits
 
 __all__ = [
     "CIFAR10",

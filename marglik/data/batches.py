@@ -1,21 +1,26 @@
-"""Batches of images, and of the splits of any data."""
+"""Batches of examples in memory: images, tensors or graphs, and a rank's part of each."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import Dataset
 
 from marglik.data.images.image_set import ImageSet, ImageSplits, check_normalisation
-from marglik.data.shard import WHOLE, Shard
-from marglik.data.tensors import MemoryBatches, SplitName, TensorBatches, TensorSplits
+from marglik.data.tensors import Inputs, Pair, SplitName, TensorSplits
+from marglik.sizes import check_sizes
 
 __all__ = [
+    "WHOLE",
     "Batches",
     "ImageBatches",
+    "Shard",
     "Splits",
+    "TensorBatches",
     "crop_and_flip",
     "split_batches",
 ]
@@ -24,6 +29,123 @@ Augmentation = Literal["none", "crop_flip"]
 
 PADDING = 4
 """Pixels that the random crop adds at each side, as is usual for 32×32 images."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The contiguous part of each batch that a rank has; sizes of parts differ by one at most.
+
+    All ranks draw the same order of all examples, so that their parts together are the batch that
+    one process would have. Parts are empty if a batch has fewer examples than there are ranks.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def batches(self, num_examples: int, batch_size: int) -> list[slice]:
+        """This rank's part of each batch, in order."""
+        parts = []
+        for start in range(0, num_examples, batch_size):
+            size = min(batch_size, num_examples - start)
+            first, last = (size * i // self.ranks for i in (self.rank, self.rank + 1))
+            parts.append(slice(start + first, start + last))
+        return parts
+
+
+WHOLE = Shard()
+"""The whole of each batch, for a single process."""
+
+
+class MemoryBatches:
+    """What loaders of examples in memory have in common: their order, and a rank's part of it.
+
+    All random numbers come from ``generator``, a CPU generator of the loader's own, so that a seed
+    gives the same batches on every device. Each iteration draws them at its start, so that the next
+    one does not depend on how far it was read. Two iterations differ, and the same seed gives the
+    same sequence of iterations. ``generator.get_state()`` and ``set_state()`` save and restore it.
+
+    Args:
+        num_examples: N, the number of all examples.
+        batch_size: B; the last batch may be smaller.
+        shuffle: whether each iteration takes the examples in a new order.
+        seed: seed of the generator.
+        shard: the part of each batch that is yielded; if it is empty, a batch without examples.
+
+    Raises:
+        ValueError: if ``batch_size`` is below 1.
+    """
+
+    def __init__(
+        self, num_examples: int, batch_size: int, shuffle: bool, seed: int, shard: Shard
+    ) -> None:
+        check_sizes(batch_size=batch_size)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.generator = torch.Generator().manual_seed(seed)
+        self._all = num_examples
+        self._slices = shard.batches(num_examples, batch_size)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples that one iteration yields."""
+        return sum(part.stop - part.start for part in self._slices)
+
+    def __len__(self) -> int:
+        """Number of batches of one iteration."""
+        return len(self._slices)
+
+    def _parts(self, device: torch.device) -> list[Tensor]:
+        """The indices of each batch of an iteration; all ranks draw the same order."""
+        n = self._all
+        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
+        order = order.to(device)
+        return [order[part] for part in self._slices]
+
+
+class Examples(Dataset[Pair]):
+    """Inputs and targets as a data set with one example per target."""
+
+    def __init__(self, x: Inputs, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, which: int) -> Pair:
+        return self.x[which], self.y[which]
+
+
+class TensorBatches(MemoryBatches):
+    """Loader of batches (x, y), selected from inputs and targets on the device, in their dtypes.
+
+    Args:
+        x: inputs, a tensor (N, ...) or N graphs.
+        y: targets, (N, ...).
+        batch_size: B; the last batch may be smaller.
+        shuffle: whether each iteration takes the examples in a new order.
+        seed: seed of shuffling.
+        device: where the batches are made.
+        shard: the part of each batch that is yielded.
+    """
+
+    def __init__(
+        self,
+        x: Inputs,
+        y: Tensor,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        shard: Shard = WHOLE,
+    ) -> None:
+        super().__init__(len(y), batch_size, shuffle, seed, shard)
+        self.dataset = Examples(x.to(device), y.to(device))
+
+    def __iter__(self) -> Iterator[Pair]:
+        # Not a DataLoader, which would collate each batch from single examples.
+        x, y = self.dataset.x, self.dataset.y
+        return ((x[part], y[part]) for part in self._parts(y.device))
 
 
 class ImageBatches(MemoryBatches):
@@ -81,13 +203,14 @@ class ImageBatches(MemoryBatches):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Drawn here, since the body of a generator function would run only at the first batch.
-        n, device = len(self.dataset), self.dataset.images.device
+        device = self.dataset.images.device
         parts = self._parts(device)
-        distortions = self._draw_distortions(n) if self.augment == "crop_flip" else ()
+        distortions = self._draw_distortions() if self.augment == "crop_flip" else ()
         return self._batches(parts, tuple(d.to(device) for d in distortions))
 
-    def _draw_distortions(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Uniform offsets top and left in 0..8, and flips with probability one half; each (n,)."""
+    def _draw_distortions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Uniform offsets top and left in 0..8, and flips with probability one half; each (N,)."""
+        n = len(self.dataset)
         top, left = torch.randint(2 * PADDING + 1, (2, n), generator=self.generator)
         flip = torch.randint(2, (n,), generator=self.generator).bool()
         return top, left, flip
@@ -95,8 +218,7 @@ class ImageBatches(MemoryBatches):
     def _batches(
         self, parts: list[Tensor], distortions: tuple[Tensor, ...]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        places = self.shard.batches(len(self.dataset), self.batch_size)
-        for part, place in zip(parts, places, strict=True):
+        for part, place in zip(parts, self._slices, strict=True):
             images = self.dataset.images[part]  # (B, C, H, W)
             if distortions:
                 top, left, flip = (d[place] for d in distortions)
@@ -163,29 +285,19 @@ def split_batches(
         ValueError: if there is no such split, or augmentation or a memory format for data that are
             no images.
     """
-    if isinstance(splits, TensorSplits):
-        if augment:
-            raise ValueError(f"{splits.name} holds no images; augmentation is for images.")
-        if channels_last:
-            raise ValueError(f"{splits.name} holds no images; channels_last is for images.")
-        return splits.batches(
-            split, batch_size, shuffle=shuffle, seed=seed, device=device, shard=shard
-        )
-    images = getattr(splits, split)
-    if images is None:
+    examples = getattr(splits, split)
+    if examples is None:
         raise ValueError(
-            f"{splits.name} has no {split} images; split some off, for example with "
+            f"{splits.name} has no {split} examples; split some off, for example with "
             "--data.validation 0.1."
         )
-    return ImageBatches(
-        images,
-        splits.mean,
-        splits.std,
-        batch_size,
-        shuffle=shuffle,
-        augment="crop_flip" if augment else "none",
-        device=device,
-        seed=seed,
-        channels_last=channels_last,
-        shard=shard,
-    )
+    options: Any = {"shuffle": shuffle, "seed": seed, "device": device, "shard": shard}
+    if isinstance(splits, TensorSplits):
+        if augment or channels_last:
+            raise ValueError(
+                f"{splits.name} holds no images; augment and channels_last are for images."
+            )
+        x, y = examples
+        return TensorBatches(x, y, batch_size, **options)
+    options |= {"augment": "crop_flip" if augment else "none", "channels_last": channels_last}
+    return ImageBatches(examples, splits.mean, splits.std, batch_size, **options)

@@ -25,20 +25,13 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
     record: dict[str, Any] = {
         "name": splits.name,
         "source": source,
-        "train_sha256": _sum_of_training(splits),
+        "train_sha256": sha256_of_tensors(tensors_in(splits.train)),
     }
-    if isinstance(splits, ImageSplits):
-        record |= {
-            "classes": list(splits.classes),
-            "image_shape": list(splits.image_shape),
-            "mean": list(splits.mean),
-            "std": list(splits.std),
-        }
-        return record
     if splits.classes is not None:
         record["classes"] = list(splits.classes)
-    graphs = _graphs(splits)
-    return record if graphs is None else record | {"graphs": graphs}
+    if isinstance(splits, ImageSplits):
+        record |= {"mean": list(splits.mean), "std": list(splits.std)}
+    return record | _form(splits)
 
 
 def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
@@ -53,14 +46,17 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
     """
     if record is None:
         return splits
-    trained_on = {"images": record.get("image_shape"), "graphs": record.get("graphs")}
-    for what, here in (("images", _images(splits)), ("graphs", _graphs(splits))):
-        there = trained_on[what]
-        if (here is None) != (there is None):
-            raise ValueError(
-                f"{splits.name} holds {what if here else f'no {what}'}, unlike {record['name']}, "
-                "which the network was trained on. Pass data of its kind (--data)."
-            )
+    here = _form(splits)
+    there = {kind: record[kind] for kind in ("image_shape", "graphs") if kind in record}
+    if here != there:
+        form, trained_on = (
+            " ".join(f"{kind} {value}" for kind, value in one.items()) or "no images or graphs"
+            for one in (here, there)
+        )
+        raise ValueError(
+            f"{splits.name} has {form}; {record['name']}, which the network was trained on, has "
+            f"{trained_on}. Pass data of that kind and shape (--data)."
+        )
     # A file's labels have no names: nothing to compare.
     classes = record.get("classes")
     if classes and splits.classes and list(splits.classes) != classes:
@@ -69,19 +65,9 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
             f"network was trained on {len(classes)} of {record['name']} ({_some(classes)}). Pass "
             "data with the same classes (--data), or images of other classes as --ood."
         )
-    if _graphs(splits) != record.get("graphs"):
-        raise ValueError(
-            f"{splits.name} has {_graphs(splits)}, the network was trained on {record['graphs']}. "
-            "Pass such data (--data)."
-        )
-    if not isinstance(splits, ImageSplits):
-        return splits
-    if _images(splits) != record["image_shape"]:
-        raise ValueError(
-            f"{splits.name} has images of shape {splits.image_shape}, the network was trained on "
-            f"{tuple(record['image_shape'])}. Pass data of that shape (--data)."
-        )
-    return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
+    if isinstance(splits, ImageSplits):
+        return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
+    return splits
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
@@ -91,7 +77,7 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
     """
     if splits.validation is None or record is None:
         return False
-    return record.get("train_sha256") == _sum_of_training(splits)
+    return record.get("train_sha256") == sha256_of_tensors(tensors_in(splits.train))
 
 
 def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
@@ -102,21 +88,12 @@ def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
     return [*(getattr(x, field.name) for field in fields(x)), y]
 
 
-def _sum_of_training(splits: Splits) -> str:
-    """SHA-256 sum of the training inputs and targets; of images, before normalisation."""
-    return sha256_of_tensors(tensors_in(splits.train))
-
-
-def _images(splits: Splits) -> list[int] | None:
-    """(C, H, W) of images; None for other data."""
-    return list(splits.image_shape) if isinstance(splits, ImageSplits) else None
-
-
-def _graphs(splits: Splits) -> str | None:
-    """A description of graphs; None for other data."""
-    if isinstance(splits, ImageSplits) or not isinstance(splits.train[0], Graphs):
-        return None
-    return described(splits.train[0])
+def _form(splits: Splits) -> dict[str, Any]:
+    """What a network depends on: (C, H, W) of images, the features of graphs; else nothing."""
+    if isinstance(splits, ImageSplits):
+        return {"image_shape": list(splits.image_shape)}
+    x = splits.train[0]
+    return {"graphs": described(x)} if isinstance(x, Graphs) else {}
 
 
 def _some(classes: Any) -> str:

@@ -51,26 +51,15 @@ def subset(
     """
     if size is None or size == len(images):
         return images
-    if not len(classes) <= size <= len(images):
-        raise ValueError(
-            f"{argument}={size}: must lie in {len(classes)}..{len(images)}, one image of each "
-            "class at least; leave it out for all images."
-        )
     chosen, _ = split_off(images, size, classes, seed, f"{argument}={size}")
     _check_classes(chosen.labels, classes, 1, f"{argument}={size}")
     return chosen
 
 
 def split_off_validation(
-    train: ImageSet,
-    fraction: float,
-    classes: tuple[str, ...],
-    seed: int,
-    argument: str = "validation",
+    train: ImageSet, fraction: float, classes: tuple[str, ...], seed: int
 ) -> tuple[ImageSet, ImageSet | None]:
     """Split off a stratified validation set; returns the rest and it, or None if the fraction is 0.
-
-    ``argument`` is the user's name of the fraction, for errors.
 
     Raises:
         ValueError: if a part would be smaller than the number of classes, or no training
@@ -78,7 +67,7 @@ def split_off_validation(
     """
     if fraction == 0:
         return train, None
-    size, cause = round(fraction * len(train)), f"{argument}={fraction}"
+    size, cause = round(fraction * len(train)), f"validation={fraction}"
     validation, rest = split_off(train, size, classes, seed, cause)
     _check_classes(rest.labels, classes, 1, cause)
     return rest, validation
@@ -101,31 +90,21 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
     Raises:
         ValueError: a share so small or so large that a part would be empty or lack a class.
     """
-    try:
-        if isinstance(splits, ImageSplits):
-            classes = splits.classes
-            train, held = split_off_validation(splits.train, share, classes, seed, "held_out")
-            return replace(splits, train=train, validation=held)
-        x, y = splits.train
-        chosen, rest = _held_out(y, splits.classes or (), share, seed)
-        return replace(splits, train=(x[rest], y[rest]), validation=(x[chosen], y[chosen]))
-    except ValueError as error:
-        raise ValueError(
-            f"{error} With held_out 0 nothing is held out, and the predictive is not calibrated."
-        ) from error
-
-
-def _held_out(
-    y: Tensor, classes: tuple[str, ...], share: float, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Indices of the examples to hold out, and of the rest."""
-    size, cause = round(share * len(y)), f"held_out={share}"
+    y = splits.train.labels if isinstance(splits, ImageSplits) else splits.train[1]
+    classes, size, cause = splits.classes or (), round(share * len(y)), f"held_out={share}"
     # Sequences and labels that do not count belong to no class.
     if classes and y.dim() == 1 and bool(((y >= 0) & (y < len(classes))).all()):
-        return stratified(y, size, classes, seed, cause)
-    _check_sizes(len(y), size, 1, cause)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    return order[:size].sort().values, order[size:].sort().values
+        chosen, rest = stratified(y, size, classes, seed, cause)
+        _check_classes(y[rest], classes, 1, cause)
+    else:
+        _check_sizes(len(y), size, 1, cause)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        chosen, rest = order[:size].sort().values, order[size:].sort().values
+    if isinstance(splits, ImageSplits):
+        images = splits.train
+        return replace(splits, train=images.select(rest), validation=images.select(chosen))
+    x, _ = splits.train
+    return replace(splits, train=(x[rest], y[rest]), validation=(x[chosen], y[chosen]))
 
 
 def split_off(
@@ -183,7 +162,8 @@ def _check_sizes(total: int, size: int, least: int, cause: str) -> None:
     if not least <= size <= total - least:
         raise ValueError(
             f"{cause}: {total} examples would be divided into {size} and {total - size}; both "
-            f"parts need at least {least}. Choose another number, or take more examples."
+            f"parts need at least {least}. Choose another number (0 for none), or take more "
+            "examples."
         )
 
 
@@ -195,11 +175,10 @@ def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ..
     """
     # Sums of counts are exact, where a float32 mean of 150 million pixels is not.
     values = torch.arange(256, dtype=torch.float64)
-    mean, std = [], []
-    for channel in range(images.shape[1]):
-        pixels = images[:, channel].flatten()
-        share = pixels.bincount(minlength=256).double() / pixels.numel()
-        m = (share * values).sum()
-        mean.append(m.item())
-        std.append((share * (values - m).square()).sum().sqrt().item())
-    return tuple(mean), tuple(std)
+    counts = torch.stack(
+        [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]
+    )
+    shares = counts / counts.sum(1, keepdim=True).double()  # (C, 256)
+    mean = shares @ values
+    std = (shares * (values - mean[:, None]).square()).sum(1).sqrt()
+    return tuple(mean.tolist()), tuple(std.tolist())

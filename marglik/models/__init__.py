@@ -1,6 +1,5 @@
 """Networks for classification in which every layer has a K-FAC rule."""
 
-from marglik.models.gcn import GCN
 from marglik.models.gpt import GPT
 from marglik.models.graph_network import GraphNetwork
 from marglik.models.lenet import LeNet
@@ -8,4 +7,4 @@ from marglik.models.mlp import MLP
 from marglik.models.vision_transformer import VisionTransformer
 from marglik.models.wide_resnet_fixup import WideResNetFixup
 
-__all__ = ["GCN", "GPT", "MLP", "GraphNetwork", "LeNet", "VisionTransformer", "WideResNetFixup"]
+__all__ = ["GPT", "MLP", "GraphNetwork", "LeNet", "VisionTransformer", "WideResNetFixup"]

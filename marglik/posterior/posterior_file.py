@@ -32,7 +32,6 @@ from marglik.storage.record_file import (
     MODEL,
     POSTERIOR,
     POSTERIOR_FORMAT,
-    POSTERIOR_VERSION,
     read_posterior,
     write_record,
 )
@@ -87,7 +86,6 @@ def save_posterior(
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {
         "format": POSTERIOR_FORMAT,
-        "version": POSTERIOR_VERSION,
         "likelihood": laplace.likelihood,
         "num_data": factors.num_data,
         "num_outputs": factors.num_outputs,

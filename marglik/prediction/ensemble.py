@@ -35,7 +35,7 @@ from marglik.storage.record_file import ENSEMBLE, MEMBERS, read_record, write_re
 
 __all__ = ["Ensemble"]
 
-FORMAT, VERSION = "marglik.ensemble", 1
+FORMAT = "marglik.ensemble"
 
 
 class Ensemble:
@@ -149,7 +149,6 @@ class Ensemble:
         }
         record = {
             "format": FORMAT,
-            "version": VERSION,
             "members": len(self.models),
             "likelihood": self.likelihood,
             "sigma_noise": self.sigma_noise,
@@ -183,7 +182,7 @@ class Ensemble:
                 f"No ensemble in {folder} ({ENSEMBLE} is missing); marglik train --members 5 "
                 "writes one."
             )
-        record = read_record(path, FORMAT, VERSION, what="ensemble", remedy="Train again.")
+        record = read_record(path, FORMAT, "Train again.")
         tensors, _ = read_tensors(Path(folder) / MEMBERS, what="ensembles")
         models = []
         for k in range(record["members"]):

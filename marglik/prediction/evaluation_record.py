@@ -28,9 +28,8 @@ from marglik.data import (
     corrupt,
     out_of_distribution_images,
 )
-from marglik.data.batches import split_batches
+from marglik.data.batches import Shard, split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
-from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
 from marglik.prediction.ensemble import Ensemble

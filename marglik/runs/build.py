@@ -1,5 +1,6 @@
 """Objects that several commands build from their options."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -14,11 +15,19 @@ from torch import nn
 from kfac_backend.ranks import RankError, Ranks
 from marglik.data import DataSource
 from marglik.runs.config import Accelerator, Precision
+from marglik.storage.checkpoint import differences
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-__all__ = ["build_fabric", "build_from_spec", "device_of", "join_ranks", "number_of_ranks"]
+__all__ = [
+    "build_fabric",
+    "build_from_spec",
+    "check_same_on_ranks",
+    "device_of",
+    "join_ranks",
+    "number_of_ranks",
+]
 
 TRUSTED = ("marglik", "torchvision")
 """Packages whose classes a file may name."""
@@ -52,16 +61,12 @@ def number_of_ranks(devices: int | None, accelerator: Accelerator = "auto") -> i
             f"--devices {number}: torchrun has started {started} processes. Leave --devices out."
         )
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else number
-    if number > 1:
-        if not dist.is_available():
-            raise ValueError("--devices: this build of torch has no torch.distributed.")
-        there = torch.cuda.device_count()
-        if device_of(accelerator).type == "cuda" and here > there:
-            raise ValueError(
-                f"--devices {here}: there {'is' if there == 1 else 'are'} {there} "
-                f"GPU{'' if there == 1 else 's'} on this machine. Pass {there} or less, or "
-                "--accelerator cpu."
-            )
+    gpus = torch.cuda.device_count()
+    if number > 1 and device_of(accelerator).type == "cuda" and here > gpus:
+        raise ValueError(
+            f"--devices {here}: this machine has {gpus} GPU(s). Pass {gpus} or less, or "
+            "--accelerator cpu."
+        )
     return number
 
 
@@ -89,7 +94,6 @@ def build_fabric(
 
     Raises:
         ValueError: a device that this machine does not have, or another number of processes.
-        RankError: the other processes do not appear within the timeout.
     """
     number, device = number_of_ranks(devices, accelerator), device_of(accelerator)
     from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
@@ -114,13 +118,7 @@ def build_fabric(
     )
     for name in ("lightning.fabric", "lightning.pytorch"):  # no lines about the launch
         logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        fabric.launch()
-    except dist.DistError as error:
-        raise RankError(
-            f"The {number} processes did not find each other within {rank_timeout:g} s: {error}. "
-            "One of them has failed or hangs; its own output says why. (--rank_timeout)"
-        ) from error
+    fabric.launch()
     return fabric
 
 
@@ -131,11 +129,21 @@ def join_ranks(
 
     Raises:
         ValueError: a device that this machine does not have, or another number of processes.
-        RankError: the other processes do not appear within the timeout.
     """
     if number_of_ranks(devices, accelerator) == 1:
         return device_of(accelerator), Ranks(None)
     return build_fabric(accelerator, devices=devices, rank_timeout=rank_timeout).device, Ranks()
+
+
+def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
+    """Raise a RankError that names what differs, on all ranks, unless all run the same run."""
+    first, *others = ranks.gather(json.loads(json.dumps(identity)), "the start")
+    for rank, other in enumerate(others, 1):
+        for name, here, there in differences(first, other):
+            raise RankError(
+                f"The processes were started differently: {name} is {here} on rank 0, {there} on "
+                f"rank {rank}. Start all with the same command, data and versions."
+            )
 
 
 def build_from_spec(kind: type | tuple[type, ...], spec: Any, named: Collection[str] = ()) -> Any:
@@ -157,12 +165,10 @@ def build_from_spec(kind: type | tuple[type, ...], spec: Any, named: Collection[
     path = spec.get("class_path") if isinstance(spec, dict) else None
     try:
         found = _built(spec, named)
+        if not isinstance(found, kind):
+            raise TypeError("another kind of object is needed")
     except Exception as error:  # a class raises whatever its arguments lead to
-        raise ValueError(f"{path} could not be built from its saved arguments: {error}") from error
-    if not isinstance(found, kind):
-        raise ValueError(
-            f"{path} could not be built from its saved arguments: another kind of object is needed."
-        )
+        raise ValueError(f"{path} could not be built from its saved arguments: {error}.") from error
     return found
 
 

@@ -1,4 +1,4 @@
-"""Options of a training run; each becomes an option of the command line, with this help."""
+"""Options of a run; each becomes an option of the command line, with this help."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
@@ -148,81 +148,6 @@ class PriorConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """How long to train, on what device, and where the results go.
-
-    Args:
-        epochs: number of passes over the training examples.
-        batch_size: number of examples (images, sequences, graphs) in a training step.
-        augment: whether to crop (after padding by 4 pixels) and flip training images at random; for
-            images only.
-        held_out: share of the training examples that is held out to calibrate the predictive, if
-            the data has no validation set. The network is not trained on them, but the posterior is
-            fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
-        members: number of networks that predict together. The first learns the weight decays, the
-            others train with them from other initial parameters, at the cost of a training each.
-        baseline: whether to train a second network with the initial weight decay kept fixed, and to
-            compare the two.
-        monitor: number of epochs between evaluations of the network's NLL and accuracy on the
-            validation set (the test set if there is none); 0 for none. The numbers are only logged;
-            nothing is chosen by them.
-        seed: seed of initialisation, shuffling, augmentation and sampling.
-        output: folder to write the log, the results, the posterior and the report to; null for
-            runs/NAME OF THE DATA.
-        overwrite: whether to replace a run that is already in that folder.
-        resume: whether to continue the run in that folder, which must have been started with the
-            same options; if there is none, a new run starts. On a CPU with the same number of
-            threads, the results are the same to the bit as without the interruption. It takes
-            precedence over overwrite. Checkpoints are written after epochs and updates, at most
-            once a minute, and in any case before an update.
-        accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
-            since it lacks float64, which the evidence needs.)
-        devices: number of processes that share the work, one per GPU, or all on the CPU; each
-            processes a part of every batch. null takes the number that torchrun has started, or 1.
-        rank_timeout: largest number of seconds that a process waits for another, before all end.
-        precision: precision of the training steps, by Lightning's name; parameters, curvature and
-            predictions stay in float32.
-        channels_last: whether to store images as (N, H, W, C), which makes convolutions faster; for
-            images only. It changes the results by rounding only. None does so on a GPU.
-        compile: mode of torch.compile for the training steps; null does not compile.
-            reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
-        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
-    """
-
-    epochs: int = 30
-    batch_size: int = 128
-    augment: bool = False
-    held_out: float = 0.1
-    members: int = 1
-    baseline: bool = False
-    monitor: int = 0
-    seed: int = 0
-    output: str | None = None
-    overwrite: bool = False
-    resume: bool = False
-    accelerator: Accelerator = "auto"
-    devices: int | None = None
-    rank_timeout: float = 600.0
-    precision: Precision = "32-true"
-    channels_last: bool | None = None
-    compile: CompileMode | None = None
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "members"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(
-                f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."
-            )
-        if self.monitor < 0:
-            raise ValueError(f"monitor must be 0 or more, not {self.monitor}.")
-        check_seed(self.seed)
-        check_devices(self.devices, self.rank_timeout)
-
-
-@dataclass(frozen=True)
 class PostHocConfig:
     """The prior of a network that is already trained.
 
@@ -261,25 +186,28 @@ class PostHocConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PostHocRunConfig:
     """Where and how a posterior is fitted.
 
     Args:
-        output: folder to write the posterior to; null for runs/NAME OF THE CHECKPOINT.
-        batch_size: number of examples in a batch of the curvature pass.
-        seed: seed of the random numbers of sampling.
+        output: folder to write to; null for runs/NAME of the checkpoint, or of the data that a
+            network is trained on.
         overwrite: whether to replace a run that is already in that folder.
-        accelerator: cpu or cuda; auto takes cuda if it is available.
-        devices: number of processes that share the work, one per GPU, or all on the CPU.
+        batch_size: number of examples (images, sequences, graphs) in a batch.
+        seed: seed of all random numbers.
+        accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
+            since it lacks float64, which the evidence needs.)
+        devices: number of processes that share the work, one per GPU, or all on the CPU; each
+            processes a part of every batch. null takes the number that torchrun has started, or 1.
         rank_timeout: largest number of seconds that a process waits for another, before all end.
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
     """
 
     output: str | None = None
+    overwrite: bool = False
     batch_size: int = 128
     seed: int = 0
-    overwrite: bool = False
     accelerator: Accelerator = "auto"
     devices: int | None = None
     rank_timeout: float = 600.0
@@ -290,6 +218,61 @@ class PostHocRunConfig:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
         check_seed(self.seed)
         check_devices(self.devices, self.rank_timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(PostHocRunConfig):
+    """How long to train, on what device, and where the results go.
+
+    Args:
+        epochs: number of passes over the training examples.
+        augment: whether to crop (after padding by 4 pixels) and flip training images at random; for
+            images only.
+        held_out: share of the training examples that is held out to calibrate the predictive, if
+            the data has no validation set. The network is not trained on them, but the posterior is
+            fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
+        members: number of networks that predict together. The first learns the weight decays, the
+            others train with them from other initial parameters, at the cost of a training each.
+        baseline: whether to train a second network with the initial weight decay kept fixed, and to
+            compare the two.
+        monitor: number of epochs between evaluations of the network's NLL and accuracy on the
+            validation set (the test set if there is none); 0 for none. The numbers are only logged;
+            nothing is chosen by them.
+        resume: whether to continue the run in that folder, which must have been started with the
+            same options; if there is none, a new run starts. On a CPU with the same number of
+            threads, the results are the same to the bit as without the interruption. It takes
+            precedence over overwrite. Checkpoints are written after epochs and updates, at most
+            once a minute, and in any case before an update.
+        precision: precision of the training steps, by Lightning's name; parameters, curvature and
+            predictions stay in float32.
+        channels_last: whether to store images as (N, H, W, C), which makes convolutions faster; for
+            images only. It changes the results by rounding only. None does so on a GPU.
+        compile: mode of torch.compile for the training steps; null does not compile.
+            reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
+    """
+
+    epochs: int = 30
+    augment: bool = False
+    held_out: float = 0.1
+    members: int = 1
+    baseline: bool = False
+    monitor: int = 0
+    resume: bool = False
+    precision: Precision = "32-true"
+    channels_last: bool | None = None
+    compile: CompileMode | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("epochs", "members"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(
+                f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."
+            )
+        if self.monitor < 0:
+            raise ValueError(f"monitor must be 0 or more, not {self.monitor}.")
 
 
 def check_seed(seed: int) -> None:

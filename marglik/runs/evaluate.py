@@ -1,7 +1,6 @@
 """What `marglik evaluate` does: the metrics of a saved posterior, or of a bare checkpoint."""
 
 import logging
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from kfac_backend.ranks import Ranks
 from marglik import data as sources
 from marglik import models
 from marglik.data import DataSource, ImageData, Splits
-from marglik.data.batches import split_batches
+from marglik.data.batches import Shard, split_batches
 from marglik.data.record import as_trained, is_held_out
-from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.posterior.pretrained import load_pretrained
@@ -29,10 +27,9 @@ from marglik.prediction.predictive import (
     PredictiveMethod,
     map_predictive,
 )
-from marglik.runs.build import build_from_spec, join_ranks
+from marglik.runs.build import build_from_spec, check_same_on_ranks, join_ranks
 from marglik.runs.config import Accelerator, check_devices, check_seed
 from marglik.runs.model_check import check_model
-from marglik.runs.results import check_same_on_ranks
 from marglik.storage.provenance import versions
 from marglik.storage.record_file import ENSEMBLE, POSTERIOR, as_json, read_posterior
 from marglik.storage.run_folder import EVALUATION, RunFolder
@@ -151,34 +148,31 @@ def evaluate_run(
     for config in configs or [None]:
         check_model(model, splits, None, likelihood, config)  # pyright: ignore[reportArgumentType]
     check_same_on_ranks({"path": of, "data": splits.name, "versions": versions()}, ranks)
-    with ExitStack() as lock:
-        if ranks.rank == 0:
-            lock.enter_context(folder.locked())
-            folder.check_beside()
-            # Now, since the report at the end would find the same errors only after the work.
-            folder.check(but=EVALUATION)
-        calibrated = {}
-        if laplace is not None and record is not None:
-            trained_on = record["data"]
-            calibrated = _calibrate(laplace, configs, splits, trained_on, device, progress, ranks)
-        found = evaluate_network(
-            map_,
-            laplace,
-            configs,
-            splits,
-            likelihood,  # pyright: ignore[reportArgumentType]
-            shift=shift,
-            seed=seed,
-            ensemble=ensemble,
-            ood=ood,
-            batch_size=predictive.batch_size,
-            device=device,
-            progress=progress,
-            ranks=ranks,
-        )
-        if ranks.rank == 0:
-            folder.adopt("evaluate")
-            folder.write(EVALUATION, as_json(found))
+    if ranks.rank == 0:
+        folder.adopt("evaluate")
+        # Now, since the report at the end would find the same errors only after the work.
+        folder.check()
+    calibrated = {}
+    if laplace is not None and record is not None:
+        trained_on = record["data"]
+        calibrated = _calibrate(laplace, configs, splits, trained_on, device, progress, ranks)
+    found = evaluate_network(
+        map_,
+        laplace,
+        configs,
+        splits,
+        likelihood,  # pyright: ignore[reportArgumentType]
+        shift=shift,
+        seed=seed,
+        ensemble=ensemble,
+        ood=ood,
+        batch_size=predictive.batch_size,
+        device=device,
+        progress=progress,
+        ranks=ranks,
+    )
+    if ranks.rank == 0:
+        folder.write(EVALUATION, as_json(found))
     return found | {"output": str(folder.path), "calibrated": calibrated}
 
 

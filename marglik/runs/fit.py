@@ -2,7 +2,6 @@
 
 import logging
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,8 @@ from torch import nn
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.data import Batches, DataSource, Splits
-from marglik.data.batches import split_batches
+from marglik.data.batches import Shard, split_batches
 from marglik.data.record import data_record
-from marglik.data.shard import Shard
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.pretrained import load_pretrained
@@ -28,13 +26,11 @@ from marglik.posterior.prior import (
 from marglik.posterior.subset import freeze_all_but, last_layer
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import join_ranks
+from marglik.runs.build import check_same_on_ranks, join_ranks
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
 from marglik.runs.model_check import check_model
-from marglik.runs.results import check_same_on_ranks, run_identity
-from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
-from marglik.storage.provenance import Provenance, environment, versions
-from marglik.storage.run_folder import CHECKPOINT, MANIFEST, RunFolder
+from marglik.storage.provenance import Provenance, versions
+from marglik.storage.run_folder import RunFolder
 from marglik.training.post_hoc import (
     PriorFit,
     maximize_evidence,
@@ -44,9 +40,6 @@ from marglik.training.post_hoc import (
 from marglik.training.ranks import WithExamples, copy_from_rank_0
 
 __all__ = ["fit"]
-
-STATE = "fit"
-"""Name of the checkpoint, a folder in that of all checkpoints."""
 
 _logger = logging.getLogger(__name__)
 
@@ -63,9 +56,6 @@ def fit(
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
     """Fit a Laplace posterior to a trained network, and save it.
-
-    If the process is killed after the curvature pass, the same call continues from there; options
-    of the prior (except ``layers``) and of the predictive may then differ.
 
     Args:
         model: class of the network, built as it was for training; any importable class.
@@ -84,8 +74,7 @@ def fit(
             can then be loaded without them.
 
     Raises:
-        ValueError: options, data, checkpoint or model that do not fit together, or do not fit the
-            curvature pass that the output folder holds.
+        ValueError: options, data, checkpoint or model that do not fit together.
         NotImplementedError: a layer without a K-FAC rule.
         FileExistsError: the output folder holds a run already, or other files.
         OSError: the output folder cannot be written to.
@@ -106,8 +95,8 @@ def fit(
     device, ranks = join_ranks(run.accelerator, run.devices, run.rank_timeout)
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
-    was_cut_off = Checkpoints(folder.path / CHECKPOINT / STATE).exists()
-    folder.check_free("fit", provenance.preset, run.overwrite or was_cut_off)
+    if leads:
+        folder.check_free("fit", provenance.preset, run.overwrite)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
     if prior.method == "validation" and splits.validation is None:
@@ -136,52 +125,30 @@ def fit(
         sigma_noise=prior.sigma_noise,
         temperature=prior.temperature,
     )
-    options = {"curvature": asdict(curvature), "likelihood": likelihood, "layers": prior.layers}
-    of_pass = options | {"run": {"batch_size": batch_size, "seed": run.seed}}
-    identity = run_identity(model, splits, None, of_pass, provenance)
-    state = Checkpoints(
-        folder.path / CHECKPOINT / STATE, run=identity, made_with=environment(device)
+    options = {"curvature": curvature, "prior": prior, "predictive": predictive}
+    same = {name: asdict(one) for name, one in options.items()} | {"batch_size": batch_size}
+    check_same_on_ranks({"data": splits.name, **same, "versions": versions()}, ranks)
+    if leads:
+        folder.begin("fit", provenance, overwrite=run.overwrite)
+
+    torch.manual_seed(run.seed)
+    _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
+    shard = Shard(ranks.rank, ranks.size)
+    own = split_batches(splits, "train", batch_size, device=device, shard=shard)
+    laplace.fit(
+        own if ranks.size == 1 else WithExamples(own),
+        progress_bar=run.progress,
+        corrected=curvature.corrected,
     )
-    check_same_on_ranks(identity | {"prior": asdict(prior), "versions": versions()}, ranks)
-    with ExitStack() as lock:
-        goes_on = False
-        if leads:
-            lock.enter_context(folder.locked())
-            goes_on = _goes_on(state, run.overwrite)
-            # Again, now under the lock: another process may have written a run since.
-            folder.check_free("fit", provenance.preset, run.overwrite or goes_on)
-        goes_on = ranks.gather(goes_on, "opening the output folder")[0]
-        if goes_on:
-            _logger.info("going on after the curvature pass, which %s holds", state.folder)
-            laplace.restore(CheckpointsOfRanks(state, ranks).load(device)["factors"])
-        else:
-            torch.manual_seed(run.seed)
-            _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
-            shard = Shard(ranks.rank, ranks.size)
-            own = split_batches(splits, "train", batch_size, device=device, shard=shard)
-            laplace.fit(
-                own if ranks.size == 1 else WithExamples(own),
-                progress_bar=run.progress,
-                corrected=curvature.corrected,
-            )
-            if leads:
-                # In a folder with an old run (--overwrite), that is kept until this fit is
-                # complete; `begin` below replaces it.
-                if not (folder.path / MANIFEST).exists():
-                    folder.begin("fit", provenance)
-                folder.discard(CHECKPOINT)  # the state of another fit
-                state.save({"factors": laplace.factors})
-        before = float(laplace.log_marginal_likelihood())
-        _logger.info("prior by %s", prior.method)
-        found = _find_prior(laplace, prior, predictive, splits, run, ranks)
-        if calibrates:
-            held_out = _validation_batches(splits, predictive, device, ranks)
-            calibrations_of(laplace, held_out, predictive, progress=run.progress, ranks=ranks)
-        if leads:
-            folder.begin("fit", provenance, resume=True)
-            record = data_record(splits, provenance.data)
-            save_posterior(laplace, folder.path, model=provenance.model, data=record, frozen=True)
-            folder.discard(CHECKPOINT)
+    before = float(laplace.log_marginal_likelihood())
+    _logger.info("prior by %s", prior.method)
+    found = _find_prior(laplace, prior, predictive, splits, run, ranks)
+    if calibrates:
+        held_out = _validation_batches(splits, predictive, device, ranks)
+        calibrations_of(laplace, held_out, predictive, progress=run.progress, ranks=ranks)
+    if leads:
+        record = data_record(splits, provenance.data)
+        save_posterior(laplace, folder.path, model=provenance.model, data=record, frozen=True)
     decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     return {
@@ -198,25 +165,6 @@ def fit(
         "seconds": time.perf_counter() - start,
         "output": str(folder.path),
     }
-
-
-def _goes_on(state: Checkpoints, overwrite: bool) -> bool:
-    """Whether there is a checkpoint to continue from.
-
-    With ``overwrite``, one that is of another fit or damaged is ignored instead of raising.
-
-    Raises:
-        FileNotFoundError: a file of the checkpoint is missing.
-        ValueError: a checkpoint of another fit, or a damaged one.
-    """
-    try:
-        if state.exists():
-            state.check()
-            return True
-    except (FileNotFoundError, ValueError):
-        if not overwrite:
-            raise
-    return False
 
 
 def _find_prior(

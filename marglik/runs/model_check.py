@@ -20,23 +20,7 @@ from marglik.eval_mode import eval_mode
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PostHocCurvatureConfig
 
-__all__ = ["check_image_options", "check_model"]
-
-
-def check_image_options(splits: Splits, **asked: bool) -> None:
-    """Raise a ValueError if options for images are used with data of another kind.
-
-    Args:
-        splits: the data.
-        asked: option -> whether it is used; dots in its name as double underscores.
-    """
-    names = [name.replace("__", ".") for name, is_asked in asked.items() if is_asked]
-    if names and not isinstance(splits, ImageSplits):
-        verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
-        raise ValueError(
-            f"{splits.name} holds no images; {' and '.join(names)} {verb} for images. Leave {them} "
-            "out."
-        )
+__all__ = ["check_model"]
 
 
 def check_model(

@@ -1,70 +1,20 @@
 """What a command prints: tables, paragraphs, a line for each step; imports nothing slow."""
 
 import logging
-import os
 import shutil
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from contextlib import contextmanager
 
-__all__ = ["harmless_output", "print_paragraph", "print_table", "printable", "progress_lines"]
+__all__ = ["print_paragraph", "print_table", "progress_lines"]
 
-GAP = 3
-"""Spaces between columns."""
-NARROWEST_NAME = 16
-"""Least width of the first column, whose names are shortened to fit."""
+GAP = "   "
+"""Between columns."""
 HEADER = 12
 """Width to which headers are wrapped, unless the cells of their column are wider."""
-CURSOR_UP = "\x1b[A"
-"""What tqdm writes, by itself, to get from one bar to the next."""
-
-
-def printable(text: str) -> str:
-    r"""The text with its control characters as ``\x1b``, except for line ends, tabs and returns.
-
-    Names of files, classes and tensors come from outside. A terminal would carry out what is in
-    them: change its title, colour or contents. Marks that reverse the direction of writing, and
-    bytes of file names that are no characters, are written out, too.
-    """
-    hidden = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's controls, formats, surrogates, separators
-    return "".join(
-        c.encode("unicode_escape").decode()
-        if unicodedata.category(c) in hidden and c not in "\n\r\t"
-        else c
-        for c in text
-    )
-
-
-class _Harmless:
-    """A text stream through which only `printable` text gets; all else is the stream's own."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        moves = not text.replace(CURSOR_UP, "").strip("\n")
-        self._stream.write(text if moves else printable(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def harmless_output() -> Iterator[None]:
-    """A context in which stdout and stderr print only what is `printable`.
-
-    A closed one (``>&-``) is replaced by one that prints nothing.
-    """
-    with ExitStack() as stack:
-        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if stream is None:
-                stream = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect(_Harmless(stream)))  # pyright: ignore[reportArgumentType]
-        yield
+NARROWEST_NAME = 16
+"""Least width of the names of rows, which are shortened to leave room for a column."""
 
 
 @contextmanager
@@ -97,47 +47,35 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Args:
         headers: headers of all columns, that of the row names first; wrapped if the table would
             otherwise be too wide.
-        rows: a name, aligned left, then cells, aligned right. Names that leave no room for a cell
-            lose their middle.
+        rows: a name, aligned left, then cells, aligned right. Long names lose their middle.
     """
     width = shutil.get_terminal_size((80, 24)).columns
-    cells = [max(map(len, column), default=0) for _, *column in zip(headers, *rows, strict=True)]
-    whole = sum(max(len(h), size) + GAP for h, size in zip(headers, cells, strict=True)) - GAP
-    heads = [
-        [header] if whole <= width else _wrapped(header, max(size, HEADER))
-        for header, size in zip(headers, cells, strict=True)
-    ]
-    sizes = [max(size, *map(len, head)) for head, size in zip(heads, cells, strict=True)]
-    sizes[0] = min(sizes[0], max(width - GAP - max(sizes[1:], default=0), NARROWEST_NAME))
-    first, block = 1, 0
-    while first < len(headers):
-        last, used = first, sizes[0]
-        while last < len(headers) and (last == first or used + GAP + sizes[last] <= width):
-            used += GAP + sizes[last]
+    (title, *names), *columns = zip(headers, *rows, strict=True)
+    whole = sum(max(map(len, column)) + len(GAP) for column in [(title, *names), *columns])
+    lines: list[list[str]] = []  # of each column but the first: its header, wrapped, and its cells
+    for header, *cells in columns:
+        size = max(HEADER if whole > width else len(header), *map(len, cells))
+        lines.append([*textwrap.wrap(header, size, break_long_words=False), *cells])
+    depth = max(map(len, lines))
+    lines = [[*[""] * (depth - len(column)), *column] for column in lines]
+    sizes = [max(map(len, column)) for column in lines]
+    longest = max(NARROWEST_NAME, width - len(GAP) - max(sizes))
+    names = [_shortened(name, longest) for name in names]
+    lines.insert(0, [*[""] * (depth - len(rows) - 1), title, *names])
+    sizes.insert(0, max(map(len, lines[0])))
+    first = 1
+    while first < len(lines):
+        # As many columns as fit beside the names, but one at least.
+        last, used = first + 1, sizes[0] + len(GAP) + sizes[first]
+        while last < len(lines) and used + len(GAP) + sizes[last] <= width:
+            used += len(GAP) + sizes[last]
             last += 1
-        if block:
+        for name, *cells in zip(lines[0], *lines[first:last], strict=True):
+            shown = [f"{cell:>{size}}" for cell, size in zip(cells, sizes[first:last], strict=True)]
+            print(GAP.join([f"{name:<{sizes[0]}}", *shown]).rstrip())
+        first = last
+        if first < len(lines):
             print()
-        _print_block([0, *range(first, last)], sizes, heads, rows)
-        first, block = last, block + 1
-
-
-def _wrapped(header: str, width: int) -> list[str]:
-    return textwrap.wrap(header, width, break_long_words=False) or [""]
-
-
-def _print_block(
-    columns: Sequence[int],
-    sizes: Sequence[int],
-    heads: Sequence[Sequence[str]],
-    rows: Sequence[Sequence[str]],
-) -> None:
-    depth = max(len(heads[column]) for column in columns)
-    lines = [[""] * (depth - len(heads[column])) + [*heads[column]] for column in columns]
-    chosen = [[row[column] for column in columns] for row in rows]
-    for name, *others in [*zip(*lines, strict=True), *chosen]:
-        shown = [f"{_shortened(name, sizes[0]):<{sizes[0]}}"]
-        shown += [f"{cell:>{sizes[c]}}" for c, cell in zip(columns[1:], others, strict=True)]
-        print((" " * GAP).join(shown).rstrip())
 
 
 def _shortened(name: str, longest: int) -> str:

@@ -3,38 +3,32 @@
 import logging
 import re
 import time
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from kfac_backend.files import parse_json, sha256_of_tensors
 from kfac_backend.options import Likelihood
-from marglik.data import DataSource, ImageData
+from marglik.data import DataSource, ImageData, ImageSplits
 from marglik.data.images.out_of_distribution import out_of_distribution_images
 from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
+from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
-from marglik.posterior.prior import PriorGroups
+from marglik.posterior.prior import PriorGroups, precision_to_weight_decay
 from marglik.prediction.evaluation_record import compared
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import build_fabric, build_from_spec
+from marglik.runs.build import build_fabric, build_from_spec, check_same_on_ranks
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
-from marglik.runs.model_check import check_image_options, check_model
-from marglik.runs.results import (
-    check_same_on_ranks,
-    metrics_of,
-    results_of,
-    run_identity,
-    saved_results,
-)
+from marglik.runs.model_check import check_model
 from marglik.runs.training_setup import TrainingSetup
-from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.checkpoint import Checkpoints, check_same_run
 from marglik.storage.provenance import Provenance, environment, versions
-from marglik.storage.record_file import as_json
+from marglik.storage.record_file import as_json, read_posterior
 from marglik.storage.run_folder import CHECKPOINT, EVALUATION, LOG, RESULTS, RunFolder, RunLog
+from marglik.training.loop import OnlineResult
 from marglik.training.optimizers import OptimizerConfig
 from marglik.training.ranks import ranks_of
 
@@ -42,8 +36,10 @@ __all__ = ["train"]
 
 _logger = logging.getLogger(__name__)
 
-STATES = ("learned", "learned_scores", "baseline")
-"""The names of a run's checkpoints, in the order in which they are written."""
+NOT_OF_THE_RESULT = (
+    "output", "overwrite", "resume", "accelerator", "devices", "rank_timeout", "progress",
+)  # fmt: skip
+"""Options of the run that do not affect its results, and may differ when it is resumed."""
 
 
 def train(
@@ -111,129 +107,166 @@ def train(
             "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
         )
     splits = data.load()
-    check_image_options(
-        splits,
-        augment=run.augment,
-        channels_last=bool(run.channels_last),
-        ood=ood is not None,
-    )
+    if not isinstance(splits, ImageSplits) and (run.augment or run.channels_last or ood):
+        raise ValueError(
+            f"{splits.name} holds no images; augment, channels_last and ood are for images. Leave "
+            "them out."
+        )
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     model = fabric.to_device(model)
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)
     held_out = 0
     if run.held_out and predictive.is_calibrated and splits.validation is None:
+        whole = len(tensors_in(splits.train)[-1])
         splits = hold_out(splits, run.held_out, run.seed)
-        held_out = len(tensors_in(splits.validation)[-1])
-    initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
+        held_out = whole - len(tensors_in(splits.train)[-1])
     setup = TrainingSetup(
         splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
         fabric, ranks, likelihood,
     )  # fmt: skip
     setup.check()
-    identity = run_identity(model, splits, ood_images, setup.options(), provenance)
-    identity["likelihood"] = likelihood
+    identity = _identity(setup, model, provenance)
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
+    initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
 
-    # Step 2: the folder, which may hold an earlier part of this run.
+    # Step 2: the folder, which may hold this run, or an earlier part of it.
     folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     made_with = environment(fabric.device) | ({"ranks": ranks.size} if ranks.size > 1 else {})
     states = {
-        name: Checkpoints(folder.path / CHECKPOINT / name, run=identity, made_with=made_with)
-        for name in (*STATES, *(f"member_{k}" for k in range(1, run.members)))
+        name: Checkpoints(
+            folder.path / CHECKPOINT / name, run=identity, made_with=made_with, ranks=ranks
+        )
+        for name in ("learned", "initial", *(f"member_{k}" for k in range(1, run.members)))
     }
-    with ExitStack() as lock:
-        results: dict[str, Any] | None = None
-        log: RunLog | None = None
+    results = _finished(folder, identity) if run.resume and leads else None
+    results = ranks.gather(results, "opening the output folder")[0]
+    if results is not None:
         if leads:
-            # Held to the end of the run, hence the ExitStack.
-            lock.enter_context(folder.locked())
-            results, goes_on = _what_is_there(folder, states, identity, run.resume)
-            if results is None:
-                folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
-                log = RunLog(folder)
-        results = ranks.gather(results, "opening the output folder")[0]
-
-        # Step 3: train network and weight decays, calibrate, save, evaluate.
-        if results is None:
-            if held_out:
-                _logger.info("%d training examples are held out for calibration", held_out)
-            ready = time.perf_counter()
-            learned = setup.train(model, prior, states["learned"], log)
-            trained = time.perf_counter()
-            of_training = results_of(learned, prior)  # before the posterior sees what is held out
-            setup.calibrate(learned.laplace)
-            calibrated = time.perf_counter()
-            ensemble = None
-            if run.members > 1:
-                make_model = partial(_another, provenance)
-                ensemble = setup.ensemble(model, learned, make_model, states)
-            of_all = learned.seconds if ensemble is None else ensemble.seconds
-            joined = time.perf_counter()
-            if leads:
-                if ensemble is not None:
-                    ensemble.save(folder.path)
-                record = data_record(splits, provenance.data)
-                save_posterior(
-                    learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
-                )
-            saved = time.perf_counter()
-            scores: dict[str, dict[str, Tensor]] = {}
-            found = setup.evaluate(model, learned.laplace, scores, ensemble)
-            evaluated = time.perf_counter()
-            results = (
-                identity
-                | of_training
-                | metrics_of("fixed" if prior.method == "fixed" else "learned", found)
-                | environment(fabric.device)
-                | {
-                    "held_out": held_out,
-                    "calibration": learned.laplace.calibrations.get(predictive.label),
-                    "num_positions": found["num_positions"],
-                    # Training counts in full, though resumed; the rest is this process's.
-                    "seconds": of_all + evaluated - joined + calibrated - trained + ready - start,
-                    "seconds_beside": {
-                        "start": ready - start,
-                        "calibration": calibrated - trained,
-                        "members": of_all - learned.seconds,
-                        "evaluation": evaluated - saved,
-                    },
-                    "complete": initial_model is None,
-                }
+            folder.discard(CHECKPOINT)  # of a run that was killed in its very last moment
+        return results | {"output": str(folder.path)}
+    goes_on = run.resume and states["learned"].exists()
+    if goes_on:
+        states["learned"].load()  # raises before anything is changed
+    log = None
+    if leads:
+        if run.resume and not goes_on and folder.read(LOG):
+            raise FileNotFoundError(
+                f"{folder.path} holds a run that was cut off, but no checkpoint to continue from. "
+                "Start again: --overwrite instead of --resume."
             )
-            if leads:
-                if initial_model is not None:
-                    # The baseline is compared on the same examples, perhaps by another process.
-                    states["learned_scores"].save({"scores": scores})
-                folder.write(EVALUATION, as_json(found))
-                folder.write(RESULTS, as_json(results))  # now, since the baseline may fail
+        folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+        log = RunLog(folder)
 
-        # Step 4: the same from the same start, with the initial weight decay kept.
-        if not results["complete"]:
-            assert initial_model is not None
-            _logger.info("second training, with the initial weight decay")
-            initial = setup.train(initial_model, replace(prior, method="fixed"), states["baseline"])
-            trained = time.perf_counter()
-            setup.calibrate(initial.laplace)
-            scores = {}
-            found = setup.evaluate(initial_model, initial.laplace, scores)
-            for kind, of_baseline in metrics_of("initial", found).items():
-                results[kind] |= of_baseline
-            seconds = initial.seconds + time.perf_counter() - trained
-            results["seconds"] = float(results["seconds"]) + seconds
-            results["seconds_beside"]["baseline"] = seconds
-            results["complete"] = True
-            if leads:
-                learned_scores = states["learned_scores"].load()["scores"]
-                results["differences"] = {
-                    name: compared(learned_scores[name], of)
-                    for name, of in scores.items()
-                    if name in learned_scores
-                }
-                folder.write(RESULTS, as_json(results))
+    # Step 3: train network and weight decays, calibrate, save, evaluate. What was trained before
+    # comes from its last checkpoint; all else is done again, to the same end.
+    if held_out:
+        _logger.info("%d training examples are held out for calibration", held_out)
+    ready = time.perf_counter()
+    learned = setup.train(model, prior, states["learned"], log)
+    trained = time.perf_counter()
+    of_training = _results_of(learned, prior)  # before the posterior sees what is held out
+    setup.calibrate(learned.laplace)
+    calibrated = time.perf_counter()
+    ensemble = None
+    if run.members > 1:
+        ensemble = setup.ensemble(model, learned, lambda: _another(provenance), states)
+    if leads:
+        if ensemble is not None:
+            ensemble.save(folder.path)
+        record = data_record(splits, provenance.data)
+        save_posterior(
+            learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
+        )
+    saved = time.perf_counter()
+    found, scores = setup.evaluate(model, learned.laplace, ensemble)
+    # Training counts in full, though resumed; the rest is this process's.
+    beside = {
+        "start": ready - start,
+        "calibration": calibrated - trained,
+        "members": 0.0 if ensemble is None else ensemble.seconds - learned.seconds,
+        "evaluation": time.perf_counter() - saved,
+    }
+    results = identity | of_training | environment(fabric.device)
+    results |= _metrics_of("fixed" if prior.method == "fixed" else "learned", found)
+    results |= {
+        "held_out": held_out,
+        "calibration": learned.laplace.calibrations.get(predictive.label),
+        "num_positions": found["num_positions"],
+        "seconds": learned.seconds + sum(beside.values()),
+        "seconds_beside": beside,
+        "complete": not run.baseline,
+    }
+    if leads:
+        folder.write(EVALUATION, as_json(found))
+        folder.write(RESULTS, as_json(results))  # now, since the baseline may fail
+
+    # Step 4: the same from the same start, with the initial weight decay kept.
+    if initial_model is not None:
+        _logger.info("second training, with the initial weight decay")
+        initial = setup.train(initial_model, replace(prior, method="fixed"), states["initial"])
+        trained = time.perf_counter()
+        setup.calibrate(initial.laplace)
+        found, others = setup.evaluate(initial_model, initial.laplace)
+        for kind, of_baseline in _metrics_of("initial", found).items():
+            results[kind] |= of_baseline
+        results["differences"] = {
+            name: compared(scores[name], of) for name, of in others.items() if name in scores
+        }
+        beside["baseline"] = initial.seconds + time.perf_counter() - trained
+        results["seconds"] = learned.seconds + sum(beside.values())
+        results["complete"] = True
         if leads:
-            folder.discard(CHECKPOINT)
+            folder.write(RESULTS, as_json(results))
+    if leads:
+        folder.discard(CHECKPOINT)
     return results | {"output": str(folder.path)}
+
+
+def _identity(setup: TrainingSetup, model: nn.Module, provenance: Provenance) -> dict[str, Any]:
+    """What identifies a run, as plain data: data, network, options.
+
+    SHA-256 sums stand for all inputs, labels and initial parameters. A checkpoint is only resumed
+    if its run has the same identity.
+    """
+    splits, ood = setup.splits, setup.ood_images
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    tensors = {name: tensors_in(part) for name, part in parts.items() if part is not None}
+    options = setup.options()
+    of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
+    return {
+        "data": splits.name,
+        "examples": {name: len(found[-1]) for name, found in tensors.items()},
+        "normalisation": [splits.mean, splits.std] if isinstance(splits, ImageSplits) else None,
+        "ood": None if ood is None else ood.name,
+        "model": type(model).__name__,
+        "model_options": (provenance.model or {}).get("init_args"),
+        "likelihood": setup.likelihood,
+        "config": options | {"run": of_run},
+        "sums": {
+            "examples": sha256_of_tensors(t for found in tensors.values() for t in found),
+            "ood": None if ood is None else sha256_of_tensors([ood.images]),
+            "initial_parameters": sha256_of_tensors(model.state_dict().values()),
+        },
+    }
+
+
+def _finished(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The results in a folder, verified with all other files; None if there is still work to do.
+
+    Raises:
+        FileNotFoundError: the posterior is missing.
+        ValueError: the results are of another run, or a file of the run is damaged.
+    """
+    results = parse_json(folder.read(RESULTS) or b"null")
+    if results is None:
+        return None
+    check_same_run(identity, {key: results.get(key) for key in identity}, folder.path)
+    if not results["complete"]:
+        return None
+    folder.check()
+    read_posterior(folder.path)
+    return results
 
 
 def _another(provenance: Provenance) -> nn.Module:
@@ -248,23 +281,44 @@ def _class_paths(spec: Any) -> list[str]:
     return own + [path for value in inner for path in _class_paths(value)]
 
 
-def _what_is_there(
-    folder: RunFolder, states: dict[str, Checkpoints], identity: dict[str, Any], resume: bool
-) -> tuple[dict[str, Any] | None, bool]:
-    """The results of the run to resume, if it has any, and whether there is a checkpoint.
+def _results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
+    """The part of the results that training found: evidence, noise and weight decays."""
+    laplace = learned.laplace
+    updates = [record for record in learned.records if record["kind"] == "update"]
+    is_regression = laplace.likelihood == "regression"
+    return {
+        "num_data": laplace.n_data,
+        "evidence": {
+            "first": updates[0]["evidence_before"] if updates else learned.evidence,
+            "kept": learned.evidence,
+            "epoch": learned.epoch,
+        },
+        "sigma_noise": float(laplace.sigma_noise) if is_regression else None,
+        "weight_decay": _weight_decays(laplace, prior),
+    }
 
-    Raises:
-        FileNotFoundError: the run to resume has a log but no checkpoint.
-        ValueError: results or checkpoints are of another run, or were altered.
-    """
-    results = saved_results(folder, identity) if resume else None
-    goes_on = resume and states["learned"].exists()
-    for checkpoints in states.values():
-        if goes_on and checkpoints.exists():
-            checkpoints.check()  # raises before anything is changed
-    if resume and results is None and not goes_on and folder.read(LOG):
-        raise FileNotFoundError(
-            f"{folder.path} holds a run that was cut off, but no checkpoint to continue from. "
-            "Start again: --overwrite instead of --resume."
-        )
-    return results, goes_on
+
+def _weight_decays(laplace: Posterior, prior: PriorConfig) -> dict[str, dict[str, float]]:
+    """Parameter name -> initial and learned weight decay, numbers of effective and all entries."""
+    gamma = laplace.effective_parameters()
+    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
+    delta = laplace.prior_precision.expand(len(trainable))
+    learned = precision_to_weight_decay(delta, laplace.n_data, prior.temperature)
+    return {
+        name: {
+            "initial": prior.weight_decay,
+            "learned": learned[i].item(),
+            "effective_parameters": gamma[i].item(),
+            "parameters": p.numel(),
+        }
+        for i, (name, p) in enumerate(trainable.items())
+    }
+
+
+def _metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Metrics and intervals of each predictive, under names such as "learned, MAP"."""
+    predictives = evaluation["predictives"].items()
+    return {
+        kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
+        for kind in ("metrics", "intervals")
+    }

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.data import Batches, ImageSplits, Splits
-from marglik.data.batches import split_batches
+from marglik.data.batches import Shard, split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
-from marglik.data.shard import Shard
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
@@ -210,16 +209,13 @@ class TrainingSetup:
         self,
         model: nn.Module,
         laplace: Posterior,
-        scores: dict[str, dict[str, Tensor]] | None = None,
         ensemble: Ensemble | None = None,
-    ) -> dict[str, Any]:
-        """The content of ``evaluation.json`` for a network.
-
-        For ``scores`` see `marglik.prediction.evaluation_record.evaluate`.
-        """
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The content of ``evaluation.json``, and what `compared` needs of each test example."""
         # Held-out examples have calibrated the predictives, and so cannot test them.
         splits = replace(self.splits, validation=None) if self.held_out else self.splits
-        return evaluate_network(
+        scores: dict[str, dict[str, Tensor]] = {}
+        found = evaluate_network(
             map_predictive(model, self.likelihood, laplace.sigma_noise),
             laplace,
             [self.predictive],
@@ -234,6 +230,7 @@ class TrainingSetup:
             ranks=self.ranks,
             scores=scores,
         )
+        return found, scores
 
     def _monitor(self, model: nn.Module, hyperparameters: Hyperparameters) -> Any:
         """A function that evaluates the MAP every ``run.monitor`` epochs, for `OnlineTraining`.

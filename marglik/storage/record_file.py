@@ -16,7 +16,6 @@ __all__ = [
     "MODEL",
     "POSTERIOR",
     "POSTERIOR_FORMAT",
-    "POSTERIOR_VERSION",
     "as_json",
     "read_posterior",
     "read_record",
@@ -32,13 +31,13 @@ POSTERIOR = "posterior.json"
 """Hyperparameters, and how the network is built."""
 ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
 """What all members of an ensemble share, and their parameters and buffers."""
-POSTERIOR_FORMAT, POSTERIOR_VERSION = "marglik.posterior", 1
+POSTERIOR_FORMAT = "marglik.posterior"
 
 
 def write_record(path: Path, record: dict[str, Any], sums: dict[str, str]) -> str:
     """Write a record with its own sum and those of its files, by name; returns the file's sum."""
     record = json.loads(json.dumps(record))  # as it will be read back: tuples become lists
-    own = {path.name: _sha256_of_record(record, sums)}
+    own = {path.name: _sum_of(record, sums)}
     return write_json(path, record | {"sha256": sums | own})
 
 
@@ -52,52 +51,41 @@ def as_json(content: Any) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def read_record(path: Path, kind: str, version: int, *, what: str, remedy: str) -> dict[str, Any]:
+def read_record(path: Path, kind: str, remedy: str) -> dict[str, Any]:
     """Read a record, and verify it and the files that it names.
 
     Args:
         path: path of the record.
         kind: its "format".
-        version: the newest version that can be read.
-        what: name of what it describes, for errors.
         remedy: a sentence that says what a user can do, for errors.
 
     Raises:
-        FileNotFoundError: a file that the record names is missing.
-        ValueError: another format, a newer version, or a file that was truncated or altered.
+        ValueError: another program's file; one that is damaged, or lacks a file that it names.
     """
     try:
         record = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); it was altered. {remedy}") from error
-    if not isinstance(record, dict) or record.get("format") != kind:
-        raise ValueError(f"{path} describes no {what}. {remedy}")
-    found, sums = record.get("version"), record.get("sha256") or {}
-    if isinstance(found, int) and found > version:
+        sums = dict(record["sha256"])
+        is_whole = sums.pop(path.name) == _sum_of(record, sums) and record["format"] == kind
+    except (ValueError, TypeError, KeyError, AttributeError):
+        is_whole, record, sums = False, {}, {}
+    if not is_whole:
         raise ValueError(
-            f"{path} has format version {found}, this release reads up to {version}; update "
-            "marglik."
+            f"{path} is not as marglik wrote it: it was truncated or altered, or another program "
+            f"wrote it. {remedy}"
         )
-    own = sums.get(path.name) if isinstance(sums, dict) else None
-    files = {n: s for n, s in sums.items() if n != path.name} if own else {}
-    if own is None or own != _sha256_of_record(record, files):
-        raise ValueError(f"{path} is not as it was written: it was altered. {remedy}")
-    for name, expected in files.items():
-        if Path(name).name != name:  # a record from elsewhere must not have any file read
-            raise ValueError(f"{path} names '{name}', which is not beside it. {remedy}")
+    for name, expected in sums.items():
         file = path.parent / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing, which {path.name} lists. {remedy}")
-        if file_sum(file) != expected:
+        # A record from elsewhere must not have any file read: only those beside it.
+        if Path(name).name != name or not file.is_file() or file_sum(file) != expected:
             raise ValueError(
-                f"{file} is not the one that {path.name} was written with: it was truncated or "
-                f"altered, or is from another run. {remedy}"
+                f"{file} is missing, or not the one that {path.name} was written with: it was "
+                f"truncated or altered, or is from another run. {remedy}"
             )
     return record
 
 
-def _sha256_of_record(record: dict[str, Any], sums: dict[str, str]) -> str:
-    """The SHA-256 sum of a record without its own sum."""
+def _sum_of(record: dict[str, Any], sums: dict[str, str]) -> str:
+    """The SHA-256 sum of a record with its files' sums, but without its own."""
     text = json.dumps({k: v for k, v in record.items() if k != "sha256"} | {"sha256": sums})
     return sha256(text.encode())
 
@@ -106,8 +94,8 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
     """The content of ``posterior.json``, once it and the files that it names are verified.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: another format, a newer version, or a file that was truncated or altered.
+        FileNotFoundError: there is no posterior.
+        ValueError: a file is missing or damaged.
     """
     path = Path(folder) / POSTERIOR
     if not path.is_file():
@@ -115,9 +103,4 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
             f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
             "marglik fit."
         )
-    record = read_record(
-        path, POSTERIOR_FORMAT, POSTERIOR_VERSION, what="posterior", remedy="Fit again."
-    )
-    if not {FACTORS, MODEL} <= record["sha256"].keys():
-        raise ValueError(f"{path} is not as it was written: it was altered. Fit again.")
-    return record
+    return read_record(path, POSTERIOR_FORMAT, "Fit again.")

@@ -1,31 +1,18 @@
-"""The folder of a run: one command at a time writes to it, and one record has its files' sums.
+"""The folder of a run: its files, and one record that has their sums.
 
 ``manifest.json`` names the run's command and preset, and has the SHA-256 sum of each file that is
 read again, except for the posterior and the checkpoints, which have sums of their own. Before a
 file is replaced, the record gets its new sum beside the old one: whenever the process is killed,
-the record has the sum of the file that is there. ``report.html`` is made from the
-others, and nothing reads it again.
+the record has the sum of the file that is there. ``report.html`` is made from the others, and
+nothing reads it again. One command at a time may write to a folder.
 """
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from filelock import FileLock, Timeout
-
-from kfac_backend.files import (
-    DiskFullError,
-    file_sum,
-    parse_json,
-    remove_leftovers,
-    sha256,
-    temporary_path,
-    write_file,
-)
+from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
 from marglik.storage.checkpoint import STATE
 from marglik.storage.provenance import Provenance
 from marglik.storage.record_file import (
@@ -70,20 +57,16 @@ FOUND = (RESULTS, POSTERIOR, EVALUATION)
 """Files with results; a new `train` or `fit` does not replace them without --overwrite."""
 ALL = (CONFIG, LOG, *FOUND, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT, CHECKPOINT, MANIFEST)
 
-FORMAT, FORMAT_VERSION = "marglik.run", 2
-REMEDY = "Run the command again (--overwrite, or another --output)."
-ABSENT = ""
-"""In place of the sum of a file that was not there yet."""
+FORMAT = "marglik.run"
+REMEDY = "Put the original back, or run the command again (--overwrite, or another --output)."
 
 
 class RunFolder:
     """A folder that the commands write to and read from.
 
-    A command that writes works inside `locked`. It first calls `begin` (a new run: what an old run
-    left is removed) or `adopt` (files are added to what is there), then `write`. Reading needs no
-    lock: `read` returns a file only if the record has its sum.
-
-    The object holds nothing but the path: all state is on disk, where a killed process leaves it.
+    A command that writes first calls `begin` (a new run: what an old run left is removed) or
+    `adopt` (files are added to what is there), then `write`. The object holds nothing but the path:
+    all state is on disk, where a killed process leaves it.
 
     Args:
         path: the folder, which need not exist yet.
@@ -91,39 +74,6 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-
-    @contextmanager
-    def locked(self) -> Iterator[Self]:
-        """A context that keeps out the commands of other processes; creates the folder if needed.
-
-        Raises:
-            ValueError: another process works in the folder.
-            OSError: the folder cannot be written to. This is tested at once, before any work that
-                could be lost.
-        """
-        is_new = not self.path.exists()
-        lock = FileLock(self.path / ".lock")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise ValueError(
-                f"Another process runs in {self.path}; wait for it, or pass another --output."
-            ) from error
-        except OSError as error:
-            raise self._not_writable(error) from error
-        try:
-            # The leftovers of killed processes are known to be nobody's only under the lock.
-            remove_leftovers(self.path)
-            self._try_to_write()
-            yield self
-        finally:
-            with suppress(OSError):  # Windows does not remove a file that is open
-                Path(lock.lock_file).unlink()
-            lock.release()
-            if is_new:
-                with suppress(OSError):  # it is not empty: the command has written something
-                    self.path.rmdir()
 
     def begin(
         self, command: str, provenance: Provenance, *, overwrite: bool = False, resume: bool = False
@@ -140,14 +90,13 @@ class RunFolder:
             FileExistsError: see `check_free`.
         """
         self.check_free(command, provenance.preset, overwrite or resume)
-        manifest = self._manifest() if resume else None
-        preset = provenance.preset if manifest is None else manifest["preset"]
         # An empty record first: a process that is killed during the removal leaves a folder that
         # is known to be a run's, and whose remaining files nothing takes for this run's.
-        self._write_manifest(command, preset, {})
-        for path in self._known():
-            if path.name != MANIFEST and not (resume and path.name == CHECKPOINT):
-                _remove(path)
+        self._write_manifest(command, provenance.preset, {})
+        for name in self._known():
+            if name != MANIFEST and not (resume and name == CHECKPOINT):
+                self.discard(name)
+        remove_leftovers(self.path)
         if provenance.options is not None:
             self.write(CONFIG, provenance.options.encode())
 
@@ -161,36 +110,34 @@ class RunFolder:
         if manifest is None:
             self._check_unknown(self._known())
             return
-        there = _name(manifest["command"], manifest["preset"])
-        if there != _name(command, preset):
+        there, here = _name(manifest["command"], manifest["preset"]), _name(command, preset)
+        if there != here:
             raise FileExistsError(
-                f"{self.path} already holds a run of {there}, which {_name(command, preset)} "
-                "does not overwrite. Pass another --output, or remove the folder."
+                f"{self.path} already holds a run of {there}, which {here} does not overwrite. "
+                "Pass another --output, or remove the folder."
             )
-        has_state = any((self.path / CHECKPOINT).glob(f"*/{STATE}"))
+        can_resume = any((self.path / CHECKPOINT).glob(f"*/{STATE}"))
         left = [name for name in FOUND if (self.path / name).exists()]
-        if not overwrite and (left or has_state):
-            resume = "--resume to continue it, " if has_state else ""
+        if not overwrite and (left or can_resume):
+            resume = "--resume to continue it, " if can_resume else ""
             raise FileExistsError(
                 f"{self.path} already holds a run ({(left or [CHECKPOINT])[0]}); pass --overwrite, "
                 f"{resume}or another --output."
             )
 
-    def check_beside(self) -> None:
-        """Raise a FileExistsError unless a command may add its files to what is there.
-
-        It may add to a run, to an empty folder, and to a posterior that `save_posterior` wrote
-        without a run, whose record has its own sums.
-        """
-        known, alone = self._known(), {POSTERIOR, FACTORS, MODEL, REPORT}
-        has_posterior = (self.path / POSTERIOR).exists()
-        if self._manifest() is None:
-            self._check_unknown([p for p in known if not (has_posterior and p.name in alone)])
-
     def adopt(self, command: str) -> None:
-        """Start a record if there is none; see `check_beside`."""
-        self.check_beside()
+        """Start a record if there is none, to add files to what is there.
+
+        A command may add to a run, to an empty folder, and to a posterior that `save_posterior`
+        wrote without a run, whose record has its own sums.
+
+        Raises:
+            FileExistsError: files that no run has written.
+        """
         if self._manifest() is None:
+            known = self._known()
+            alone = {POSTERIOR, FACTORS, MODEL, REPORT} if POSTERIOR in known else set()
+            self._check_unknown([name for name in known if name not in alone])
             self._write_manifest(command, None, {})
 
     def write(self, name: str, content: bytes) -> None:
@@ -199,7 +146,7 @@ class RunFolder:
         Raises:
             FileNotFoundError: the folder was removed since the command has begun.
         """
-        manifest = self._manifest()
+        manifest, path = self._manifest(), self.path / name
         if manifest is None:
             raise FileNotFoundError(
                 f"{self.path} was removed, or its {MANIFEST}, while the command was at work. Start "
@@ -207,108 +154,68 @@ class RunFolder:
             )
         # Both sums, then the file: killed in between, the file has one of them. The new sum alone
         # would disown the old file.
-        there = self._sum_of(name)
-        still = [there] if there in manifest["files"].get(name, [ABSENT]) else []
-        sums = manifest["files"] | {name: [*still, sha256(content)]}
+        there = [file_sum(path)] if path.is_file() else []
+        known = [one for one in there if one in manifest["files"].get(name, [])]
+        sums = manifest["files"] | {name: [*known, sha256(content)]}
         self._write_manifest(manifest["command"], manifest["preset"], sums)
-        write_file(self.path / name, content)
+        write_file(path, content)
 
     def read(self, name: str) -> bytes | None:
         """The content of a file, verified by its sum; None if it is not there.
 
         Raises:
-            ValueError: the file was altered, or is not from this run.
+            ValueError: the file is damaged, or not from this run.
         """
-        manifest, path = self._manifest(), self.path / name
+        path = self.path / name
         if not path.is_file():
             return None
         content = path.read_bytes()
-        if manifest is not None and sha256(content) in manifest["files"].get(name, []):
-            return content
-        # Readers take no lock. If the record has changed since, a command has replaced the file
-        # between our two looks, and nothing is wrong.
-        if self._manifest() != manifest:
-            return self.read(name)
-        if manifest is None:
+        if sha256(content) not in (self._manifest() or {"files": {}})["files"].get(name, []):
+            other = ""
+            if name == CONFIG:
+                other = " To run with other options, pass an edited copy as --config."
             raise ValueError(
-                f"{self.path} has no {MANIFEST}, which would have the checksum of its {name}: "
-                f"another program wrote it. {REMEDY}"
+                f"{path} is not as marglik wrote it: it was altered or damaged, or is not from "
+                f"this run. {REMEDY}{other}"
             )
-        if name not in manifest["files"]:
-            raise ValueError(
-                f"{path} is not from the run in {self.path}: {MANIFEST} does not list it. Remove "
-                "it."
-            )
-        other = ""
-        if name == CONFIG:
-            other = " To run with other options, pass an edited copy from elsewhere as --config."
-        raise ValueError(
-            f"{path} is not as marglik wrote it: it was altered or damaged. Put the original "
-            f"back. {REMEDY}{other}"
-        )
+        return content
 
     def posterior(self) -> dict[str, Any] | None:
         """The content of ``posterior.json``, see `read_posterior`; None if there is none."""
         return read_posterior(self.path) if (self.path / POSTERIOR).is_file() else None
 
-    def check(self, but: str | None = None) -> None:
-        """Raise an error unless all files that are there are as they were written; see `read`.
-
-        Args:
-            but: name of a file that is not checked.
-        """
+    def check(self) -> None:
+        """Raise an error unless all files that are there are as they were written; see `read`."""
         for name in (self._manifest() or {"files": {}})["files"]:
-            if name != but:
-                self.read(name)
+            self.read(name)
         self.posterior()
 
     def discard(self, name: str) -> None:
-        """Remove a file or folder, if it exists; a folder disappears in one step."""
-        _remove(self.path / name)
+        """Remove a file or folder, if it exists."""
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
-    def _known(self) -> list[Path]:
+    def _known(self) -> list[str]:
         """The existing files and folders whose names are those of a run's files."""
-        return [path for name in ALL if (path := self.path / name).exists()]
+        return [name for name in ALL if (self.path / name).exists()]
 
-    def _check_unknown(self, paths: Sequence[Path]) -> None:
-        if paths:
+    def _check_unknown(self, names: list[str]) -> None:
+        if names:
             raise FileExistsError(
-                f"{self.path} holds {', '.join(path.name for path in paths)} but no {MANIFEST}: "
-                "no run of this marglik wrote that, so it is never overwritten. Pass another "
-                "--output, or move it away."
+                f"{self.path} holds {', '.join(names)} but no {MANIFEST}: no run of this marglik "
+                "wrote that, so it is never overwritten. Pass another --output, or move it away."
             )
 
     def _manifest(self) -> dict[str, Any] | None:
         path = self.path / MANIFEST
-        if not path.is_file():
-            return None
-        remedy = "Put the original back, or pass another --output."
-        return read_record(path, FORMAT, FORMAT_VERSION, what="run", remedy=remedy)
-
-    def _sum_of(self, name: str) -> str:
-        path = self.path / name
-        return file_sum(path) if path.is_file() else ABSENT
+        return read_record(path, FORMAT, REMEDY) if path.is_file() else None
 
     def _write_manifest(self, command: str, preset: str | None, sums: dict[str, list[str]]) -> None:
-        record = {"format": FORMAT, "version": FORMAT_VERSION, "command": command}
-        write_record(self.path / MANIFEST, record | {"preset": preset, "files": sums}, {})
-
-    def _try_to_write(self) -> None:
-        probe = self.path / ".writable"
-        try:
-            write_file(probe, bytes(2**16))
-            probe.unlink()
-        except DiskFullError:
-            raise
-        except OSError as error:
-            raise self._not_writable(error) from error
-
-    def _not_writable(self, error: OSError) -> OSError:
-        reason = os.strerror(error.errno) if error.errno else error
-        return OSError(
-            f"{self.path} cannot be written to ({reason}). Make room or change "
-            "its permissions, or pass another --output."
-        )
+        record = {"format": FORMAT, "command": command, "preset": preset, "files": sums}
+        write_record(self.path / MANIFEST, record, {})
 
 
 class RunLog:
@@ -336,21 +243,10 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
     """The records of a run, in the order in which they were written; none if it has no log.
 
     Raises:
-        FileNotFoundError: the log was removed.
-        ValueError: it was altered.
+        ValueError: it is damaged.
     """
     return [parse_json(line) for line in (RunFolder(folder).read(LOG) or b"").splitlines()]
 
 
 def _name(command: str, preset: str | None) -> str:
     return f"marglik {command}" + (f" --config {preset}" if preset else "")
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder; a folder is renamed first, so that it disappears in one step."""
-    if path.is_dir():
-        going = temporary_path(path)
-        path.rename(going)
-        shutil.rmtree(going)
-    else:
-        path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from kfac_backend.options import CurvatureOptions, Likelihood, TargetOptions
 from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
-from marglik.storage.checkpoint import Checkpoints, CheckpointsOfRanks
+from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import versions
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
@@ -220,22 +220,21 @@ class OnlineTraining:
         """
         started = time.perf_counter()
         epochs = self._start[-1]
-        states = None
         if checkpoints is not None:
             check_workers(self.train_loader, self.curvature_loader)
-            states = CheckpointsOfRanks(checkpoints, self.ranks)
-            if states.exists():
-                self.load_state_dict(states.load(self.fabric.device))
+            checkpoints.ranks = self.ranks
+            if checkpoints.exists():
+                self.load_state_dict(checkpoints.load(self.fabric.device))
                 _logger.info("going on after epoch %d", self._epoch)
             else:
                 # A run that is killed within its first epoch can then be resumed like any other.
-                states.save(self.state_dict())
+                checkpoints.save(self.state_dict())
         earlier = self._seconds
 
         def save(needed: bool) -> None:
             self._seconds = earlier + time.perf_counter() - started
-            if states is not None and (needed or states.is_due):
-                states.save(self.state_dict())
+            if checkpoints is not None and (needed or checkpoints.is_due):
+                checkpoints.save(self.state_dict())
 
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)

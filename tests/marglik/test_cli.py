@@ -1,18 +1,14 @@
 """The command line itself: help, presets, exit statuses; each command has a file of its own."""
 
-import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
-from functools import cache
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from marglik.cli import COMMANDS, FIRST_STEP, main
 from marglik.runs import training_setup
-from marglik.runs.options import SHELLS, preset_names
+from marglik.runs.commands import preset_names
 from tests.marglik.runs.command_line import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -46,52 +42,6 @@ def test_alone_it_says_how_to_begin(capsys):
     assert FIRST_STEP.split()[-1] in preset_names()
 
 
-@cache
-def completion(shell):
-    pytest.importorskip("shtab", reason="the extra [completion] is not installed")
-    with redirect_stdout(StringIO()) as printed, pytest.raises(SystemExit, match="^0$"):
-        main(["--completion", shell])
-    return printed.getvalue()
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_completions(shell, tmp_path):
-    script = completion(shell)
-    assert "torch.nn" not in script.replace("torch.nn.modules.module.Module", "")
-    words = ["train", "evaluate", "prior.weight_decay", "bf16-mixed", "VisionTransformer"]
-    assert all(word in script for word in words)
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed, which would read its script")
-    path = tmp_path / "script"
-    path.write_text(script)
-    subprocess.run([shell, "-n", str(path)], check=True)
-
-
-def test_bash_completes(tmp_path):
-    if shutil.which("bash") is None:
-        pytest.skip("bash is not installed")
-    path = tmp_path / "script"
-    path.write_text(completion("bash"))
-    for given, expected in {
-        "tr": ["train"],
-        "train --prior.w": ["--prior.weight_decay"],
-        "train --precision ": ["32-true", "bf16-mixed", "16-mixed"],
-        "train --data D": ["Digits"],
-        "evaluate --methods+ nothing": [],
-    }.items():
-        words = ["marglik", *given.split(" ")]
-        state = f"COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}"
-        line = f'source {path}; {state}; _shtab_marglik 2>/dev/null; echo "${{COMPREPLY[@]}}"'
-        found = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
-        assert found.stdout.split() == expected, given
-
-
-def test_completion_without_shtab(monkeypatch, capsys):
-    monkeypatch.setattr("marglik.runs.options.find_spec", lambda name: None)
-    assert main(["--completion", "bash"]) == 2
-    assert "pip install 'marglik[completion]'" in capsys.readouterr().err
-
-
 def test_version(capsys):
     assert printed_help(capsys, "--version").startswith("marglik ")
 
@@ -99,7 +49,6 @@ def test_version(capsys):
 DIGITS = ["train", "--config", "digits", "--no_progress"]
 WRONG = {
     "no such command": (["trian"], ["'trian'", "train", "marglik --help"]),
-    "no such shell": (["--completion", "cmd"], ["'cmd'", "bash"]),
     "what train needs": (["train"], ["model", "data", "marglik train --help"]),
     "what fit needs": (["fit"], ["checkpoint", "marglik fit --help"]),
     "what evaluate needs": (["evaluate"], ["path", "marglik evaluate --help"]),
@@ -153,7 +102,7 @@ CONFIGS = {
         b"model: {class_path: subprocess.Popen, init_args: {args: [touch, ran]}}\n", "Popen",
     ),
     "a long text": (b"word " * 1000, "word"),
-    "no text": (b"\xff\xfe\x00", "options.yaml is refused"),
+    "no text": (b"\xff\xfe\x00", "utf-8"),
 }  # fmt: skip
 
 
@@ -266,7 +215,7 @@ def test_interrupt(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("marglik.report.write_report", interrupted)
     assert main(["report", str(tmp_path)]) == 130
     printed = capsys.readouterr()
-    assert printed.err.strip() == "marglik: interrupted; what was written so far is kept."
+    assert printed.err.strip() == "marglik: interrupted."
 
 
 def test_traceback_on_request(monkeypatch, tmp_path):

@@ -1,7 +1,6 @@
 """Corrupted images: noise, blur, lower contrast and JPEG artefacts, of five severities each."""
 
 from collections.abc import Callable
-from functools import partial
 from io import BytesIO
 from typing import Literal, get_args
 
@@ -10,9 +9,6 @@ import torch
 from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
-
-from marglik.data.images.image_set import map_in_chunks
-from marglik.data.splits import check_seed
 
 __all__ = ["CORRUPTIONS", "SEVERITIES", "Corruption", "corrupt"]
 
@@ -31,9 +27,6 @@ STRENGTHS: dict[str, tuple[float, ...]] = {
 }
 BLUR_TRUNCATION = 4
 """Radius of the Gaussian kernel in standard deviations, as in CIFAR-10-C."""
-
-COLOURS_ONLY = ("contrast", "jpeg")
-"""Kinds that are defined only for greyscale and RGB images."""
 
 
 def corrupt(
@@ -73,51 +66,60 @@ def corrupt(
             f"{', '.join(map(str, SEVERITIES))}, from the mildest to the worst."
         )
     C = images.shape[1] if images.dim() == 4 and images.dtype == torch.uint8 else 0
-    if not C or (kind in COLOURS_ONLY and C not in (1, 3)):
+    if not C or (kind in ("contrast", "jpeg") and C not in (1, 3)):
         raise ValueError(
             f"images of dtype {images.dtype} and shape {tuple(images.shape)}, kind={kind!r}: pass "
             "uint8 pixels (N, C, H, W) before normalisation, with C = 1 or 3 for contrast and JPEG."
         )
-    check_seed(seed)
+    strength = STRENGTHS[kind][severity - 1]
+    change = {"noise": _noise, "blur": _blur, "contrast": _contrast, "jpeg": _jpeg}[kind]
     # Only the CPU's generator: torch.manual_seed would seed those of other devices, too.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        function = _corruption(kind, severity, *images.shape[2:])
-        # Contiguous, since pixels get their random numbers in memory order.
-        return map_in_chunks(function, images.cpu().contiguous()).to(images.device)
+        # In parts, as floating point takes four times as much memory; contiguous, since pixels get
+        # their random numbers in memory order.
+        parts = images.cpu().contiguous().split(256)
+        return torch.cat([change(part, strength) for part in parts]).to(images.device)
 
 
-def _corruption(
-    kind: Corruption, severity: int, height: int, width: int
-) -> Callable[[Tensor], Tensor]:
-    from torchvision.transforms.v2 import functional  # importing torchvision takes a second
-
-    strength = dict(zip(SEVERITIES, STRENGTHS[kind], strict=True))[severity]
-    if kind == "noise":
-        return partial(_in_float, partial(functional.gaussian_noise, sigma=strength))
-    if kind == "blur":
-        # torchvision takes an odd kernel size, and pads by its radius.
-        radius = round(BLUR_TRUNCATION * strength)
-        # Reflection padding cannot be wider than the image.
-        size = [2 * min(radius, side - 1) + 1 for side in (width, height)]
-        return partial(functional.gaussian_blur, kernel_size=size, sigma=[strength])
-    if kind == "contrast":
-        return partial(_in_float, partial(functional.adjust_contrast, contrast_factor=strength))
-    return partial(_jpeg, int(strength))
+# torchvision is imported when it is needed, which takes a second.
 
 
-def _in_float(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+def _noise(images: Tensor, sigma: float) -> Tensor:
+    from torchvision.transforms.v2.functional import gaussian_noise
+
+    return _in_float(images, lambda x: gaussian_noise(x, sigma=sigma))
+
+
+def _blur(images: Tensor, sigma: float) -> Tensor:
+    from torchvision.transforms.v2.functional import gaussian_blur
+
+    # torchvision takes an odd kernel size, and pads by its radius; reflection padding cannot be
+    # wider than the image.
+    radius = round(BLUR_TRUNCATION * sigma)
+    height, width = images.shape[2:]
+    size = [2 * min(radius, side - 1) + 1 for side in (width, height)]
+    return gaussian_blur(images, kernel_size=size, sigma=[sigma])
+
+
+def _contrast(images: Tensor, factor: float) -> Tensor:
+    from torchvision.transforms.v2.functional import adjust_contrast
+
+    return _in_float(images, lambda x: adjust_contrast(x, contrast_factor=factor))
+
+
+def _in_float(images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """The function applied to pixels in 0..1, then rounded; torchvision would truncate uint8."""
     return function(images / 255).mul_(255).round_().to(torch.uint8)
 
 
-def _jpeg(quality: int, images: Tensor) -> Tensor:
+def _jpeg(images: Tensor, quality: float) -> Tensor:
     """Compress each image; torchvision's own encoder is deprecated since its version 0.29."""
     compressed = np.empty_like(images.numpy())
     for image, result in zip(images.numpy(), compressed, strict=True):
         file = BytesIO()
         pixels = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
-        Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+        Image.fromarray(pixels).save(file, "JPEG", quality=int(quality))
         with Image.open(file) as decoded:
             result[...] = np.atleast_3d(np.asarray(decoded)).transpose(2, 0, 1)
     return torch.from_numpy(compressed)

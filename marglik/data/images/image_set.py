@@ -1,23 +1,16 @@
 """Labelled images in memory, and the interface of their sources."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import UInt8
 from torch import Tensor
 
 from kfac_backend.options import TargetOptions
 from marglik.data.source import DataSource
 
-__all__ = [
-    "ImageData",
-    "ImageSet",
-    "ImageSplits",
-    "map_in_chunks",
-]
+__all__ = ["ImageData", "ImageSet", "ImageSplits", "check_normalisation"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +29,13 @@ class ImageSet:
     labels: Tensor
 
     def __post_init__(self) -> None:
-        if self.images.dtype != torch.uint8 or self.images.dim() != 4:
+        is_pixels = self.images.dtype == torch.uint8 and self.images.dim() == 4
+        is_labels = self.labels.dtype == torch.int64
+        if not is_pixels or not is_labels or self.labels.shape != self.images.shape[:1]:
             raise ValueError(
-                f"images have dtype {self.images.dtype} and shape {tuple(self.images.shape)}; "
-                "an ImageSet holds uint8 pixels of shape (N, C, H, W)."
-            )
-        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
-            raise ValueError(
-                f"labels have dtype {self.labels.dtype} and shape {tuple(self.labels.shape)}; "
-                f"these {len(self.images)} images need int64 labels of shape "
-                f"({len(self.images)},)."
+                f"images of {self.images.dtype} and shape {tuple(self.images.shape)}, labels of "
+                f"{self.labels.dtype} and shape {tuple(self.labels.shape)}: an ImageSet holds "
+                "uint8 pixels (N, C, H, W) and int64 labels (N,)."
             )
 
     def __len__(self) -> int:
@@ -90,16 +80,14 @@ class ImageSplits:
 
     def __post_init__(self) -> None:
         check_normalisation(self.mean, self.std, self.image_shape[0])
-        for split in ("validation", "test"):
-            images: ImageSet | None = getattr(self, split)
-            if images is not None and tuple(images.images.shape[1:]) != self.image_shape:
-                raise ValueError(
-                    f"{self.name}: {split} images have shape {tuple(images.images.shape[1:])}, "
-                    f"training images {self.image_shape}; all must have one shape."
-                )
         for images in (self.train, self.validation, self.test):
             if images is None or not len(images):
                 continue
+            if tuple(images.images.shape[1:]) != self.image_shape:
+                raise ValueError(
+                    f"{self.name}: images of shapes {self.image_shape} and "
+                    f"{tuple(images.images.shape[1:])}; all splits must have one shape."
+                )
             low, high = int(images.labels.min()), int(images.labels.max())
             if low < 0 or high >= len(self.classes):
                 raise ValueError(
@@ -137,37 +125,8 @@ class ImageData(DataSource):
 
 def check_normalisation(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> None:
     """Raise a ValueError unless mean and std have one entry per channel and std is positive."""
-    for argument, values in {"mean": mean, "std": std}.items():
-        if len(values) != channels:
-            raise ValueError(
-                f"{argument}={tuple(values)} has {len(values)} entries; the images have "
-                f"{channels} channels, and each needs one."
-            )
-    if not all(s > 0 for s in std):
+    if not len(mean) == len(std) == channels or not all(s > 0 for s in std):
         raise ValueError(
-            f"std={tuple(std)} is not positive, as happens where all pixels of a channel are "
-            "equal; drop that channel, or pass a positive std."
+            f"mean={tuple(mean)}, std={tuple(std)}: each of the {channels} channels needs a mean "
+            "and a positive std. Where all pixels of a channel are equal, drop it."
         )
-
-
-CHUNK = 2**20
-"""Most pixel values to process at a time: 4 MiB once a function converts them to float32."""
-
-
-def map_in_chunks(
-    function: Callable[[Tensor], Tensor], images: UInt8[Tensor, "N C H W"]
-) -> UInt8[Tensor, "N D I J"]:
-    """Return ``function(images)``, computed for a chunk of images at a time.
-
-    For functions that treat each image separately and need much more memory than the uint8 images.
-    The size of a chunk depends only on the shape of the images, and chunks are processed in order,
-    so that a function that draws random numbers gives the same result each time. The function is
-    also called for an empty tensor, so that its result has the right shape.
-
-    Args:
-        function: from images (M, C, H, W) to images (M, D, I, J).
-        images: the images.
-    """
-    # At least one image, however large.
-    size = max(1, CHUNK // max(1, images[:1].numel()))
-    return torch.cat([function(part) for part in images.split(size)])

@@ -1,24 +1,17 @@
 """Images that a network was not trained on: noise, held-out classes, other data sets."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits, map_in_chunks
-from marglik.data.splits import check_seed
+from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.sizes import check_sizes
 
-__all__ = [
-    "ClassSubset",
-    "OutOfDistributionImages",
-    "NAME",
-    "Noise",
-    "out_of_distribution_images",
-]
+__all__ = ["ClassSubset", "Noise", "OutOfDistributionImages", "out_of_distribution_images"]
 
 NAME = "noise"
 MEAN = 127.5
@@ -38,14 +31,13 @@ class Noise(ImageData):
         seed: seed of the pixels.
 
     Raises:
-        ValueError: if a number is below 1, or the seed is out of range.
+        ValueError: if a number is below 1.
     """
 
     def __init__(
         self, num_images: int = 1000, channels: int = 3, image_size: int = 32, seed: int = 0
     ) -> None:
         check_sizes(num_images=num_images, channels=channels, image_size=image_size)
-        check_seed(seed)
         self.num_images = num_images
         self.channels = channels
         self.image_size = image_size
@@ -90,36 +82,26 @@ class ClassSubset(ImageData):
         self.classes = names
 
     def load(self) -> ImageSplits:
-        """Return the images of these classes.
-
-        Raises:
-            ValueError: if the source has no class of that name.
-        """
+        """Return the images of these classes; raises a ValueError if the source lacks one."""
         splits = self.data.load()
         if unknown := [name for name in self.classes if name not in splits.classes]:
             raise ValueError(f"{splits.name} has no class {unknown}, but {list(splits.classes)}.")
-        kept = [splits.classes.index(name) for name in self.classes]
-        return ImageSplits(
-            train=_select(splits.train, kept),
-            validation=None if splits.validation is None else _select(splits.validation, kept),
-            test=_select(splits.test, kept),
+        kept = torch.tensor([splits.classes.index(name) for name in self.classes])
+
+        def some(images: ImageSet) -> ImageSet:
+            # Which of the kept classes each image has; at most one.
+            is_class = images.labels[:, None] == kept  # (N, classes)
+            chosen = is_class.any(1)
+            return ImageSet(images.images[chosen], is_class[chosen].int().argmax(1))
+
+        return replace(
+            splits,
+            train=some(splits.train),
+            validation=None if splits.validation is None else some(splits.validation),
+            test=some(splits.test),
             classes=self.classes,
-            mean=splits.mean,
-            std=splits.std,
             name=f"{splits.name} ({', '.join(self.classes)})",
         )
-
-
-def _select(images: ImageSet, kept: list[int]) -> ImageSet:
-    """The images whose label is in ``kept``, in order; the new label is the position in it."""
-    old = torch.tensor(kept, device=images.labels.device)
-    # Which of the kept classes each image has; at most one.
-    is_class = images.labels[:, None] == old  # (N, classes)
-    chosen = is_class.any(1)
-    return ImageSet(images.images[chosen], is_class[chosen].int().argmax(1))
-
-
-Shape = tuple[int, int, int]
 
 
 class OutOfDistributionImages(NamedTuple):
@@ -158,8 +140,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
             f"{name} has no test images, so the OOD set is empty. Choose another source, or use "
             "more images of this one."
         )
-    _, channels, height, width = test.images.shape
-    shape, wanted = (channels, height, width), like.image_shape
+    shape, wanted = tuple(test.images.shape[1:]), like.image_shape
     if shape == wanted:
         return OutOfDistributionImages(test.images, name, None)
     if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
@@ -168,13 +149,14 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
             "supported are equal numbers, greyscale to RGB (1 to 3) and RGB to greyscale (3 to 1). "
             "Choose another source, or convert its images beforehand."
         )
+    # In parts, as floating point takes four times as much memory.
+    images = torch.cat([_reshaped(part, wanted) for part in test.images.split(256)])
     change = "converted" if shape[1:] == wanted[1:] else "resized"
-    images = map_in_chunks(partial(_reshaped, wanted), test.images)
-    note = f"{change} from {_written(shape)} to {_written(wanted)}"
-    return OutOfDistributionImages(images, name, note)
+    before, after = (f"{height}x{width}x{channels}" for channels, height, width in (shape, wanted))
+    return OutOfDistributionImages(images, name, f"{change} from {before} to {after}")
 
 
-def _reshaped(shape: Shape, images: Tensor) -> Tensor:
+def _reshaped(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     from torchvision.transforms.v2 import functional  # importing torchvision takes a second
 
     channels, *size = shape
@@ -183,8 +165,3 @@ def _reshaped(shape: Shape, images: Tensor) -> Tensor:
         images = functional.rgb_to_grayscale(images.float()).round().to(images.dtype)
     images = functional.resize(images, size, antialias=True)
     return images.expand(-1, channels, -1, -1)
-
-
-def _written(shape: Shape) -> str:
-    channels, height, width = shape
-    return f"{height}x{width}x{channels}"

@@ -1,10 +1,9 @@
 """Sources of images: scikit-learn's digits, CIFAR-10, SVHN and folders by torchvision."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -55,9 +54,8 @@ class Digits(ImageData):
         """Return the digits; raises a ValueError if a part would be too small."""
         from sklearn.datasets import load_digits  # it takes a second
 
-        digits = load_digits()
-        pixels = torch.from_numpy(digits.images)  # pyright: ignore[reportAttributeAccessIssue]
-        labels = torch.from_numpy(digits.target)  # pyright: ignore[reportAttributeAccessIssue]
+        digits: Any = load_digits()
+        pixels, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
         images = ImageSet((pixels * 255 / 16).round().to(torch.uint8)[:, None], labels.long())
         classes = tuple(str(digit) for digit in range(10))
         size, cause = round(self.test_fraction * len(images)), f"test_fraction={self.test_fraction}"
@@ -177,11 +175,10 @@ class TorchvisionData(TwoPartData):
             return self._torchvisions(part)
         except (OSError, RuntimeError) as error:  # no network; files missing or damaged
             reason = str(error).partition("\n")[0].rstrip(".")
-            tried = "could not be downloaded" if self.download else "download=False was given"
             raise FileNotFoundError(
-                f"{self.name} is not in root='{self.root}', and {tried} ({reason}). Put its "
-                f"{self.files} there (torchvision.datasets.{type(self).__name__} has the address), "
-                "or use an ImageFolder."
+                f"{self.name} is not in root='{self.root}', and could not be downloaded "
+                f"({reason}). Put its {self.files} there (torchvision.datasets."
+                f"{type(self).__name__} has the address), or use an ImageFolder."
             ) from error
 
     @abstractmethod
@@ -233,7 +230,7 @@ class SVHN(TorchvisionData):
     files = "train_32x32.mat and test_32x32.mat"
 
     def _torchvisions(self, part: str) -> Part:
-        from torchvision import datasets  # importing torchvision takes a second
+        from torchvision import datasets
 
         data = datasets.SVHN(self.root, split=part, download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
@@ -278,9 +275,9 @@ class ImageFolder(TwoPartData):
 
         Raises:
             FileNotFoundError: if the folder is not there, or has no class or an empty one.
-            ValueError: if an image cannot be decoded or differs in size, or a folder is a link.
+            ValueError: if an image cannot be decoded or differs in size.
         """
-        from torchvision import datasets  # importing torchvision takes a second
+        from torchvision import datasets
 
         folder = self.path / part
         if not folder.is_dir():
@@ -289,9 +286,6 @@ class ImageFolder(TwoPartData):
                 "test/CLASS/IMAGE, and pass the folder that has train/ and test/; unpack an "
                 "archive first."
             )
-        # torchvision follows links, and would not come back from circles of them.
-        if linked := next((p for p in folder.rglob("*") if p.is_symlink() and p.is_dir()), None):
-            raise ValueError(f"'{linked}' is a link to a folder. Put the images themselves there.")
         listed = datasets.ImageFolder(folder)
         paths = [Path(path) for path, _ in listed.samples]
         images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])
@@ -301,20 +295,13 @@ class ImageFolder(TwoPartData):
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow would try forty more, whatever a file is called, and run a program for PostScript."""
 GREYSCALE = frozenset({"1", "L", "LA"})
-DEEP = ("I", "F")
-"""Beginnings of modes of more than 8 bits ("I;16"), which Pillow would clip instead of scaling."""
-LARGEST_FILE = 2**28
-"""Most bytes of an image file: those of the most pixels that Pillow decodes, uncompressed. Some of
-its decoders read a file whole before they look at it."""
 
 
 def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Tensor:
     """Return images (N, C, H, W), uint8, with three channels, or one if all are greyscale.
 
-    A file's size and its header are looked at before it is decoded.
-
     Args:
-        files: the paths of regular files, or what they hold.
+        files: the paths, or what they hold.
         names: what errors call them.
 
     Raises:
@@ -322,48 +309,30 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
             the first, or has more than 8 bits per channel.
     """
     pixels, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), True
-    with warnings.catch_warnings():
-        # Pillow warns at its limit of pixels, and raises an error only at twice as many.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        shown = tqdm(files, unit="image", disable=None)
-        for i, (file, name) in enumerate(zip(shown, names, strict=True)):
-            with _opened(file, name) as image:
-                W, H = image.size
-                if not i:
-                    pixels = np.empty((len(files), H, W, 3), dtype=np.uint8)
-                if (H, W) != pixels.shape[1:3]:
-                    raise ValueError(
-                        f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has "
-                        f"{pixels.shape[2]}×{pixels.shape[1]}. Resize them to one size beforehand."
-                    )
-                try:
-                    pixels[i] = np.asarray(image.convert("RGB"))
-                except Exception as error:  # Pillow's decoders raise almost any exception
-                    raise _undecodable(name, error) from error
-                is_grey = is_grey and image.mode in GREYSCALE
+    shown = tqdm(files, unit="image", disable=None)
+    for i, (file, name) in enumerate(zip(shown, names, strict=True)):
+        try:
+            with Image.open(file, formats=FORMATS) as image:
+                decoded, mode = np.asarray(image.convert("RGB")), image.mode
+        except Exception as error:  # Pillow's decoders raise almost any exception
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"Image '{name}' cannot be decoded ({reason}). Replace or remove it."
+            ) from error
+        if mode.startswith(("I", "F")):  # Pillow clips "I;16" instead of scaling it
+            raise ValueError(
+                f"Image '{name}' has more than 8 bits per channel (mode {mode}). Save it with 8 "
+                "bits, so that its values are scaled as you intend."
+            )
+        if not i:
+            pixels = np.empty((len(files), *decoded.shape), dtype=np.uint8)
+        if decoded.shape != pixels.shape[1:]:
+            (W, H), (width, height) = decoded.T.shape[1:], pixels[0].T.shape[1:]
+            raise ValueError(
+                f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has {width}×{height}. "
+                "Resize them to one size beforehand."
+            )
+        pixels[i] = decoded
+        is_grey = is_grey and mode in GREYSCALE
     channels = 1 if is_grey else 3  # a greyscale image has three equal channels as RGB
     return torch.from_numpy(pixels[..., :channels]).permute(0, 3, 1, 2).contiguous()
-
-
-def _opened(file: Path | IO[bytes], name: str) -> Image.Image:
-    """The image with its header read."""
-    if isinstance(file, Path) and (not file.is_file() or file.stat().st_size > LARGEST_FILE):
-        raise ValueError(
-            f"Image '{name}' is no regular file of at most {LARGEST_FILE:,} bytes. Replace or "
-            "remove it."
-        )
-    try:
-        image = Image.open(file, formats=FORMATS)
-    except Exception as error:
-        raise _undecodable(name, error) from error
-    if image.mode.startswith(DEEP):
-        raise ValueError(
-            f"Image '{name}' has more than 8 bits per channel (mode {image.mode}). Save it with 8 "
-            "bits, so that its values are scaled as you intend."
-        )
-    return image
-
-
-def _undecodable(name: str, error: Exception) -> ValueError:
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    return ValueError(f"Image '{name}' cannot be decoded ({reason}). Replace or remove it.")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.predictions import rivals
 from experiments.predictions.rivals import Task
-from marglik.data.tensors import TensorBatches
+from marglik.data import TensorBatches
 from marglik.prediction.links import predict_from_outputs
 from marglik.training.optimizers import OptimizerConfig
 

@@ -92,11 +92,7 @@ def test_a_preset_learns_all_weight_decays(preset, tmp_path, monkeypatch):
     assert main(["train", *config, *SHORT, *path, *options, *out]) == 0
     results = results_of(tmp_path / "run")
     learned = {name: row["learned"] for name, row in results["weight_decay"].items()}
-    assert (
-        set(learned)
-        == set(results["parameters"])
-        == set(read_posterior(tmp_path / "run")["prior_precision"])
-    )
+    assert set(learned) == set(read_posterior(tmp_path / "run")["prior_precision"])
     assert there in learned and not_there not in learned
     assert len(set(learned.values())) > len(learned) / 2
     assert sum(name.startswith("initial, ") for name in results["metrics"]) == 3

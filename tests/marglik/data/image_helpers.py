@@ -13,9 +13,9 @@ CLASSES = ("cat", "dog", "test")  # a class may have a split's name
 TRAIN, TEST = 10, 4  # images per class
 
 
-def encoded(pixels, suffix="jpg"):
+def encoded(pixels, suffix="jpg", **options):
     stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}[suffix])
+    Image.fromarray(pixels).save(stream, {"jpg": "JPEG", "png": "PNG"}[suffix], **options)
     return stream.getvalue()
 
 

@@ -1,206 +1,215 @@
-"""Tensors from a file, sequences and graphs: as they were saved, in batches; bad ones named."""
+"""Tensors from a file, sequences and graphs: held out, recorded; bad ones are named."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from marglik.data import TensorFile, TensorSplits
+from marglik.data import Digits, ImageSet, ImageSplits, TensorFile, TensorSplits
 from marglik.data.batches import split_batches
+from marglik.data.record import as_trained, data_record, is_held_out
+from marglik.data.splits import hold_out
 from marglik.graphs import Graphs
-from marglik.training.loaders import count_examples
-
-TRAIN, VALIDATION, TEST = 10, 3, 4
 
 
 def example_tensors(**changes):
     """Regression data with 2 features; a tensor that is changed to None is left out."""
-    generator = torch.Generator().manual_seed(0)
     tensors = {
-        f"{which}_{split}": torch.randn(n, width, generator=generator, dtype=torch.float64)
-        for split, n in (("train", TRAIN), ("validation", VALIDATION), ("test", TEST))
+        f"{which}_{split}": torch.arange(float(n * width)).view(n, width)
+        for split, n in (("train", 10), ("validation", 3), ("test", 4))
         for which, width in (("x", 2), ("y", 1))
     }
-    tensors |= changes
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
 
 
-NO_VALIDATION = {"x_validation": None, "y_validation": None}
-
-
-def saved(path, **changes):
-    save_file(example_tensors(**changes), path)
-    return TensorFile(path)
-
-
-def concatenated(loader):
-    x, y = zip(*loader, strict=True)
-    return torch.cat(x), torch.cat(y)
-
-
-def test_splits_are_the_tensors_of_the_file(tmp_path):
-    splits = saved(tmp_path / "energy.safetensors").load()
-    stored = example_tensors()
-    assert isinstance(splits, TensorSplits)
+def test_splits_and_batches_are_the_tensors_of_the_file(tmp_path):
+    save_file(example_tensors(), tmp_path / "energy.safetensors")
+    splits, stored = TensorFile(tmp_path / "energy.safetensors").load(), example_tensors()
     assert splits.name == "energy"
     for split in ("train", "validation", "test"):
         for which, tensor in zip("xy", getattr(splits, split), strict=True):
             assert torch.equal(tensor, stored[f"{which}_{split}"])
-            assert tensor.dtype == torch.float64
+    loader = split_batches(splits, "train", 4, shuffle=True)
+    batches = list(loader)
+    assert [len(x) for x, _ in batches] == [4, 4, 2] and loader.num_examples == 10
+    rows = [row for x, y in batches for row in torch.cat([x, y], 1).tolist()]
+    assert rows != torch.cat(splits.train, 1).tolist() == sorted(rows)
 
 
-@pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (5, [5, 5]), (64, [10])])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_are_the_examples_each_once(tmp_path, batch_size, sizes, shuffle):
-    splits = saved(tmp_path / "energy.safetensors").load()
-    loader = splits.batches("train", batch_size, shuffle=shuffle)
-    assert [len(x) for x, _ in loader] == [len(y) for _, y in loader] == sizes
-    assert len(loader) == len(sizes)
-    assert loader.num_examples == count_examples(loader) == len(loader.dataset) == TRAIN
-    x, y = concatenated(loader)
-    assert torch.equal(x, splits.train[0]) != shuffle
-    rows = torch.cat([x, y], 1).tolist()  # targets stay with their inputs
-    assert sorted(rows) == sorted(torch.cat(splits.train, 1).tolist())
-    assert torch.equal(concatenated(splits.batches("test", batch_size))[0], splits.test[0])
-
-
-BAD_TENSORS = {
-    "missing": ({"y_test": None, **NO_VALIDATION}, r"lacks y_test \(it holds x_test, x_train, y_t"),
-    "half a validation": ({"y_validation": None}, "lacks y_validation .*validation set is opt"),
-    "unknown": ({"x_val": torch.zeros(2)}, "holds x_val, which would be ignored; supported are"),
+BAD_FILES = {
+    "missing": ({"y_test": None}, "it needs x_train, y_train, x_test, y_test"),
+    "half a validation": ({"y_validation": None}, "may have x_validation and y_validation"),
+    "unknown": ({"x_val": torch.zeros(2)}, "holds x_test, x_train, x_val, .*rename or"),
     "lengths": ({"y_train": torch.zeros(9, 1)}, "x_train has 10 examples and y_train 9"),
-    "empty": ({"x_test": torch.zeros(0, 2)}, r"x_test is empty \(shape \(0, 2\)\)"),
-    "no axis": ({"y_test": torch.tensor(1.0)}, r"y_test is empty \(shape \(\)\)"),
-    "NaN": (
-        {"x_train": torch.tensor([[0.0, 0.0]] * 8 + [[0.0, float("nan")]] * 2)},
-        r"x_train holds 2 value\(s\) that are NaN or infinite, the first in example 8",
-    ),
-    "infinite": (
-        {"y_validation": torch.tensor([[0.0], [-float("inf")], [0.0]])},
-        r"y_validation holds 1 value\(s\) .* the first in example 1",
-    ),
-    "other shape": (
-        {"x_test": torch.zeros(TEST, 3, dtype=torch.float64)},
-        r"x_test has examples of shape \(3,\) .* x_train of shape \(2,\)",
-    ),
-    "other dtype": ({"y_test": torch.zeros(TEST, 1)}, "float32, but y_train .*float64"),
+    "empty": ({"x_test": torch.zeros(0, 2), "y_test": torch.zeros(0, 1)}, "x_test is empty"),
+    "NaN": ({"x_train": torch.full((10, 2), torch.nan)}, r"x_train holds 20 value\(s\)"),
+    "other shape": ({"x_test": torch.zeros(4, 3)}, r"shape \(3,\) .* x_train of shape \(2,\)"),
+    "other dtype": ({"y_test": torch.zeros(4, 1).double()}, "float64, but y_train .*float32"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_TENSORS)
-def test_bad_tensors_are_named_in_one_line(tmp_path, case):
-    changes, message = BAD_TENSORS[case]
-    data = saved(tmp_path / "energy.safetensors", **changes)
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files_are_named(tmp_path, case):
+    changes, message = BAD_FILES[case]
+    save_file(example_tensors(**changes), tmp_path / "energy.safetensors")
     with pytest.raises(ValueError, match=message) as caught:
-        data.load()
-    assert "energy" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("place", ["nowhere.safetensors", "."])
-def test_what_is_no_file_is_named(tmp_path, place):
+        TensorFile(tmp_path / "energy.safetensors").load()
+    assert "energy" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(FileNotFoundError, match="is not a file. Give the path .* x_train, y_train"):
-        TensorFile(tmp_path / place).load()
+        TensorFile(tmp_path / "nowhere").load()
 
 
 def graphs(number, features=2):
     """Pairs of nodes, joined in both directions."""
-    V = 2 * number
-    nodes = torch.arange(V)
+    nodes = torch.arange(2 * number)
     other = nodes + 1 - 2 * (nodes % 2)
     counts = torch.full((number,), 2)
-    return Graphs(torch.randn(V, features), torch.ones(V, 1), nodes, other, counts, counts)
+    ones = torch.ones(2 * number, 1)
+    return Graphs(torch.randn(2 * number, features), ones, nodes, other, counts, counts)
 
 
-def of_graphs(**changes):
-    options = {
-        "train": (graphs(6), torch.tensor([0, 1] * 3)),
-        "validation": None,
-        "test": (graphs(4), torch.tensor([0, 1] * 2)),
-        "name": "pairs",
-        "classes": ("a", "b"),
-    }
-    return TensorSplits(**(options | changes))
+def of_graphs(number=6, features=2, **changes):
+    pair = graphs(number, features), torch.arange(number) % 2
+    options = {"train": pair, "validation": None, "test": pair, "name": "pairs"}
+    return TensorSplits(**options | {"classes": ("a", "b")} | changes)
 
 
-def of_sequences(**changes):
-    x = torch.randint(5, (6, 3))
-    y = torch.tensor([[0, 1, -1]] * 6)
-    options = {
-        "train": (x, y),
-        "validation": None,
-        "test": (x[:2], y[:2]),
-        "name": "words",
-        "classes": ("a", "b"),
-        "ignore_index": -1,
-    }
-    return TensorSplits(**(options | changes))
+def of_words(**changes):
+    pair = torch.randint(5, (6, 3)), torch.tensor([[0, 1, -1]] * 6)
+    options = {"train": pair, "validation": None, "test": pair, "name": "words"}
+    return TensorSplits(**options | {"classes": ("a", "b"), "ignore_index": -1} | changes)
+
+
+def of_images(name="pets", classes=("cat", "dog"), shape=(1, 4, 4), mean=9.0):
+    part = ImageSet(torch.randint(256, (6, *shape), dtype=torch.uint8), torch.arange(6) % 2)
+    return ImageSplits(part, None, part, classes, (mean,) * shape[0], (3.0,) * shape[0], name)
 
 
 def test_batches_of_graphs():
     splits = of_graphs()
-    batches = list(split_batches(splits, "train", 4))
-    assert [len(x) for x, _ in batches] == [len(y) for _, y in batches] == [4, 2]
-    x = torch.cat([x.nodes for x, _ in batches])
-    assert torch.equal(x, splits.train[0].nodes)
-    shuffled = split_batches(splits, "train", 6, shuffle=True, seed=3)
-    (x, y), (x_again, _) = next(iter(shuffled)), next(iter(shuffled))
-    assert not torch.equal(x.nodes, x_again.nodes)
-    order = [int(((splits.train[0].nodes - n) ** 2).sum(1).argmin()) // 2 for n in x.nodes[::2]]
-    assert torch.equal(splits.train[1][order], y)
+    batches = list(split_batches(splits, "train", 4, shuffle=True))
+    assert [len(x) for x, _ in batches] == [4, 2]
+    nodes = torch.cat([x.nodes for x, _ in batches])
+    order = [int(((splits.train[0].nodes - n) ** 2).sum(1).argmin()) // 2 for n in nodes[::2]]
+    assert sorted(order) == list(range(6)) != order
+    assert torch.equal(splits.train[1][order], torch.cat([y for _, y in batches]))
 
 
-@pytest.mark.parametrize("option", ["augment", "channels_last"])
-@pytest.mark.parametrize("splits", [of_graphs(), of_sequences()])
-def test_what_is_for_images(splits, option):
-    with pytest.raises(ValueError, match=f"{splits.name} holds no images; .* is for images"):
-        split_batches(splits, "train", 2, **{option: True})
-
-
-def replaced(values, **changes):
-    return replace(values, **changes), torch.tensor([0, 1] * 3)
-
-
-BAD = {
+WRONG = {
     "a label without a class": (
-        lambda: of_graphs(classes=("a",)),
-        r"pairs: labels of y_train reach from 0 to 1; with 1 classes they must lie in 0..0",
+        lambda: of_graphs(classes=("a",)), "labels of y_train reach from 0 to 1; with 1 classes",
     ),
     "a label that should be ignored": (
-        lambda: of_sequences(ignore_index=None),
-        "words: labels of y_train reach from -1 to 1",
+        lambda: of_words(ignore_index=None), "words: labels of y_train reach from -1 to 1",
     ),
     "no label that counts": (
-        lambda: of_sequences(test=(torch.zeros(1, 3).long(), torch.full((1, 3), -1))),
+        lambda: of_words(test=(torch.zeros(1, 3).long(), torch.full((1, 3), -1))),
         "words: all labels of y_test are -1, which do not count",
     ),
-    "numbers of graphs": (
-        lambda: of_graphs(test=(graphs(4), torch.zeros(3).long())),
-        "pairs: x_test has 4 examples and y_test 3; each input needs one target",
-    ),
     "features of graphs": (
-        lambda: of_graphs(test=(graphs(2, 3), torch.zeros(2).long())),
-        "x_test has examples of graphs with 3 features per node and 1 per edge, but x_train of "
-        "graphs with 2",
-    ),
-    "graphs and tensors": (
-        lambda: of_graphs(test=(torch.zeros(2, 3), torch.zeros(2).long())),
-        r"x_test has examples of shape \(3,\) .*, but x_train of graphs with 2 features",
-    ),
-    "NaN in a node": (
-        lambda: of_graphs(train=replaced(graphs(6), nodes=torch.full((12, 2), float("nan")))),
-        r"pairs: nodes of x_train holds 24 value\(s\) that are NaN or infinite, .* in node 0",
+        lambda: of_graphs(test=of_graphs(features=3).test),
+        "x_test has examples of graphs with 3 features per node and 1 per edge, but x_train",
     ),
     "edges to nowhere": (
-        lambda: of_graphs(train=replaced(graphs(6), senders=torch.full((12,), 99))),
+        lambda: of_graphs(train=(replace(graphs(6), senders=torch.full((12,), 99)),
+                                 torch.arange(6) % 2)),
         "pairs: x_train: senders has node 99",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit(case):
-    make, message = BAD[case]
+    make, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# What is held out for calibration
+
+
+def test_held_out_examples_keep_the_shares_of_classes():
+    whole = Digits().load()
+    parts = hold_out(whole, 0.1, seed=3)
+    assert parts.validation is not None
+    assert (len(parts.train), len(parts.validation)) == (1294, 144)
+    assert (parts.mean, parts.std, parts.test) == (whole.mean, whole.std, whole.test)
+    counts = parts.validation.labels.bincount()
+    assert (counts - whole.train.labels.bincount() / 10).abs().max() < 1
+    together = torch.cat([parts.train.images, parts.validation.images]).flatten(1)
+    assert torch.equal(together.unique(dim=0), whole.train.images.flatten(1).unique(dim=0))
+    other = hold_out(whole, 0.1, seed=4)
+    assert other.validation is not None
+    assert not torch.equal(other.validation.images, parts.validation.images)
+
+
+def test_held_out_tensors_and_graphs():
+    x = torch.arange(40.0)[:, None]
+    for classes in (None, ("no", "yes")):
+        y = (x[:, 0] >= 30).long() if classes else x.clone()
+        parts = hold_out(TensorSplits((x, y), None, (x, y), "numbers", classes), 0.2, seed=0)
+        (x_train, y_train), (x_held, y_held) = parts.train, parts.validation
+        assert len(x_held) == 8 and sorted([*x_train[:, 0], *x_held[:, 0]]) == x[:, 0].tolist()
+        assert torch.equal(y_held, y[x_held[:, 0].long()]) and len(y_train) == 32
+        assert not classes or y_held.sum() == 2  # a quarter, as of all
+    parts = hold_out(of_graphs(number=20), 0.2, seed=0)
+    assert parts.validation is not None
+    assert len(parts.validation[0]) == 4 and len(parts.train[0].nodes) == 32
+    few = TensorSplits((x[:4], x[:4]), None, (x, x), "numbers")
+    with pytest.raises(ValueError, match=r"held_out=0.1: 4 .* into 0 and 4.*0 for none"):
+        hold_out(few, 0.1, seed=0)
+
+
+# What is remembered of data
+
+
+def recorded(splits, source=None):
+    """The record after its way through a file."""
+    return json.loads(json.dumps(data_record(splits, source)))
+
+
+def test_records():
+    source = {"class_path": "marglik.data.Digits", "init_args": {"seed": 1}}
+    found = recorded(of_images(), source)
+    assert found.pop("train_sha256")
+    assert found == {
+        "name": "pets", "source": source, "classes": ["cat", "dog"], "image_shape": [1, 4, 4],
+        "mean": [9.0], "std": [3.0],
+    }  # fmt: skip
+    assert recorded(of_graphs())["graphs"] == "graphs with 2 features per node and 1 per edge"
+    assert {*recorded(of_words())} == {"name", "source", "classes", "train_sha256"}
+    pets = of_images()
+    with_some = replace(pets, validation=pets.test)
+    assert is_held_out(with_some, recorded(pets)) and not is_held_out(pets, recorded(pets))
+    other = replace(pets.train, labels=1 - pets.train.labels)
+    assert not is_held_out(replace(with_some, train=other), recorded(pets))
+    assert not is_held_out(with_some, None)
+
+
+def test_other_data_is_normalised_as_in_training():
+    trained = of_images(mean=77.98472270514604)
+    other = of_images("other pets")
+    adapted = as_trained(other, recorded(trained))
+    assert adapted.mean == trained.mean and adapted.test is other.test  # to the bit
+    for make in (of_graphs, of_words):
+        splits = make(name="other")
+        assert as_trained(splits, recorded(make())) is splits
+    # What a file's labels are called, nobody knows.
+    assert as_trained(of_words(classes=None), recorded(of_words())).classes is None
+
+
+@pytest.mark.parametrize(
+    ("splits", "trained", "message"),
+    [
+        (of_words(), of_images(), "words has no images or graphs; pets, .* image_shape .*--data"),
+        (of_images(), of_words(), r"pets has image_shape \[1, 4, 4\]; words"),
+        (of_images("zoo", ("cat", "emu")), of_images(), r"zoo has 2 classes \(cat, emu\), .* pets"),
+        (of_graphs(features=4), of_graphs(), "graphs with 4 features per node.* with 2 features"),
+        (of_images(shape=(3, 4, 4)), of_images(), r"image_shape \[3, 4, 4\]; .* \[1, 4, 4\]"),
+    ],
+)
+def test_data_of_another_form(splits, trained, message):
+    with pytest.raises(ValueError, match=message):
+        as_trained(splits, recorded(trained))

@@ -8,8 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.layers.rows import current_rows
-from marglik.models import GCN, GraphNetwork
-from marglik.models.gcn import propagate
+from marglik.models import GraphNetwork
 from tests.marglik.networks import randomised, trained_loss
 from tests.marglik.some_graphs import SHAPES, assembled, features, some_graphs
 
@@ -18,10 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def graph_network(depth=2, num_classes=4):
     return randomised(GraphNetwork(3, num_classes, edge_features=2, dim=5, depth=depth))
-
-
-def gcn(depth=2):
-    return randomised(GCN(3, num_classes=4, dim=5, depth=depth))
 
 
 def norm(module, x):
@@ -127,42 +122,6 @@ def test_graphs_without_any_edge(shapes):
     assert_close(logits, torch.stack(expected))
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def dense_gcn(model, graph):
-    A = torch.zeros(len(graph.nodes), len(graph.nodes), dtype=torch.float64)
-    for s, r in zip(graph.senders, graph.receivers, strict=True):
-        A[r, s] += 1
-    A += torch.eye(len(A))
-    root = torch.diag(A.sum(1) ** -0.5)
-    A = root @ A @ root
-    x = graph.nodes
-    for i, layer in enumerate(model.layers):
-        x = A @ x @ layer.weight.T + layer.bias
-        x = x.clamp(min=0) if i + 1 < len(model.layers) else x
-    return x[None], A
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5])
-def test_gcn_equals_the_dense_formula(depth, number):
-    model, graph = gcn(depth), some_graphs()[number]
-    expected, A = dense_gcn(model, graph)
-    assert model(graph).shape == (1, len(graph.nodes), 4)
-    assert_close(model(graph), expected)
-    assert_close(propagate(graph, graph.nodes), A @ graph.nodes)
-
-
-def test_gcn_of_an_undirected_graph_is_symmetric_and_hears_depth_steps():
-    path = [(5, tuple((i, j) for i in range(5) for j in range(5) if abs(i - j) == 1))]
-    graph = some_graphs(path)
-    A = propagate(graph, torch.eye(5, dtype=torch.float64))
-    assert_close(A, A.T)
-    assert_close(A[0, :2], torch.tensor([1 / 2, 6**-0.5], dtype=torch.float64))
-    model = gcn(depth=2)
-    graph.nodes.requires_grad_()
-    (grad,) = torch.autograd.grad(model(graph)[0, 0].square().sum(), graph.nodes)
-    assert grad.any(1).tolist() == [True, True, True, False, False]
 
 
 def test_parameters_of_the_graph_network():

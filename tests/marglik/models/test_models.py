@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import avg_pool2d, conv2d, relu
 
-from marglik.models import GCN, GPT, MLP, GraphNetwork, LeNet, VisionTransformer, WideResNetFixup
+from marglik.models import GPT, MLP, GraphNetwork, LeNet, VisionTransformer, WideResNetFixup
 from marglik.models.wide_resnet_fixup import FixupBlock
 from tests.marglik.some_graphs import some_graphs
 
@@ -174,9 +174,6 @@ BAD = [
     (GPT, {"context": 6}, TOKENS[0], r"shape \(7,\)"),
     (GraphNetwork, {"node_features": 0, "num_classes": 2}, None, "node_features=0"),
     (GraphNetwork, {"node_features": 4, "num_classes": 2}, some_graphs(), "3 features per node"),
-    (GCN, {"in_features": 3, "num_classes": 0}, None, "num_classes=0"),
-    (GCN, {"in_features": 2, "num_classes": 2}, some_graphs()[0], "3 features and was built for 2"),
-    (GCN, {"in_features": 3, "num_classes": 2}, some_graphs(), r"got 6 graphs; .*graphs\[0\]"),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from marglik.cli import main
 from tests.marglik import threads
-from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
+from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN
 from tests.marglik.runs.tensor_problems import Problem, bernoulli, regression
 
 
@@ -18,10 +18,11 @@ def in_one_thread(one_thread):
 
 @pytest.fixture(scope="package")
 def trained(tmp_path_factory) -> Path:
-    """What marglik train leaves; not to be written to."""
+    """What marglik train leaves, with a baseline; not to be written to."""
     folder = tmp_path_factory.mktemp("runs") / "trained"
+    options = [*DATA, *MODEL, *NOISE, "--baseline", "--monitor", "2", "--curvature.fisher", "mc"]
     with threads.one_thread():
-        assert main([*TRAIN, *DATA, *MODEL, "--output", str(folder)]) == 0
+        assert main([*TRAIN, *options, "--output", str(folder)]) == 0
     return folder
 
 

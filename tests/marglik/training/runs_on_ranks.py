@@ -27,7 +27,7 @@ from marglik import (
     marglik_training,
 )
 from marglik.data import TensorBatches
-from marglik.data.shard import Shard
+from marglik.data.batches import Shard
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.learner import PriorLearner
 

@@ -1,0 +1,383 @@
+"""Sources of images, from their own files; corrupted and out-of-distribution images."""
+
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from scipy.io import savemat
+from scipy.ndimage import gaussian_filter
+from torchvision.transforms import functional as transforms
+
+from marglik.data import (
+    CIFAR10,
+    CORRUPTIONS,
+    SEVERITIES,
+    SVHN,
+    ClassSubset,
+    Digits,
+    ImageData,
+    ImageFolder,
+    ImageSet,
+    ImageSplits,
+    Noise,
+    corrupt,
+    out_of_distribution_images,
+)
+from tests.marglik.data.image_helpers import (
+    TRAIN,
+    assert_same,
+    decoded_by_pil,
+    encoded,
+    image_files,
+    keys,
+    splits_of,
+    without,
+    write_folder,
+)
+
+FILES = image_files()
+PIXELS = np.random.default_rng(0).integers(0, 256, (150, 3, 32, 32), dtype=np.uint8)
+LABELS = np.arange(150) % 10
+PARTS = {"train": slice(0, 120), "test": slice(120, 150)}
+
+
+def digits(folder, monkeypatch):
+    from sklearn.datasets import load_digits
+
+    pixels = (load_digits().images * 255 / 16).round().astype(np.uint8)[:, None]
+    return Digits, pixels, load_digits().target
+
+
+def cifar10(folder, monkeypatch):
+    (folder / "cifar-10-batches-py").mkdir()
+    for name, part in {"data_batch_1": PARTS["train"], "test_batch": PARTS["test"]}.items():
+        stored = {"data": PIXELS[part].reshape(-1, 3072), "labels": LABELS[part].tolist()}
+        (folder / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(stored))
+    meta = pickle.dumps({"label_names": list("0123456789")})
+    (folder / "cifar-10-batches-py" / "batches.meta").write_bytes(meta)
+    # Without their MD5 sums.
+    dataset = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(dataset, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(dataset, "test_list", [["test_batch", None]])
+    meta = {"filename": "batches.meta", "key": "label_names", "md5": None}
+    monkeypatch.setattr(dataset, "meta", meta)
+    return partial(CIFAR10, folder, False), PIXELS, LABELS
+
+
+def svhn(folder, monkeypatch):
+    for split, part in PARTS.items():
+        stored = np.where(LABELS[part] == 0, 10, LABELS[part])[:, None]  # zero is 10 there
+        pixels = PIXELS[part].transpose(2, 3, 1, 0)
+        savemat(folder / f"{split}_32x32.mat", {"X": pixels, "y": stored.astype(np.uint8)})
+    files = {s: [f"http://nowhere/{s}", f"{s}_32x32.mat", None] for s in PARTS}
+    monkeypatch.setattr(torchvision.datasets.SVHN, "split_list", files)
+    return partial(SVHN, folder, False), PIXELS, LABELS
+
+
+def folder_of_images(folder, monkeypatch):
+    files = image_files("png")
+    parts = [decoded_by_pil(files, split) for split in PARTS]
+    pixels, labels = (torch.cat(values).numpy() for values in zip(*parts, strict=True))
+    return partial(ImageFolder, write_folder(folder / "pets", files)), pixels, labels
+
+
+SOURCES = [digits, cifar10, svhn, folder_of_images]
+
+
+def labelled(pixels, labels):
+    return sorted((np.asarray(i).tobytes(), int(k)) for i, k in zip(pixels, labels, strict=True))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_all_images_with_their_labels_once(source, tmp_path, monkeypatch):
+    make, pixels, labels = source(tmp_path, monkeypatch)
+    splits = make(validation=0.25).load()
+    parts = splits_of(splits)
+    found = [pair for part in parts for pair in labelled(part.images, part.labels)]
+    assert sorted(found) == labelled(pixels, labels)
+    assert len(parts) == 3 and splits.image_shape == pixels.shape[1:]
+    for part in parts:  # stratified
+        shares = part.labels.bincount(minlength=splits.num_classes) / len(part)
+        expected = torch.tensor(labels).bincount() / len(labels)
+        assert (shares - expected).abs().max() <= 1 / len(part)
+    same, other = (make(validation=0.25, seed=seed).load() for seed in (0, 1))
+    assert_same(same.train, splits.train)
+    assert keys(splits.train) != keys(other.train)
+    # Mean and standard deviation are those of the training images alone.
+    x = splits.train.images.double()
+    if splits.name == "CIFAR-10":
+        assert (splits.mean, splits.std) == ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7))
+    else:
+        assert splits.mean == pytest.approx(x.mean((0, 2, 3)).tolist())
+        assert splits.std == pytest.approx(x.std((0, 2, 3), correction=0).tolist())
+    if source is not digits:  # a part of the data; validation images come from it
+        few = make(validation=0.5, max_train=20).load()
+        assert [len(part) for part in splits_of(few)][:2] == [10, 10]
+        assert keys(few.train) | keys(few.validation) == keys(make(max_train=20).load().train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_train": 2}, "max_train=2: 30 examples would be divided into 2 and 28"),
+        ({"validation": 0.05}, "validation=0.05: .* 28.* at least 3"),
+        ({"validation": float("nan")}, "validation=nan: "),
+        ({"seed": 2**32}, "seed=4294967296"),
+    ],
+)
+def test_impossible_parts(pets, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ImageFolder(pets, **arguments).load()
+    with pytest.raises(ValueError, match="test_fraction=0"):
+        Digits(test_fraction=0)
+
+
+@pytest.mark.parametrize(("number", "arguments"), [(1, {"validation": 0.3}), (2, {"max_train": 4})])
+def test_a_rare_class_is_never_lost(tmp_path, number, arguments):
+    files = without(FILES, "train/dog")
+    files |= {f"train/dog/{i:03}.jpg": FILES[f"train/dog/{i:03}.jpg"] for i in range(number)}
+    folder = write_folder(tmp_path / "pets", files)
+    assert len(ImageFolder(folder).load().train) == 2 * TRAIN + number
+    with pytest.raises(ValueError, match="'dog' is so rare"):
+        ImageFolder(folder, **arguments).load()
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3)])
+def test_greyscale_images_have_one_channel_unless_one_is_coloured(tmp_path, shape):
+    grey = image_files("png", shape=(6, 5))
+    files = grey | {"test/dog/000.png": encoded(np.full(shape, 7, np.uint8), "png")}
+    splits = ImageFolder(write_folder(tmp_path / "pets", files)).load()
+    mode = "L" if len(shape) == 2 else "RGB"
+    for part, name in ((splits.train, "train"), (splits.test, "test")):
+        assert torch.equal(part.images, decoded_by_pil(files, name, mode)[0])
+
+
+@pytest.mark.parametrize("dataset", [CIFAR10, SVHN])
+def test_data_that_cannot_be_downloaded(tmp_path, monkeypatch, dataset):
+    def no_network(self):
+        raise OSError("<urlopen error no route to host>\nsecond line")
+
+    monkeypatch.setattr(getattr(torchvision.datasets, dataset.__name__), "download", no_network)
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*no route.*ImageFolder") as caught:
+        dataset(tmp_path).load()
+    assert "\n" not in str(caught.value)
+
+
+SMALL = encoded(np.zeros((3, 4, 3), dtype=np.uint8))
+DEEP = encoded(np.zeros((6, 5), dtype=np.uint16), "png")
+BAD = {
+    "no test": (without(FILES, "test/"), "test' is not a folder.*train/CLASS/IMAGE"),
+    "an empty class": (FILES | {"train/cow/notes.txt": b""}, "cow"),
+    "a class of train alone": (without(FILES, "test/dog"), "'dog' is in one of .*--ood"),
+    "another size": (
+        FILES | {"train/dog/004.jpg": SMALL},
+        "'train/dog/004.jpg' has 4×3 pixels, but 'train/cat/000.jpg' has 5×6.*Resize",
+    ),
+    "no image": (FILES | {"train/dog/4.jpg": b"no image"}, "'train/dog/4.jpg' cannot be decoded"),
+    "half an image": (
+        FILES | {"test/dog/1.jpg": FILES["test/dog/001.jpg"][:-150]},
+        "'test/dog/1.jpg' cannot be decoded",
+    ),
+    "16 bits": (FILES | {"test/dog/1.png": DEEP}, r"'test/dog/1.png' has more than 8 bits.*I;16"),
+    "PostScript": (
+        FILES | {"train/cat/x.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 6\n"},
+        "'train/cat/x.png' cannot be decoded",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders(case, tmp_path):
+    files, message = BAD[case]
+    folder = write_folder(tmp_path / "pets", files)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        ImageFolder(folder).load()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"test": ImageSet(torch.zeros(2, 1, 5, 5, dtype=torch.uint8), torch.tensor([0, 1]))},
+        {"classes": ("a",)},
+        {"mean": (1.0, 2.0)},
+        {"std": (0.0,)},
+    ],
+)
+def test_splits_of_images_that_do_not_fit(change):
+    part = ImageSet(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
+    splits = ImageSplits(part, None, part, ("a", "b"), (1.0,), (1.0,), "x")
+    with pytest.raises(ValueError, match="shape|classes|channels"):
+        replace(splits, **change)
+    for wrong in ({"images": part.images.float()}, {"labels": part.labels[:1]}):
+        with pytest.raises(ValueError, match="an ImageSet holds"):
+            replace(part, **wrong)
+
+
+# Classes of a source
+
+
+@pytest.mark.parametrize("classes", [["3", "1", "7"], [9]])
+def test_images_of_classes_keep_their_order_and_get_new_numbers(classes):
+    digits = Digits(validation=0.2)
+    everything, some = digits.load(), ClassSubset(digits, classes).load()
+    names = tuple(map(str, classes))
+    assert some.classes == names and some.name == f"digits ({', '.join(names)})"
+    assert (some.mean, some.std) == (everything.mean, everything.std)
+    for whole, kept in zip(splits_of(everything), splits_of(some), strict=True):
+        expected = [
+            (image, names.index(str(int(label))))
+            for image, label in zip(whole.images, whole.labels, strict=True)
+            if str(int(label)) in names
+        ]
+        assert torch.equal(kept.images, torch.stack([image for image, _ in expected]))
+        assert kept.labels.tolist() == [label for _, label in expected]
+    for wrong in ([], ["1", "1"], "12"):
+        with pytest.raises(ValueError, match="pass a list of names"):
+            ClassSubset(digits, wrong)
+
+
+# Corruptions
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """60 patches of a photograph, 3×32×32; noise would have no structure to lose."""
+    from sklearn.datasets import load_sample_image
+
+    pixels = torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1)
+    patches = pixels.unfold(1, 32, 64).unfold(2, 32, 64).flatten(1, 2)  # (3, N, 32, 32)
+    return patches.transpose(0, 1)[:60].contiguous()
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_corruption_grows_with_severity_and_has_a_seed(photographs, kind, channels):
+    images, state = photographs[:, :channels], torch.get_rng_state()
+    found = [corrupt(images, kind, severity) for severity in SEVERITIES]
+    distances = [(one.double() - images.double()).square().mean().item() for one in found]
+    assert distances[0] > 0 and distances == sorted(set(distances))
+    assert torch.equal(corrupt(images.contiguous(), kind, 3), found[2])
+    # Negative control: only noise has anything to draw.
+    assert torch.equal(corrupt(images, kind, 3, seed=2), found[2]) == (kind != "noise")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_corruptions_have_the_stated_strengths(photographs, severity):
+    i = severity - 1
+    # Grey 128 is five standard deviations of the strongest noise away from black and white.
+    stated = 255 * (0.04, 0.06, 0.08, 0.09, 0.10)[i]
+    grey = torch.full((100, 3, 32, 32), 128, dtype=torch.uint8)
+    noise = corrupt(grey, "noise", severity).double() - 128
+    assert noise.std().item() == pytest.approx((stated**2 + 1 / 12) ** 0.5, rel=0.01)
+    assert noise.mean().item() == pytest.approx(0, abs=0.25)
+    x = photographs.double()
+    weights = torch.tensor([0.2989, 0.587, 0.114], dtype=torch.float64)
+    mean = torch.einsum("nchw,c->nhw", x, weights).mean((1, 2))[:, None, None, None]
+    expected = mean + (0.75, 0.5, 0.4, 0.3, 0.15)[i] * (x - mean)
+    result = corrupt(photographs, "contrast", severity).double()
+    assert (result - expected).abs().max() <= 0.5 + 1e-4  # rounded, not truncated
+    sigma = (0.4, 0.6, 0.7, 0.8, 1.0)[i]
+    blurred = gaussian_filter(x[:5].numpy(), sigma, axes=(2, 3), mode="mirror", truncate=4)
+    result = corrupt(photographs[:5], "blur", severity).double().numpy()
+    assert np.abs(result - blurred).max() <= 0.5 + 1e-3
+    quality = (80, 65, 58, 50, 40)[i]
+    stored = encoded(photographs[0].permute(1, 2, 0).numpy(), quality=quality)
+    expected, _ = decoded_by_pil({"test/cat/0.jpg": stored}, "test")
+    assert torch.equal(corrupt(photographs[:1], "jpeg", severity), expected)
+
+
+def test_tiny_images_are_blurred_as_far_as_they_reach():
+    for shape in ((1, 1), (2, 3), (1, 8)):
+        images = torch.randint(256, (2, 3, *shape), dtype=torch.uint8)
+        assert corrupt(images, "blur", 5).shape == images.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "fog"}, "kind='fog'.* noise, blur, contrast, jpeg"),
+        ({"severity": 6}, "severity=6"),
+        ({"images": torch.zeros(2, 3, 8, 8)}, "torch.float32 .*before normalisation"),
+        ({"images": torch.zeros(2, 4, 8, 8, dtype=torch.uint8)}, "'jpeg'.* C = 1 or 3"),
+    ],
+)
+def test_what_cannot_be_corrupted_is_named(change, message):
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        corrupt(**({"images": images, "kind": "jpeg", "severity": 1} | change))
+
+
+# Out-of-distribution images
+
+
+class Given(ImageData):
+    """A source of given images."""
+
+    def __init__(self, images, name="given"):
+        part = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
+        mean, std = (0.0,) * images.shape[1], (1.0,) * images.shape[1]
+        self.splits = ImageSplits(part, None, part, ("a",), mean, std, name)
+
+    def load(self):
+        return self.splits
+
+
+def like(*shape):
+    return Given(torch.randint(256, (2, *shape), dtype=torch.uint8), "known").load()
+
+
+def test_grey_images_are_resized_one_by_one_and_repeated():
+    images, _, note = out_of_distribution_images(Digits(), like(3, 32, 32))
+    assert note == "resized from 8x8x1 to 32x32x3"
+    digits = Digits().load()
+    assert images.shape == (len(digits.test), 3, 32, 32)
+    for original, result in zip(digits.test.images[:20], images[:20], strict=True):
+        expected = transforms.resize(original.double(), [32, 32], antialias=True)
+        # torchvision resizes uint8 in fixed-point arithmetic, which may round the other way.
+        assert (result.double() - expected).abs().max() < 1
+        assert torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
+    images, _, note = out_of_distribution_images(Digits(seed=1), digits)  # of the right shape
+    assert note is None and torch.equal(images, Digits(seed=1).load().test.images)
+
+
+def test_colours_become_grey_by_their_luma():
+    colours = torch.tensor([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255] * 3, [0] * 3])
+    pixels = colours.to(torch.uint8)[:, :, None, None].expand(-1, -1, 8, 8).contiguous()
+    images, _, note = out_of_distribution_images(Given(pixels), like(1, 8, 8))
+    assert note == "converted from 8x8x3 to 8x8x1"
+    # 255 times .2989, .587, .114, 1, 0; rounded.
+    assert images[:, 0, 0, 0].tolist() == [76, 150, 29, 255, 0]
+
+
+def test_noise_is_uniform_and_drawn_in_the_shape():
+    noise = Noise(num_images=500, seed=4)
+    images, name, note = out_of_distribution_images(noise, like(1, 40, 24))
+    assert (name, note) == ("noise", None) and torch.equal(images, noise.draw(1, 40, 24))
+    splits = noise.load()
+    assert splits.image_shape == (3, 32, 32) and splits.classes == ("noise",)
+    counts = splits.test.images.flatten().bincount(minlength=256).double()
+    expected = splits.test.images.numel() / 256
+    # Chi-squared with 255 degrees of freedom: mean 255, standard deviation 22.6.
+    assert ((counts - expected).square() / expected).sum().item() == pytest.approx(255, abs=90)
+    assert_same(splits.test, Noise(500, seed=4).load().test)
+    assert not torch.equal(splits.test.images, Noise(500, seed=5).load().test.images)
+
+
+def test_other_sources_that_cannot_be(tmp_path):
+    files = without(image_files(), "train/")
+    folder = ImageFolder(write_folder(tmp_path / "pets", files), max_test=6, name="elsewhere")
+    images, name, note = out_of_distribution_images(folder, like(3, 6, 5))  # test images alone
+    assert (len(images), name, note) == (6, "elsewhere", None)
+    nothing = Given(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "nothing")
+    nothing.splits = replace(nothing.splits, test=nothing.splits.test.select(torch.arange(0)))
+    with pytest.raises(ValueError, match="nothing has no test images, so the OOD set is empty"):
+        out_of_distribution_images(nothing, like(3, 8, 8))
+    four = Given(torch.zeros(2, 4, 8, 8, dtype=torch.uint8), "satellite")
+    with pytest.raises(ValueError, match="satellite has images of 4 channels and known of 3"):
+        out_of_distribution_images(four, like(3, 8, 8))

@@ -1,0 +1,242 @@
+"""Every wrong turn ends in one line that says the way out, before any work; nothing is left."""
+
+import io
+import json
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save
+
+from marglik.models import MLP
+from marglik.report import write_report
+from marglik.storage.run_folder import RunFolder
+from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, content, refusal
+
+IMAGES = ["--data", "marglik.data.ImageFolder", "--data.path", "images"]
+TENSORS = ["--data", "marglik.data.TensorFile", "--data.path", "data.safetensors"]
+TRAINS = {
+    "no update ever": (["--prior.every", "0"], "error: prior.every must be at least 1, not 0."),
+    "no epochs": (["--epochs", "0"], "epochs must be at least 1, not 0"),
+    "no weight decay": (["--prior.weight_decay", "0"], "prior.weight_decay must be positive"),
+    "rules that match nothing": (
+        ["--prior.structure", "{conv: 'conv*', rest: '*'}"],
+        "Prior group 'conv' ('conv*') matches no parameter",
+    ),
+    "a mode of no layer": (
+        ["--curvature.kfac_approx", "{head: expand, '*': reduce}"],
+        "The pattern 'head' of kfac_approx fits no layer; there are layers.1",
+    ),
+    "model of another size": (
+        ["--model.in_features", "9"],
+        "cannot take inputs of shape (1, 8",
+    ),
+    "wrong number of classes": (["--model.num_classes", "7"], "set --model.num_classes 3"),
+    "missing folder": (IMAGES, "images/train' is not a folder"),
+    "validation takes all": (["--data.data.validation", "1.0"], "1.0: must be a fraction in"),
+    "too few to hold out": (
+        ["--data.data.validation", "0", "--held_out", "0.001"],
+        "would be divided into 0 and 268; both parts need at least 3",
+    ),
+    "no class held out": (
+        ["--ood", "marglik.data.ClassSubset", "--ood.data", "Digits", "--ood.classes", "[ten]"],
+        "digits has no class ['ten'], but ['0', '1'",
+    ),
+    "a layer without a rule": (
+        ["--model", "tests.marglik.networks.RowLSTM", "--data", "Digits"],
+        "(LSTM) has no K-FAC rule. Supported: ",
+    ),
+    "a tuple": (
+        ["--model", "tests.marglik.networks.ReturnsTuple", "--data", "Digits"],
+        "returns tuple; logits are needed",
+    ),
+    "no processes": (["--devices", "0"], "devices must be at least 1, not 0."),
+}
+
+
+@pytest.mark.parametrize("case", TRAINS)
+def test_train(case, tmp_path, capsys):
+    options, message = TRAINS[case]
+    before = content(tmp_path)
+    assert message in refusal(capsys, *TRAIN, *DATA, *MODEL, "--output", "run", *options)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_named(capsys):
+    message = refusal(capsys, *TRAIN, *DATA, *MODEL, "--accelerator", "cuda")
+    assert "--accelerator cuda is not available" in message and "Pass auto or cpu" in message
+
+
+FITS = {
+    "no such checkpoint": (["--checkpoint", "/no/such.pt"], "No checkpoint at /no/such.pt"),
+    "another network": (["--model.hidden", "[9]"], "'layers.1.weight' has shape (6, 64), MLP has"),
+    "other classes": (["--data", "marglik.data.Digits"], "has 10 classes; set --model.num_classes"),
+    "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
+    "no validation data": (
+        ["--data.data.validation", "0", "--prior.method", "validation"],
+        "needs validation data, but digits (0, 1, 2) has none",
+    ),
+    "validation by groups": (
+        ["--prior.method", "validation", "--prior.structure", "kind"],
+        "prior.method validation tunes one precision for all parameters",
+    ),
+    "a bound that is maximised": (["--curvature.corrected", "true"], "makes the evidence a lower"),
+    "empty batches": (["--batch_size", "0"], "batch_size must be at least 1, not 0"),
+    "the folder that would be cleared": (["--output", "."], "net.safetensors is in the output"),
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_fit(case, checkpoint, tmp_path, capsys):
+    options, message = FITS[case]
+    arguments = [*DATA, *MODEL, "--checkpoint", str(checkpoint), "--no_progress"]
+    before = content(tmp_path)
+    assert message in refusal(capsys, "fit", *arguments, "--output", "out", *options)
+    assert content(tmp_path) == before
+
+
+EVALUATES = {
+    "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), and"),
+    "another likelihood": (["--likelihood", "regression"], "is for likelihood 'classification'"),
+    "an unknown method": (["--methods", "[laplace]"], "Given value: ['laplace']"),
+    "linearised networks of a layer": (
+        ["--methods", "[linearised]", "--predictive.layers", "last"],
+        "predictive.layers 'last' is not for method 'linearised'",
+    ),
+    "another network": (
+        ["--model", "marglik.models.MLP", "--model.in_features", "65"],
+        "is of another network: 'layers.1.weight' has shape (6, 64), MLP has (128, 65)",
+    ),
+    "its own noise": (["--sigma_noise", "1"], "knows its noise; leave --sigma_noise out"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATES)
+def test_evaluate(case, trained, capsys):
+    options, message = EVALUATES[case]
+    before = content(trained)
+    assert message in refusal(capsys, "evaluate", str(trained), "--progress", "false", *options)
+    assert content(trained) == before
+
+
+def test_evaluate_other_things(trained, checkpoint, tmp_path, capsys):
+    for options, missing in ((DATA, MODEL), (MODEL, DATA)):
+        message = refusal(capsys, "evaluate", str(checkpoint), *options)
+        assert message.endswith("is a checkpoint; it needs --model and --data."), missing
+    photos = ["--data", "marglik.data.ImageFolder", "--data.path"]
+    same, larger = images(tmp_path / "photos", 8), images(tmp_path / "larger", 9)
+    message = refusal(capsys, "evaluate", str(trained), *photos, str(same))
+    assert "photos is not what" in message and "pass --output" in message
+    message = refusal(capsys, "evaluate", str(trained), *photos, str(larger))
+    assert "image_shape [1, 9, 9]" in message and "image_shape [1, 8, 8]" in message
+    (tmp_path / "empty").mkdir()
+    assert "is not the folder of a run" in refusal(capsys, "report", str(tmp_path / "empty"))
+
+
+def images(folder, size):
+    for split in ("train", "test"):
+        for label in "012":
+            (folder / split / label).mkdir(parents=True)
+            for i in range(2):
+                pixels = np.random.default_rng(i).integers(0, 255, (size, size), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / label / f"{i}.png")
+    return folder
+
+
+# What comes from outside is only data: no pickle, no YAML tags, no path out of a folder.
+
+
+class Malicious:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def state(**more):
+    return dict(MLP(64, hidden=(6,), num_classes=3).state_dict()) | more
+
+
+def written(value, **options):
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+ALONE = "could not be read as a file of tensors"
+CHECKPOINTS = {
+    "a call": ("net.pt", lambda: written(state(x=Malicious())), "objects can run code"),
+    "a call, in the old form": (
+        "net.pth",
+        lambda: written(state(x=Malicious()), _use_new_zipfile_serialization=False),
+        "objects can run code",
+    ),
+    "a bare pickle": ("net.bin", lambda: pickle.dumps(Malicious()), ALONE),
+    "under a name of tensors": (
+        "net.safetensors", lambda: pickle.dumps(Malicious()), "is not a whole file of weights",
+    ),
+    "a network": ("net.pt", lambda: written(MLP(64)), "objects can run code"),
+    "no tensors": ("net.pt", lambda: written({"epoch": 3}), "holds no state dict"),
+    "another kind": ("net.pkl", lambda: pickle.dumps(Malicious()), "has suffix '.pkl'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_checkpoints_run_no_code(case, tmp_path, capsys):
+    name, make, message = CHECKPOINTS[case]
+    (tmp_path / name).write_bytes(make())
+    assert message in refusal(capsys, "fit", *DATA, *MODEL, "--checkpoint", name, "--no_progress")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def numbers(**changed):
+    tensors = {f"x_{split}": torch.rand(8, 64) for split in ("train", "test")}
+    tensors |= {f"y_{split}": torch.arange(8) for split in ("train", "test")}
+    return save(tensors | changed)
+
+
+def with_header(header):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(16)
+
+
+BROKEN = "is not a safetensors file, or damaged"
+FILES = {
+    "a header of exabytes": (lambda: struct.pack("<Q", 2**63) + b"{}", BROKEN),
+    "bytes beyond the end": (
+        lambda: with_header({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 2**32]}}),
+        BROKEN,
+    ),
+    "numbers that are none": (
+        lambda: numbers(x_train=torch.full((8, 64), torch.nan)),
+        "x_train holds 512 value(s) that are NaN",
+    ),
+    "names that nobody reads": (lambda: numbers(x_other=torch.zeros(1)), "x_other, x_test, x_tr"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_of_tensors(case, tmp_path, capsys):
+    make, message = FILES[case]
+    (tmp_path / "data.safetensors").write_bytes(make())
+    assert message in refusal(capsys, *TRAIN, *TENSORS, *MODEL, "--output", "run")
+    assert not (tmp_path / "run").exists()
+
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def test_folders_of_runs_that_someone_else_made(run, tmp_path, capsys):
+    """Their sums are right, and what they hold is text."""
+    folder = RunFolder(run)
+    folder.write("config.yaml", json.dumps({EVIL: EVIL}).encode())
+    page = write_report([run], str(tmp_path / "page.html")).read_text()
+    assert EVIL not in page and "<img src=x" not in page
+    folder.write("config.yaml", b'a: !!python/object/apply:os.system ["touch ran"]\n')
+    assert "config.yaml cannot be read" in refusal(capsys, "report", str(run))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,210 @@
+"""A run that is killed, or whose disk is full, goes on to the same bits; another one is refused.
+
+A write is a file's content that is forced to the disk, or a file's new name. Each command runs in a
+process of its own, which ends at a write or fails there.
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from marglik.cli import main
+from marglik.storage.run_folder import RunFolder, read_log
+from marglik.training.network import NetworkTraining
+from tests.marglik.runs.command_line import (
+    DATA,
+    MODEL,
+    NOISE,
+    TRAIN,
+    content,
+    refusal,
+    results_of,
+    without_seconds,
+)
+from tests.marglik.runs.commands_on_ranks import command
+
+HERE = "tests.marglik.runs.test_resume"
+OPTIONS = [*DATA, *MODEL, *NOISE, "--baseline", "--monitor", "2", "--curvature.fisher", "mc"]
+
+
+def arguments(folder, *more):
+    """Those of the run in conftest, and more."""
+    return [*TRAIN, *OPTIONS, "--output", str(folder), *more]
+
+
+def at_write(number, code, given):
+    """Run a command; at its write of this number, the process is killed, or from there on all fail.
+
+    Args:
+        number: counted from 1; 0 for none.
+        code: of the error of a failing write; 0 to be killed, with half of the file on the disk.
+        given: the command's arguments.
+
+    Returns:
+        the number of writes, and what `command` returns.
+    """
+    seen = 0
+
+    def watched(real):
+        def write(*arguments, **keywords):
+            nonlocal seen
+            seen += 1
+            if seen == number and real.__name__ == "fsync":
+                os.ftruncate(arguments[0], os.fstat(arguments[0]).st_size // 2)
+            if seen == number and not code:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number and seen >= number and code:
+                raise OSError(code, os.strerror(code))
+            return real(*arguments, **keywords)
+
+        return write
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("marglik.storage.checkpoint.MINUTES", 0.0))
+        for name in ("replace", "fsync"):
+            stack.enter_context(patch.object(os, name, watched(getattr(os, name))))
+        found = command(*given)
+    return seen, *found
+
+
+@pytest.fixture(scope="module")
+def whole(worlds, tmp_path_factory):
+    """The folder of a run that nothing happened to, and its number of writes."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    ((writes, status, *printed),) = worlds.all(1, f"{HERE}:at_write", 0, 0, arguments(folder))
+    assert status == 0, printed
+    return folder, writes
+
+
+def assert_same(folder, expected):
+    """Names, network and posterior to the byte; the rest but for seconds."""
+    assert {p.name for p in folder.iterdir()} == {p.name for p in expected.iterdir()}
+    for name in ("model.safetensors", "posterior.safetensors", "posterior.json"):
+        assert (folder / name).read_bytes() == (expected / name).read_bytes(), name
+    for name in ("results.json", "evaluation.json"):
+        a, b = (json.loads((f / name).read_text()) for f in (folder, expected))
+        assert without_seconds(a) == without_seconds(b), name
+    assert without_seconds(read_log(folder)) == without_seconds(read_log(expected))
+    RunFolder(folder).check()
+
+
+SHARES = [0.02, 0.3, 0.6, 0.97]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_killed_run_goes_on_to_the_same_bits(share, worlds, whole, tmp_path):
+    """In its first epoch, in an update, in the baseline, as it writes the results."""
+    folder, writes = whole
+    number = max(1, round(share * writes))
+    (ended,) = worlds.run(1, f"{HERE}:at_write", number, 0, arguments(tmp_path / "run"))
+    assert ended.args == ("ended", -signal.SIGKILL), ended
+    resumed(worlds, tmp_path / "run", folder)
+
+
+def resumed(worlds, folder, expected):
+    again = f"{HERE.rpartition('.')[0]}.commands_on_ranks:command"
+    ((status, _, said),) = worlds.all(1, again, *arguments(folder, "--resume", "--overwrite"))
+    assert status == 0, said
+    assert_same(folder, expected)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_write_goes_on(worlds, whole, tmp_path):
+    folder, writes = whole
+    for number in range(1, writes + 1):
+        run = tmp_path / str(number)
+        worlds.run(1, f"{HERE}:at_write", number, 0, arguments(run))
+        resumed(worlds, run, folder)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(worlds, whole, tmp_path):
+    folder, writes = whole
+    given = arguments(tmp_path / "run")
+    ((_, status, _, said),) = worlds.all(1, f"{HERE}:at_write", writes // 2, errno.ENOSPC, given)
+    assert status == 2 and os.strerror(errno.ENOSPC) in said.splitlines()[-1]
+    assert "bytes are wanted" in said and "The same command with --resume" in said
+    resumed(worlds, tmp_path / "run", folder)
+
+
+@pytest.fixture(scope="module")
+def stopped(worlds, whole, tmp_path_factory):
+    """A run that was killed half-way."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    worlds.run(1, f"{HERE}:at_write", whole[1] // 2, 0, arguments(folder))
+    assert (folder / "checkpoint" / "learned" / "state.pt").exists()
+    return folder
+
+
+@pytest.fixture
+def cut_off(stopped, tmp_path):
+    return Path(shutil.copytree(stopped, tmp_path / "cut off"))
+
+
+OTHER = {
+    "epochs": (["--epochs", "5"], "config.run.epochs is 3 there, 5 here"),
+    "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there, exact"),
+    "network": (["--model.hidden", "[7]"], "model_options.hidden is [6] there, [7]"),
+    "data": (["--data.data.validation", "0.2"], "examples.train is "),
+    "labels": (["--data.data.seed", "3"], "normalisation is "),
+}
+
+
+@pytest.mark.parametrize("other", OTHER)
+def test_another_run_is_named_and_nothing_touched(other, cut_off, capsys):
+    options, message = OTHER[other]
+    before = content(cut_off)
+    printed = refusal(capsys, *arguments(cut_off, "--resume", *options))
+    assert message in printed and "Resume with the options that it was started with" in printed
+    assert content(cut_off) == before
+
+
+def test_a_checkpoint_that_is_damaged_or_gone_is_no_silent_restart(cut_off, capsys):
+    state = cut_off / "checkpoint" / "learned" / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    assert "state.pt is not as marglik wrote it" in refusal(capsys, *arguments(cut_off, "--resume"))
+    shutil.rmtree(cut_off / "checkpoint")
+    before = content(cut_off)
+    message = refusal(capsys, *arguments(cut_off, "--resume", "--overwrite"))
+    assert "cut off, but no checkpoint to continue from. Start again: --over" in message
+    assert content(cut_off) == before
+
+
+def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, capsys):
+    before = content(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(NetworkTraining, "epoch", None)
+        assert main(arguments(run, "--resume")) == 0
+    assert "log marginal likelihood per example" in capsys.readouterr().out
+    assert {k: v for k, v in content(run).items() if k != "report.html"} == {
+        k: v for k, v in before.items() if k != "report.html"
+    }
+    assert "pass --overwrite, or another" in refusal(capsys, *arguments(run))
+    short = ["--overwrite", "--no_baseline", "--epochs", "1", "--seed", "1"]
+    assert main(arguments(run, *short)) == 0
+    found = results_of(run)
+    assert found["config"]["run"]["epochs"] == 1 and "differences" not in found
+    with (run / "results.json").open("a") as file:
+        file.write(" ")
+    message = refusal(capsys, *arguments(run, *short, "--resume"))
+    assert "results.json is not as marglik wrote it" in message
+
+
+def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
+    epoch, calls = NetworkTraining.epoch, []
+
+    def failing(self, *given):
+        calls.append(given)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return epoch(self, *given)
+
+    monkeypatch.setattr(NetworkTraining, "epoch", failing)
+    assert main(arguments(tmp_path, "--epochs", "1")) == 130
+    assert [name.split(",")[0] for name in results_of(tmp_path)["metrics"]] == ["learned"] * 3

@@ -1,0 +1,162 @@
+"""A run's files come back to the bit; damage is named; nothing needed is overwritten."""
+
+import math
+
+import pytest
+import torch
+
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.provenance import Provenance, environment
+from marglik.storage.record_file import read_record, write_record
+from marglik.storage.run_folder import RunFolder, RunLog, read_log
+from tests.marglik.posteriors import fitted
+from tests.marglik.runs.command_line import content
+from tests.marglik.same_state import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RUN = {"data": "digits", "config": {"prior": {"every": 5, "lr": 0.1}, "sizes": (1, 2)}}
+PRESET = Provenance("epochs: 1\n", preset="digits")
+STATE = {
+    "plain": [None, True, 1, -3, 0.1, -0.0, 1e-320, math.inf, math.nan, "ä\n", 2**100],
+    "empty": [{}, [], (), torch.empty(0, 3, dtype=torch.int64)],
+    "tuples": (3, (1, 2.5, None), [(), (torch.ones(1),)]),
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, 2: {-1: "a"}},
+    "dtypes": [torch.tensor([[0, 1]], dtype=d) for d in (torch.bfloat16, torch.bool, torch.uint8)],
+    "not contiguous": [torch.randn(4, 6)[:, ::2], torch.arange(3.0).expand(2, 3)],
+}
+
+
+def test_a_state_comes_back_to_the_bit(tmp_path):
+    state = STATE | {"factors": {"best": fitted().factors, 3: [fitted("regression").factors]}}
+    states = Checkpoints(tmp_path, run=RUN)
+    assert not states.exists()
+    with pytest.raises(FileNotFoundError, match="holds no state"):
+        states.load()
+    states.save({})
+    states.save(state)
+    found = Checkpoints(tmp_path, run=RUN).load()
+    assert same(state, found)
+    for a, b in ((1, True), (0.0, -0.0), ((1,), [1]), (torch.ones(1), torch.ones(1).double())):
+        assert not same(a, b)  # negative control
+
+
+def test_what_would_not_be_read_back_is_refused_at_once(tmp_path):
+    Checkpoints(tmp_path).save({"a": 1})
+    with pytest.raises(Exception, match="Weights only load failed"):
+        Checkpoints(tmp_path).save({"x": object()})
+    assert Checkpoints(tmp_path).load() == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda c: b"", lambda c: c[:-3], lambda c: c.replace(b"\x00\x00\x00@", b"\x00\x00\x00A", 1)],
+    ids=["emptied", "cut off", "a number altered"],
+)
+def test_a_damaged_state_is_named(damage, tmp_path):
+    Checkpoints(tmp_path).save({"tensor": torch.full((2, 3), 2.0)})
+    path = tmp_path / "state.pt"
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    assert path.read_bytes() != before
+    with pytest.raises(ValueError, match="state.pt is not as marglik wrote it.*--overwrite"):
+        Checkpoints(tmp_path).load()
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ({"data": "other"}, "data is other there, digits here"),
+        ({"config": {"prior": {"every": 5}, "sizes": [1, 2]}}, "prior.lr is nothing there, 0.1"),
+        ({"more": None}, "more is None there, nothing here"),
+    ],
+)
+def test_a_state_of_another_run_or_machine(there, message, tmp_path):
+    Checkpoints(tmp_path, run=RUN | there).save({})
+    with pytest.raises(ValueError, match=f"{message}.*Resume with the options"):
+        Checkpoints(tmp_path, run=RUN).load()
+    Checkpoints(tmp_path, run=RUN, made_with={"versions": {"torch": "2.15"}}).save({"a": 1})
+    here = Checkpoints(tmp_path, run=RUN, made_with={"versions": {"torch": "2.16"}})
+    with pytest.warns(UserWarning, match="with versions.torch 2.15 and continues with 2.16"):
+        assert here.load() == {"a": 1}
+
+
+def test_a_state_is_due_when_the_last_is_old_enough(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("marglik.storage.checkpoint.time.monotonic", lambda: now)
+    states = Checkpoints(tmp_path, minutes=2.0)
+    now += 119.9
+    assert not states.is_due
+    now += 0.1
+    assert states.is_due
+    states.save({})
+    assert not states.is_due
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.begin("train", PRESET)
+    run.write("results.json", b"{}")
+    return run
+
+
+def test_what_was_written_is_read(folder):
+    assert folder.read("config.yaml") == b"epochs: 1\n" and folder.read("log.jsonl") is None
+    folder.write("results.json", b"[]")
+    assert folder.read("results.json") == b"[]"
+    log, records = RunLog(folder), [{"kind": "epoch", "loss": 1.5}, {"kind": "update"}]
+    for i, record in enumerate(records):
+        log.write(record)
+        assert read_log(folder.path) == records[: i + 1]  # at once
+    folder.check()
+    assert environment(torch.device("cpu"))["versions"]["torch"] in torch.__version__
+
+
+@pytest.mark.parametrize("name", ["results.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [b"[", b"", b"{} "])
+def test_a_damaged_file_is_one_error(name, damage, folder):
+    (folder.path / name).write_bytes(damage)
+    with pytest.raises(ValueError, match=f"{name} is not as marglik wrote it"):
+        folder.check()
+    if name == "manifest.json":
+        with pytest.raises(ValueError, match="manifest.json is not as marglik wrote it"):
+            folder.begin("train", PRESET, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml"])
+def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    run = RunFolder(tmp_path)
+    for begin in (
+        lambda: run.begin("train", PRESET, overwrite=True),
+        lambda: run.adopt("evaluate"),
+    ):
+        with pytest.raises(FileExistsError, match=f"holds {name} but no manifest.json.*never over"):
+            begin()
+    assert content(tmp_path) == {name: b"mine"}
+
+
+def test_a_run_is_overwritten_by_its_like_alone(folder):
+    before = content(folder.path)
+    with pytest.raises(FileExistsError, match=r"a run \(results.json\); pass --overwrite, or"):
+        folder.begin("train", PRESET)
+    for command, provenance in (("train", Provenance()), ("fit", PRESET)):
+        with pytest.raises(FileExistsError, match="a run of marglik train --config digits, which"):
+            folder.begin(command, provenance, overwrite=True)
+    assert content(folder.path) == before
+    Checkpoints(folder.path / "checkpoint" / "learned").save({})
+    folder.discard("results.json")
+    with pytest.raises(FileExistsError, match="pass --overwrite, --resume to continue it, or"):
+        folder.begin("train", PRESET)
+    folder.begin("train", PRESET, overwrite=True)
+    assert content(folder.path).keys() == {"config.yaml", "manifest.json"}
+
+
+def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    path = tmp_path / "run" / "posterior.json"
+    for name in ("../secret", str(tmp_path / "secret")):
+        write_record(path, {"format": "x"}, {name: "0"})
+        with pytest.raises(ValueError, match="secret is missing, or not the one.*Fit again."):
+            read_record(path, "x", "Fit again.")
