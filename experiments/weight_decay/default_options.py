@@ -156,6 +156,7 @@ def run(config: Config) -> dict[str, Any]:
         ways = {f"{decay:g}": (decay, "settling") for decay in GRID}
     found = {}
     with quiet_training():
+        problem.training.warm_up(train_split)
         for way, (decay, rate) in ways.items():
             trained = problem.training.run(
                 train_split, config.seed, decay, rate, evidence=config.part == "grid"

@@ -263,6 +263,7 @@ def run(config: Config) -> dict[str, Any]:
     torch.set_num_threads(1)
     of = Rivals(config)
     with quiet_training():
+        of.training.warm_up(of.train_split)
         default = of.way(of.fixed(DEFAULT))
         cosine = {decay: of.way(of.fixed(decay)) for decay in GRID}
         unit = statistics.median(way.seconds for way in cosine.values())

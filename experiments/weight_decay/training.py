@@ -236,6 +236,12 @@ class Training:
         learned = precision_to_weight_decay(hyper.prior_precision, N)
         return Trained(model.eval(), learned, seconds, record)
 
+    def warm_up(self, split: Split) -> None:
+        """Train for a moment, so that no timed training loads code first."""
+        short = replace(self, epochs=2)
+        for decays in (DEFAULT, None):
+            short.run((split[0][:60], split[1][:60]), 0, decays)
+
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         # A group for each tensor, so that each may have a weight decay of its own.
         groups = [{"params": [p]} for p in model.parameters()]

@@ -38,7 +38,13 @@ from marglik.posterior.prior import (
 )
 from marglik.training.average import WeightAverage, renew_batch_norm
 from marglik.training.loaders import Loader, MergedBatches
-from marglik.training.penalty import Decay, add_penalty, check_no_weight_decay, stable_decays
+from marglik.training.penalty import (
+    Decay,
+    add_penalty,
+    check_no_weight_decay,
+    clip_gradients,
+    stable_decays,
+)
 from marglik.training.ranks import check_shards, count_on_ranks
 from marglik.training.schedule import CurvatureFrom, Schedule
 from marglik.training.update import update_prior
@@ -107,7 +113,7 @@ class PriorLearner:
 
     STATE = (
         "_epoch", "_steps", "_steps_at_update", "_highest_rate", "evidences", "evidences_of_steps",
-        "_best", "_invariant", "_moves", "_objective_then", "_said",
+        "_best", "_invariant", "_moves", "_objective_then", "_said", "_gradient_norm",
     )  # fmt: skip
     """Attributes of plain data and tensors that change from step to step; see `state_dict`."""
 
@@ -177,6 +183,8 @@ class PriorLearner:
         # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
         self._said: list[str] = []
+        self.clipped: Tensor | int = 0
+        """Number of steps of this epoch whose gradients were limited, see `Schedule`."""
 
     def start(
         self,
@@ -234,6 +242,7 @@ class PriorLearner:
         self._average = WeightAverage(self.schedule.average or "last")
         self._best: dict[str, Any] | None = None
         self._moves: dict[str, float] = {}
+        self._gradient_norm: Tensor | None = None
         self._objective_then: float | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
         self._terms_per_example = self._look_at_data(sums_terms)
@@ -340,8 +349,14 @@ class PriorLearner:
                 "unstable.",
             )
             self.limited = set(limited)
-        factor = torch.as_tensor(gradient_scale * scale, device=parameters[0].device)
-        return add_penalty(parameters, self._stable, factor)
+        scale = torch.as_tensor(scale, device=parameters[0].device)
+        penalty = add_penalty(parameters, self._stable, gradient_scale * scale)
+        clip = self.schedule.clip if self._steps > OBSERVED_STEPS else None
+        self._gradient_norm, is_clipped = clip_gradients(
+            parameters, self._gradient_norm, clip, scale
+        )
+        self.clipped = self.clipped + is_clipped
+        return penalty
 
     @property
     def ended_epochs(self) -> int:
@@ -455,6 +470,7 @@ class PriorLearner:
         if epoch <= self._epoch:
             return {}
         self._epoch = epoch
+        self.clipped = 0
         return self._update(self.schedule.steps) if self.is_due(epoch) else {}
 
     def end_of_training(self) -> dict[str, float]:

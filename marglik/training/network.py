@@ -183,6 +183,8 @@ class NetworkTraining:
             record["accuracy"] = correct / terms if terms else 0.0
         if self.learner.limited:
             record["limited_weight_decay"] = sorted(self.learner.limited)
+        if clipped := int(self.learner.clipped):
+            record["clipped_steps"] = clipped
         return record
 
     def _step(self, x: Any, y: Tensor, counts: bool = True) -> Tensor:

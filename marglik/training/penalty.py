@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Decay", "add_penalty", "check_no_weight_decay", "stable_decays"]
+__all__ = ["Decay", "add_penalty", "check_no_weight_decay", "clip_gradients", "stable_decays"]
 
 Decay = float | Tensor
 """Weight decay of a parameter tensor: one number, or one per entry."""
@@ -78,3 +78,43 @@ def add_penalty(
     for p, gradient in zip(parameters, torch._foreach_add(gradients, pulls), strict=True):
         p.grad = gradient
     return penalty
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: list[nn.Parameter], running: Tensor | None, clip: float | None, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Limit the norm of all gradients together to ``clip`` times its running mean.
+
+    A high and constant learning rate is at the edge of what is stable, and a weight decay moves a
+    network over that edge now and then: a few large steps, from which it may never come back. The
+    running mean follows the gradients, so that no limit needs to be chosen. Source: the idea is
+    that of Seetharaman et al. 2020 (arXiv:2007.14469), who take a quantile of all norms so far.
+
+    Args:
+        parameters: their gradients are changed in place.
+        running: the running mean of the norms; None before the first step.
+        clip: None only follows the norm.
+        scale: factor that the gradients contain, as of a gradient scaler.
+
+    Returns:
+        The new running mean, and whether the gradients were limited (0 or 1). On the device, since
+        reading a number would wait for it.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.stack(torch._foreach_norm(gradients)).norm().float() / scale
+    running = norm if running is None else running.to(norm.device)
+    if clip is not None:
+        # A gradient scaler skips a step whose gradients are not finite; so does the mean.
+        is_large = norm.isfinite() & (running > 0) & (norm > clip * running)
+        factor = torch.where(is_large, clip * running / norm, 1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        norm = norm * factor
+    else:
+        is_large = torch.zeros_like(norm, dtype=torch.bool)
+    mean = torch.where(norm.isfinite(), running.lerp(norm, NEW_NORM), running)
+    return mean, is_large.long()
+
+
+NEW_NORM = 0.02
+"""Weight of a step's norm in the running mean: about fifty steps count."""

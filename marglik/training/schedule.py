@@ -47,6 +47,8 @@ class Schedule:
         average: "last" ends with the mean of the parameters over all steps of the last third of the
             epochs; "ema" with an exponential moving average of all steps, which needs no number of
             epochs; None with the parameters of the last step. With keep="best" there is no average.
+        clip: largest norm of a step's gradient, in running means of that norm; None takes every
+            step as it is. See `marglik.training.penalty.clip_gradients`.
 
     Raises:
         ValueError: a number that is too small, or an option that is not supported.
@@ -60,6 +62,7 @@ class Schedule:
     keep: Keep = "last"
     updates: int = 20
     average: Average | None = "last"
+    clip: float | None = 4.0
 
     def __post_init__(self) -> None:
         least_values = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "updates": 0}
@@ -67,6 +70,8 @@ class Schedule:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}.")
+        if self.clip is not None and not self.clip > 1:
+            raise ValueError(f"clip must be above 1, or None for no limit, not {self.clip}.")
         for name, supported in (("keep", ("last", "best")), ("average", ("last", "ema", None))):
             if getattr(self, name) not in supported:
                 raise ValueError(
