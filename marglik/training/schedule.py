@@ -62,7 +62,7 @@ class Schedule:
     keep: Keep = "last"
     updates: int = 20
     average: Average | None = "last"
-    clip: float | None = 4.0
+    clip: float | None = 2.0
 
     def __post_init__(self) -> None:
         least_values = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "updates": 0}
