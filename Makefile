@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes growth exactness presets rivals out-of-distribution table2 clean predictive-study weight-decay-study default-options uci update-step-timing gpt-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets rivals out-of-distribution table2 clean weight-decay-study default-options uci update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -42,10 +42,7 @@ bench-quick: $(INSTALLED)  ## compare the main ratios with the committed ones, b
 	$(BIN)/python -m experiments.speed.bench_quick
 
 large-classes: $(INSTALLED)  ## cost of 10 to 1,000 classes and of a vocabulary of 50,257: six minutes of a core; resumes
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.speed.large_classes --resume
-
-growth: $(INSTALLED)  ## how time and memory grow with a batch's sizes, beside the limit: ten minutes of a core; resumes
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.speed.growth --resume
+	$(BIN)/python -m experiments.speed.large_classes
 
 models: $(INSTALLED)  ## check 72 model families of other libraries against brute force: five minutes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[models]'
@@ -59,13 +56,10 @@ presets: $(INSTALLED)  ## learned against initial weight decay for a ViT, a GPT 
 
 rivals: $(INSTALLED)  ## predictives beside temperature scaling, ensembles, dropout and laplace-torch: digits, five seeds
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.predictions.predictive_rivals
+	$(BIN)/python -m experiments.predictions.rivals
 
 out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and out-of-distribution images: digits, ViT
 	$(BIN)/python -m experiments.predictions.out_of_distribution
-
-predictive-study: $(INSTALLED)  ## what each part of a Laplace predictive costs, from the dense GGN to s and τ: a quarter of an hour; resumes
-	$(BIN)/python -m experiments.predictions.predictive_study
 
 default-options: $(INSTALLED)  ## default options on ten small networks beside no decay and a grid: an hour of a core; resumes
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.weight_decay.default_options
@@ -74,41 +68,40 @@ weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search 
 	$(BIN)/python -m experiments.weight_decay.weight_decay_study
 
 ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and the share of communication: two minutes
-	$(BIN)/python -m experiments.ranks.ranks_timing
+	$(BIN)/python -m experiments.speed.ranks_timing
 
 table2: $(INSTALLED)  ## the paper's Table 2 at a size for two cores: less than two hours; resumes
-	$(BIN)/python -m experiments.table2.marglik_cifar10
+	$(BIN)/python -m experiments.table2.marglik_cifar10 --jobs 2
 
 uci: $(INSTALLED)  ## UCI regression with learned noise and weight decays beside four rivals: an hour; resumes
 	$(BIN)/python -m experiments.uci.regression --jobs 2
 
 update-step-timing: $(INSTALLED)  ## the paper's Table 1, a K-FAC step beside the peers' and an SGD step, WRN-16-4: an hour; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.table1.update_step_timing --resume
+	$(BIN)/python -m experiments.speed.update_step_timing
 
 gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed of the paper's Table 2; resumes
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --resume
-	$(BIN)/python -m experiments.table1.update_step_timing --device cuda --resume
-	$(BIN)/python -m experiments.speed.transformer_timing --device cuda
-	$(BIN)/python -m experiments.speed.transformer_timing --model vit --device cuda
-	$(BIN)/python -m experiments.table2.marglik_cifar10 --protocol full --seeds 0 --device cuda --jobs 2 --compile reduce-overhead
+	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --data update_50000 sizes
+	$(BIN)/python -m experiments.speed.update_step_timing --device cuda
+	$(BIN)/python -m experiments.speed.transformer_timing --data gpt_cuda vit_cuda
+	$(BIN)/python -m experiments.table2.marglik_cifar10 --protocol full --data reduce_augmented fixed_augmented --seeds 1 --device cuda --jobs 2 --compile reduce-overhead
 
-gpt-timing: $(INSTALLED)  ## K-FAC of a language model, expand against reduce: ten minutes
+transformer-timing: $(INSTALLED)  ## K-FAC of a GPT and a ViT, expand against reduce: a quarter of an hour
 	$(BIN)/python -m experiments.speed.transformer_timing
 
 graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1, K-FAC beside Nesterov's SGD: half an hour; resumes
-	$(BIN)/python -m experiments.optimizers.graph_network_training
+	$(BIN)/python -m experiments.optimizers.steps_to_target --study graph_network_training
 
 vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG), K-FAC beside NAdamW: half an hour; resumes
-	$(BIN)/python -m experiments.optimizers.vision_transformer_training
+	$(BIN)/python -m experiments.optimizers.steps_to_target --study vision_transformer_training
 
 optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.optimizers.optimizer_comparison
+	$(BIN)/python -m experiments.optimizers.steps_to_target --study optimizer_comparison
 
-optimizer-defaults: $(INSTALLED)  ## K-FAC's defaults beside tuned SGD and AdamW on five small problems: a quarter of an hour; resumes
+optimizer-defaults: $(INSTALLED)  ## can K-FAC's defaults be trusted? five small problems, a quarter of an hour; resumes
 	$(BIN)/python -m experiments.optimizers.optimizer_defaults
 
 test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows

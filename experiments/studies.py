@@ -1,37 +1,44 @@
-"""Studies over several seeds: one JSON file for each run, running the missing ones, the tables."""
+"""What every study shares: its options, the runs that are missing, one JSON file each, tables.
+
+Your results and those that come with the project never mix. Without ``--results``, everything is
+read from and written to ``results/`` in the working directory, which git ignores.
+"""
 
 import argparse
 import io
 import json
 import logging
+import os
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from matplotlib.figure import Figure
 
-from experiments.options import add_results
-from experiments.processes import as_they_finish
 from kfac_backend.files import write_file
+from marglik.runs.terminal import progress_lines
 from marglik.storage.record_file import write_json
 
 __all__ = [
+    "SHIPPED",
     "Run",
-    "add_study_options",
     "markdown",
     "mean_with_error",
     "of_each_problem",
     "quiet_training",
     "results_in",
-    "run_missing",
-    "save_figure",
     "standard_error",
     "study",
-    "study_folder",
 ]
+
+SHIPPED = Path(__file__).parent / "results"
+"""Results that the pages quote, under version control."""
 
 
 class Run(Protocol):
@@ -44,7 +51,7 @@ class Run(Protocol):
 
 
 Result = dict[str, Any]
-"""What a run leaves as JSON, with its "config" and its "seconds"."""
+"""What a run leaves as JSON, with its "config"; `results_in` adds the "name" of its file."""
 
 
 def study(
@@ -58,20 +65,26 @@ def study(
     problems: Collection[str] = (),
     default: Sequence[str] | None = None,
     seeds: int | None = None,
+    extra: Mapping[str, dict[str, Any]] | None = None,
+    then: Callable[[argparse.Namespace, list[Result]], Sequence[Run]] = lambda options, found: (),
     figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda found: {},
 ) -> int:
-    """The command of a study: run what is missing, write table.md; returns the exit status.
+    """The command of a study: run what has no file yet, write table.md; returns the exit status.
+
+    A run that fails is named on stderr; the others go on.
 
     Args:
-        name: of the folder of results.
+        name: of the folder of results; "{device}" stands for an option's value.
         description: its first paragraph describes the command.
-        run: as in `run_missing`.
+        run: returns the results of a task as plain data.
         tasks: from the options (``data``, ``seeds``) to all runs.
         table: makes Markdown from all results.
         arguments: the command line's; None for this process's.
         problems: the choices of --data.
         default: the default of --data; all problems if not given.
         seeds: the default of --seeds; None for a study without that option.
+        extra: further options, with the arguments of ``add_argument``.
+        then: from the options and the results so far to runs that need these; none at the end.
         figures: makes figures from all results, by the names of their files.
     """
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
@@ -79,83 +92,82 @@ def study(
         chosen = list(default or problems)
         parser.add_argument(
             "--data", nargs="*", choices=list(problems), default=chosen,
-            help=f"problems; default: {', '.join(chosen)}",
+            help=f"problems or parts; default: {', '.join(chosen)}",
         )  # fmt: skip
     if seeds is not None:
         parser.add_argument(
             "--seeds", type=int, default=seeds, help=f"number of seeds; default: {seeds}"
         )
-    add_study_options(parser)
+    for option, of_option in (extra or {}).items():
+        parser.add_argument(option, **of_option)
+    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), metavar="FOLDER",
+        help="folder where results are read and written; default: results/, for your own. Those "
+        "that the pages quote are in experiments/results/: name it to show them (--report) or, as "
+        "a maintainer, to replace them",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
-
-    def report(folder: Path) -> str:
-        found = results_in(folder)
+    folder = options.results / name.format(**vars(options))
+    if options.report and not any(folder.rglob("*.json")):
+        parser.error(f"--report: no JSON in {folder}/; run without --report first")
+    todo, failed = [] if options.report else tasks(options), 0
+    while todo and not failed:
+        missing = [task for task in todo if not (folder / f"{task.name}.json").exists()]
+        for task, found in as_they_finish(run, missing, options.jobs):
+            if isinstance(found, Exception):
+                failed += 1
+                print(f"{task.name}: {found}", file=sys.stderr, flush=True)
+            else:
+                write_json(folder / f"{task.name}.json", found)
+                print(f"{task.name}: done", flush=True)
+        todo = then(options, results_in(folder))
+    if found := results_in(folder):
         text = table(found).rstrip()
         write_file(folder / "table.md", f"{text}\n".encode())
         for stem, figure in figures(found).items():
-            save_figure(figure, folder / f"{stem}.png")
-        return text
-
-    return run_missing(run, tasks(options), study_folder(parser, options, name), report, options)
-
-
-def add_study_options(parser: argparse.ArgumentParser) -> None:
-    """The options --report, --jobs and --results."""
-    parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
-    add_results(parser)
-
-
-def study_folder(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> Path:
-    """Make the folder of a study's files and return it; exits if --report finds no results."""
-    folder = options.results / name
-    if options.report and not list(folder.glob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; run without --report first")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def results_in(folder: Path) -> list[Result]:
-    """The contents of all JSON files, in the order of their names."""
-    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-
-
-def run_missing(
-    run: Callable[[Any], Result],
-    tasks: Sequence[Run],
-    folder: Path,
-    report: Callable[[Path], str],
-    options: argparse.Namespace,
-) -> int:
-    """Run the tasks that have no file yet and report on all; returns the exit status.
-
-    A run that fails is named on stderr; the others go on.
-
-    Args:
-        run: returns the results of a task as plain data, with its "seconds".
-        tasks: all runs of the study.
-        folder: where their files are.
-        report: writes tables and figures from a folder's files, and returns the tables.
-        options: those of `add_study_options`.
-    """
-    missing = [task for task in tasks if not (folder / f"{task.name}.json").exists()]
-    failed = 0
-    for task, found in as_they_finish(run, [] if options.report else missing, options.jobs):
-        if isinstance(found, Exception):
-            failed += 1
-            print(f"{task.name}: {found}", file=sys.stderr, flush=True)
-            continue
-        write_json(folder / f"{task.name}.json", found)
-        seconds = found["seconds"]
-        total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
-        print(f"{task.name}: {total:.0f} s", flush=True)
-    if any(folder.rglob("*.json")):
-        print(report(folder))
+            content = io.BytesIO()
+            figure.savefig(content, dpi=120, format="png")
+            write_file(folder / f"{stem}.png", content.getvalue())
+        print(text)
         print(f"Written to {folder}/")
     return 1 if failed else 0
 
 
-# Tables and figures
+def results_in(folder: Path) -> list[Result]:
+    """The contents of all JSON files, in the order of their names, with these names."""
+    return [
+        json.loads(path.read_text("utf-8")) | {"name": path.stem}
+        for path in sorted(folder.rglob("*.json"))
+    ]
+
+
+def as_they_finish(
+    function: Callable[[Any], Result], tasks: Sequence[Run], jobs: int
+) -> Iterator[tuple[Run, Result | Exception]]:
+    """Yield each task with its result, or with the error that ended it; runs ``jobs`` at a time.
+
+    Each has a process of its own, which gives back all memory, and they share the cores evenly.
+    What the tasks log goes to stderr, each line after the task's name.
+    """
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ProcessPoolExecutor(
+        jobs, get_context("spawn"), torch.set_num_threads, (threads,), max_tasks_per_child=1
+    ) as pool:
+        futures = {pool.submit(_with_progress, function, task): task for task in tasks}
+        for future in as_completed(futures):
+            error = future.exception()
+            assert error is None or isinstance(error, Exception)
+            yield futures[future], error or future.result()
+
+
+def _with_progress(function: Callable[[Any], Result], task: Run) -> Result:
+    with progress_lines(f"{task.name}: "):
+        return function(task)
+
+
+# Tables
 
 
 def of_each_problem(
@@ -192,13 +204,6 @@ def mean_with_error(values: Sequence[float], form: str = "{:.3f}") -> str:
 def standard_error(values: Sequence[float]) -> float:
     """Standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, atomically."""
-    content = io.BytesIO()
-    figure.savefig(content, dpi=120, format="png")
-    write_file(path, content.getvalue())
 
 
 @contextmanager

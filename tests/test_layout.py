@@ -98,7 +98,7 @@ def test_dependencies_are_those_that_are_imported():
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
     optional = {"transformers", "asdl", "singd", "pytorch_optimizer", "ivon"}
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
-    optional |= {"matplotlib", "peft", "threadpoolctl", "torch_uncertainty"}
+    optional |= {"matplotlib", "peft", "torch_uncertainty"}
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional - peers == set()
@@ -151,11 +151,11 @@ with suppress(SystemExit):
     },
     "commands": "import marglik.cli, marglik.runs.train",
     "training, fitting and evaluating": """
-run, model = sys.argv[1], "--model LeNet --model.image_size 8 --model.in_channels 1".split()
-options = "--epochs 1 --prior.burn_in 0 --prior.every 1 --prior.steps 1 --no_progress".split()
+run, model = sys.argv[1], "--model MLP --model.in_features 64 --model.hidden [4]".split()
+options = "--epochs 1 --prior.every 1 --prior.steps 1 --ood.num_images 20 --no_progress".split()
 with warnings.catch_warnings():
     warnings.simplefilter("default")  # other packages' at work are none of ours
-    assert main(["train", "--config", "digits", *options, "--output", run]) == 0
+    assert main(["train", "--config", "digits", *model, *options, "--output", run]) == 0
     fit = ["fit", "--checkpoint", run + "/model.safetensors", *model, "--data", "Digits"]
     assert main([*fit, "--output", run + "_fit", "--no_progress"]) == 0
     assert main(["evaluate", run + "_fit", "--progress", "false"]) == 0""",

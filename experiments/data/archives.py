@@ -46,24 +46,16 @@ def unpacked(path: str | Path | None, name: str, origin: str) -> tuple[Path, byt
 
 
 def members(path: Path, content: bytes) -> dict[str, bytes]:
-    """Name -> content of the regular files of a tar archive.
-
-    Raises:
-        ValueError: it is not an archive, or damaged; ``path`` is named.
-    """
+    """Name -> content of the regular files of a tar archive; ``path`` is named in errors."""
     try:
         # tarfile takes an archive that was cut between two files for a whole one.
         if content[-1024:] != bytes(1024):
             raise tarfile.ReadError("no end mark")
-        found = {}
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-            for member in archive.getmembers():
-                # Not links; and a sparse file has its size without a byte of it in the archive.
-                if member.isreg() and not member.issparse():
-                    stream = archive.extractfile(member)
-                    assert stream is not None
-                    found[member.name] = stream.read()
-        return found
+            # Not links; and a sparse file has its size without a byte of it in the archive.
+            files = [member for member in archive if member.isreg() and not member.issparse()]
+            streams = {member.name: archive.extractfile(member) for member in files}
+            return {name: stream.read() for name, stream in streams.items() if stream is not None}
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise ValueError(
             f"'{path}' is damaged, or no tar archive compressed by gzip ({error}). Fetch it again."

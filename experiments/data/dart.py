@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from marglik.data.splits import check_fraction, check_seed
 from marglik.data.tensors import TensorSplits
 from marglik.sizes import check_sizes
 
-__all__ = ["DART"]
+__all__ = ["DART", "IGNORED"]
 
 FILE = "dart-v1.1.1-full-dev.json.gz"
 ORIGIN = "DART v1.1.1 by Nan et al. 2021, github.com/Yale-LILY/dart, compressed by gzip"
@@ -52,9 +51,6 @@ class DART(DataSource):
         num_test: number of test windows.
         seed: seed of the choice of entries.
         validation: share of the training windows that become the validation set, in [0, 1).
-
-    Raises:
-        ValueError: if a number is below 1, or the fraction or the seed is out of range.
     """
 
     def __init__(
@@ -83,27 +79,21 @@ class DART(DataSource):
             FileNotFoundError: if there is no such file.
             ValueError: if it is damaged or of another form, or has too few windows.
         """
-        groups = list(_texts_by_triples(*unpacked(self.path, FILE, ORIGIN)))
+        groups = _texts_by_triples(*unpacked(self.path, FILE, ORIGIN))
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
-        shuffled = iter([groups[i] for i in order.tolist()])
-        test = self._take(shuffled, self.num_test, "num_test")
-        if self.num_train is None:
-            shuffled = list(shuffled)
-            number = sum(1 for _ in self._windows(shuffled))
-        else:
-            number = self.num_train
-        shuffled, num_validation = iter(shuffled), round(self.validation * number)
-        validation = None
-        if self.validation:
-            if not 0 < num_validation < number:
-                raise ValueError(
-                    f"validation={self.validation}: {number} training windows would be divided "
-                    f"into {number - num_validation} and {num_validation}; both parts need one. "
-                    "Choose another fraction, or take more windows."
-                )
-            validation = self._take(shuffled, num_validation, "validation")
-        size = None if self.num_train is None else number - num_validation
-        train = self._take(shuffled, size, "num_train")
+        shuffled = [groups[i] for i in order.tolist()]
+        left = iter(shuffled)
+        # Each split takes the groups that its windows come from, so that no two share triples.
+        test = self._take(left, self.num_test, "num_test")
+        number = self.num_train
+        if number is None:
+            left = list(left)
+            number = sum(1 for _ in self._windows(left))
+            left = iter(left)
+        held_out = round(self.validation * number)
+        validation = self._take(left, held_out, "validation") if self.validation else None
+        rest = None if self.num_train is None else number - held_out
+        train = self._take(left, rest, "num_train")
         return TensorSplits(train, validation, test, "DART", BYTES, IGNORED)
 
     def _take(
@@ -112,10 +102,9 @@ class DART(DataSource):
         """``number`` windows, or all; removes the groups that they come from."""
         windows = list(islice(self._windows(groups), number))
         if not windows or (number is not None and len(windows) < number):
-            wanted = "at least 1" if number is None else number
             raise ValueError(
                 f"{argument}: there are {len(windows)} windows of {self.context} bytes left for "
-                f"it, not {wanted}; use fewer, or shorter ones (context)."
+                f"it, not {number or 'at least 1'}; use fewer, or shorter ones (context)."
             )
         x, y = zip(*windows, strict=True)
         return torch.tensor(x), torch.tensor(y)
@@ -123,42 +112,29 @@ class DART(DataSource):
     def _windows(self, groups: Iterable[list[bytes]]) -> Iterator[tuple[list[int], list[int]]]:
         """Inputs and targets of each window, in the order of the texts."""
         R = self.context
-        for group in groups:
-            for text in group:
-                for start in range(0, len(text) - 1, R):
-                    first = max(0, min(start, len(text) - R - 1))
-                    part = list(text[first : first + R + 1])
-                    twice, missing = start - first, R + 1 - len(part)
-                    y = twice * [IGNORED] + part[1 + twice :] + missing * [IGNORED]
-                    yield part[:-1] + missing * [PADDING], y
+        for text in (text for group in groups for text in group):
+            for start in range(0, len(text) - 1, R):
+                first = max(0, min(start, len(text) - R - 1))
+                part = list(text[first : first + R + 1])
+                twice, missing = start - first, R + 1 - len(part)
+                y = twice * [IGNORED] + part[1 + twice :] + missing * [IGNORED]
+                yield part[:-1] + missing * [PADDING], y
 
 
-def _texts_by_triples(path: Path, content: bytes) -> Iterator[list[bytes]]:
+def _texts_by_triples(path: Path, content: bytes) -> list[list[bytes]]:
     """Groups of texts whose entries have the same triples, in the file's order."""
     groups: dict[frozenset, list[bytes]] = {}
-    for number, entry in enumerate(_entries(path, content)):
-        try:
-            triples = [tuple(_line(part) for part in triple) for triple in entry["tripleset"]]
-            sentence = _line(entry["annotations"][0]["text"])
-            subject = " && ".join(" | ".join(triple) for triple in triples)
-            text = f"\n{subject} => {sentence}\n".encode()
-        except (KeyError, IndexError, TypeError, AttributeError, UnicodeEncodeError) as error:
-            raise ValueError(
-                f"Entry {number} of '{path}' has no triples or no annotation in DART's form "
-                f"({type(error).__name__}: {error}). Use the JSON files of DART v1.1.1."
-            ) from error
-        groups.setdefault(frozenset(triples), []).append(text)
-    yield from groups.values()
-
-
-def _entries(path: Path, content: bytes) -> list[Any]:
     try:
-        entries = parse_json(content)
-        if not isinstance(entries, list):
-            raise ValueError(f"it holds {type(entries).__name__}, not a list of entries")
-    except ValueError as error:  # of JSON or UTF-8
-        raise ValueError(f"'{path}' is no JSON of DART ({error}). Fetch it again.") from error
-    return entries
+        for entry in parse_json(content):
+            triples = [tuple(_line(part) for part in triple) for triple in entry["tripleset"]]
+            subject = " && ".join(" | ".join(triple) for triple in triples)
+            text = f"\n{subject} => {_line(entry['annotations'][0]['text'])}\n".encode()
+            groups.setdefault(frozenset(triples), []).append(text)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"'{path}' is no JSON of DART v1.1.1 ({type(error).__name__}: {error}). Fetch it again."
+        ) from error
+    return list(groups.values())
 
 
 def _line(text: str) -> str:

@@ -19,8 +19,6 @@ __all__ = ["NCI1"]
 FILE = "NCI1.tar.gz"
 ORIGIN = "from the TUDataset collection, chrsmrrs.github.io/datasets, as a tar archive"
 PARTS = ("A", "graph_indicator", "graph_labels", "node_labels")
-MOST_KINDS = 1000
-"""Most kinds of nodes and classes. There are 37 and 2, and a node's features are one-hot."""
 
 
 class NCI1(DataSource):
@@ -37,9 +35,6 @@ class NCI1(DataSource):
         validation: share of the training graphs that become the validation set, in [0, 1).
         num_train: number of training graphs to use, including validation; all if not given.
         seed: seed of the choice of graphs.
-
-    Raises:
-        ValueError: if a fraction, the number or the seed is out of range.
     """
 
     def __init__(
@@ -91,11 +86,9 @@ def _read(path: Path, content: bytes) -> tuple[Graphs, Tensor, tuple[str, ...]]:
     """Graphs, labels, class names."""
     files = {Path(name).name: text for name, text in members(path, content).items()}
     try:
-        numbers = {part: _numbers(files[f"NCI1_{part}.txt"]) for part in PARTS}
-        return _assembled(**numbers)
-    except KeyError as error:
-        raise ValueError(f"'{path}' lacks {error}. Fetch it again.") from error
-    except (ValueError, IndexError, OverflowError) as error:
+        A, owner, labels, kinds = (_numbers(files[f"NCI1_{part}.txt"]) for part in PARTS)
+        return _assembled(A.reshape(-1, 2), owner, labels, kinds)
+    except (KeyError, ValueError, IndexError, OverflowError) as error:
         raise ValueError(f"The files in '{path}' do not fit together: {error}") from error
 
 
@@ -110,24 +103,15 @@ def _assembled(
     # The files count nodes and graphs from 1.
     owner = torch.from_numpy(graph_indicator) - 1  # (V,)
     G, V = len(graph_labels), len(owner)
-    if len(A) % 2 or V != len(node_labels):
-        raise ValueError(
-            f"A has {len(A)} numbers, which should be even; graph_indicator has {V} and "
-            f"node_labels {len(node_labels)}, which should be equal."
-        )
-    # Checked before arrays of the sizes that these numbers name fill the memory.
+    if V != len(node_labels):
+        raise ValueError(f"graph_indicator has {V} nodes and node_labels {len(node_labels)}.")
     if not V or owner.diff().min() < 0 or owner[0] < 0 or owner[-1] != G - 1:
         raise ValueError(f"graph_indicator must ascend from 1 to the {G} graphs of graph_labels.")
-    kinds, codes = np.unique(node_labels, return_inverse=True)
-    names, labels = np.unique(graph_labels, return_inverse=True)
-    if max(len(kinds), len(names)) > MOST_KINDS:
-        raise ValueError(
-            f"there are {len(kinds)} kinds of nodes and {len(names)} classes; at most {MOST_KINDS} "
-            "of each are read."
-        )
     if len(A) and not 1 <= A.min() <= A.max() <= V:
         raise ValueError(f"A has nodes that are not 1 to {V}.")
-    senders, receivers = (torch.from_numpy(A) - 1).view(-1, 2).unbind(1)
+    kinds, codes = np.unique(node_labels, return_inverse=True)
+    names, labels = np.unique(graph_labels, return_inverse=True)
+    senders, receivers = (torch.from_numpy(A) - 1).unbind(1)
     order = owner[senders].argsort(stable=True)  # `Graphs` needs edges in the order of graphs
     graphs = Graphs(
         one_hot(torch.from_numpy(codes), len(kinds)).float(),

@@ -11,56 +11,66 @@ convolutions, self-attention, and GraphNetworks on graphs of different sizes. Ex
 with the Jacobian from `torch.func.jacrev`, in float64; the approximations are
 `kfac_backend.kronecker_factors`.
 
-``python -m experiments.exactness.modes`` takes half a minute and writes ``results/exactness/`` in
-the working directory; ``--report`` makes table and figures from the JSON there.
+``make exactness`` takes half a minute.
 """
 
-import argparse
-import json
-import time
+import statistics
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from experiments.exactness.networks import Case, Config, Setting, cases
-from experiments.exactness.report import write_report
-from experiments.options import add_results
-from kfac_backend import KroneckerFactors, kronecker_factors
+from experiments.exactness.networks import Config, cases
+from experiments.studies import markdown, study
+from kfac_backend import kronecker_factors
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 
-__all__ = ["Config", "exact_blocks", "main", "run"]
+__all__ = ["Config", "exact_blocks", "exact_modes", "main", "run", "table"]
 
-MODES: tuple[Setting, ...] = ("expand", "reduce")
+EXACT = 1e-10
+"""Relative errors below this with every seed count as exact."""
+SETTINGS = {"expand": "one loss term per position", "reduce": "one loss term per example"}
+MODES = {"expand": "K-FAC-expand", "reduce": "K-FAC-reduce"}
 
 
 def run(config: Config) -> dict[str, Any]:
     """All errors by network and setting, {layer: {mode: one per seed}}; matrices for figures."""
-    start = time.perf_counter()
+    torch.set_num_threads(1)  # the matrices are tiny
     errors: list[dict[str, Any]] = []
     matrices: dict[str, Any] = {}
     for case in cases(config):
         layers: dict[str, dict[str, list[float]]] = {}
         for seed in range(config.seeds):
             torch.manual_seed(seed)
-            exact, approximations = _blocks(case)
-            for name, block in exact.items():
-                of_layer = layers.setdefault(_layer(name), {mode: [] for mode in MODES})
-                for mode, factors in approximations.items():
-                    difference = (factors.to_dense(name) - block).norm() / block.norm()
-                    of_layer[mode].append(difference.item())
-            if seed == 0 and case.setting not in matrices:  # the first network
-                matrices[case.setting] = _matrices(exact, approximations)
+            model, batch = case.build()
+            exact = exact_blocks(model, batch if isinstance(batch, Mapping) else batch[0])
+            found: dict[str, dict[str, Any]] = {n: {"exact": F.tolist()} for n, F in exact.items()}
+            for mode in MODES:
+                factors = kronecker_factors(model, [batch], "regression", kfac_approx=mode)
+                for name, block in exact.items():
+                    error = (factors.to_dense(name) - block).norm() / block.norm()
+                    of_layer = layers.setdefault(_layer(name), {mode: [] for mode in MODES})
+                    of_layer[mode].append(error.item())
+                    B, A = factors.blocks[name].B, factors.blocks[name].A
+                    assert A is not None
+                    found[name][mode] = {"B": B.tolist(), "A": A.tolist()}
+            if case.setting not in matrices:  # the first network with the first seed
+                matrices[case.setting] = {_layer(name): of for name, of in found.items()}
         errors.append({"network": case.network, "setting": case.setting, "layers": layers})
     return {
         "config": asdict(config),
         "errors": errors,
         "matrices": matrices,
-        "seconds": time.perf_counter() - start,
         **environment(torch.device("cpu")),
     }
 
@@ -76,59 +86,124 @@ def exact_blocks(model: nn.Module, x: Any) -> dict[str, Tensor]:
     return blocks
 
 
-def _blocks(case: Case) -> tuple[dict[str, Tensor], dict[str, KroneckerFactors]]:
-    """Exact blocks by parameter, and factors by mode."""
-    model, batch = case.build()
-    exact = exact_blocks(model, batch if isinstance(batch, Mapping) else batch[0])
-    return exact, {
-        mode: kronecker_factors(model, [batch], "regression", kfac_approx=mode) for mode in MODES
-    }
-
-
-def _matrices(
-    exact: dict[str, Tensor], approximations: dict[str, KroneckerFactors]
-) -> dict[str, Any]:
-    """Matrices for the figures by layer: exact blocks and the factors B and A, as lists."""
-    found: dict[str, Any] = {}
-    for name, block in exact.items():
-        layer: dict[str, Any] = {"exact": block.tolist()}
-        for mode, factors in approximations.items():
-            of_layer = factors.blocks[name]
-            B, A = of_layer.whole_factors("This figure")
-            assert A is not None
-            layer[mode] = {"B": B.tolist(), "A": A.tolist()}
-        found[_layer(name)] = layer
-    return found
-
-
 def _layer(name: str) -> str:
     """A weight's name in the table: "block 2, query" for "block 2.query.weight"."""
     return name.removesuffix(".weight").replace(".", ", ")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compute and write the errors, or write the report alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--seeds", type=int, default=Config.seeds, help="number of seeds; default: %(default)s"
+# The table and the figures, from JSON alone
+
+
+def exact_modes(errors: Mapping[str, Sequence[float]]) -> str:
+    """Which modes are exact, of {mode: error with each seed}: "expand", "both", ..., "none"."""
+    exact = [mode for mode in MODES if max(errors[mode]) < EXACT]
+    return "both" if len(exact) == len(MODES) else (exact or ["none"])[0]
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The relative errors of all networks as Markdown, a row for each layer."""
+    (result,) = found
+    head = [f"{setting} setting: {mode}" for setting in SETTINGS for mode in (*MODES, "exact")]
+    rows = [["network", "layer", *head]]
+    for network, entries in groupby(result["errors"], lambda entry: entry["network"]):
+        by_setting = {entry["setting"]: entry["layers"] for entry in entries}
+        for number, layer in enumerate(next(iter(by_setting.values()))):
+            row = [network if number == 0 else "", layer]
+            for setting in SETTINGS:
+                errors = by_setting.get(setting, {}).get(layer)
+                row += ["", "", ""] if errors is None else _cells(errors)
+            rows.append(row)
+    return (
+        "# Where K-FAC is exact\n\nRelative errors ‖B ⊗ A − GGN‖ / ‖GGN‖ (Frobenius) of the blocks "
+        "of weights; Gaussian likelihood, float64; median (range) over "
+        f"{result['config']['seeds']} networks and batches. Errors below {EXACT:.0e} with every "
+        "seed count as exact and are bold; the largest is printed. A layer with one position is "
+        f"the same in both modes. torch {result['versions']['torch']}.\n\n{markdown(rows)}"
     )
-    add_results(parser)
-    parser.add_argument(
-        "--report", action="store_true", help="make table and figures from the JSON alone"
+
+
+def _cells(errors: Mapping[str, Sequence[float]]) -> list[str]:
+    return [*(_error(errors[mode]) for mode in MODES), exact_modes(errors)]
+
+
+def _error(values: Sequence[float]) -> str:
+    """Median and range in percent; the largest error if it is exact."""
+    if max(values) < EXACT:
+        return f"**{max(values):.0e}**"
+    middle, *ends = (
+        f"{100 * v:.0f}" for v in (statistics.median(values), min(values), max(values))
     )
-    options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}: at least one is needed")
-    folder = options.results / "exactness"
-    path = folder / "exactness.json"
-    if not options.report:
-        write_json(path, run(replace(Config(), seeds=options.seeds)))
-    elif not path.exists():
-        parser.error(f"--report: no {path}; run without --report first")
-    print(write_report(json.loads(path.read_text(encoding="utf-8")), folder))
-    print(f"Written to {folder}/")
+    return f"{middle} %" if ends == [middle, middle] else f"{middle} % ({' – '.join(ends)})"
+
+
+def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """A figure for each setting."""
+    matrices = found[0]["matrices"]
+    return {f"{s}_setting": blocks_figure(layers, s) for s, layers in matrices.items()}
+
+
+def blocks_figure(layers: Mapping[str, Any], setting: str) -> Figure:
+    """A row for each layer: exact block, expand, its error, reduce, its error.
+
+    Entries are divided by the largest of the exact block, so that all rows share one scale.
+
+    Args:
+        layers: layer -> its "exact" block (P, P), and the factors "B" and "A" of each mode.
+        setting: "expand" or "reduce".
+    """
+    drawn = {name: _panels(layer) for name, layer in layers.items()}
+    largest = max(np.abs(m).max() for panels in drawn.values() for m in panels.values())
+    norm, colors = Normalize(-largest, largest), "RdBu_r"  # readable for the colour-blind
+    titles = next(iter(drawn.values()))
+    size = (2.0 * len(titles) + 1.0, 2.15 * len(drawn) + 0.7)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(
+        f"{setting.capitalize()} setting, {SETTINGS[setting]}: GGN blocks of a deep linear network"
+    )
+    grid = figure.subplots(len(drawn), len(titles), squeeze=False)
+    for row, (name, panels) in zip(grid, drawn.items(), strict=True):
+        d_in, P = len(layers[name]["expand"]["A"]), len(layers[name]["exact"])
+        for axes, (title, matrix) in zip(row, panels.items(), strict=True):
+            axes.imshow(matrix, cmap=colors, norm=norm, interpolation="nearest")
+            _mark_blocks(axes, P, d_in)
+            if row[0] is grid[0, 0]:
+                axes.set_title(title, fontsize="medium")
+            if title.startswith("|"):
+                error = float(np.linalg.norm(matrix) / np.linalg.norm(panels["exact block"]))
+                shown = f"{error:.0e}" if error < EXACT else f"{100 * error:.0f} %"
+                axes.set_xlabel(f"relative error {shown}")
+        row[0].set_ylabel(f"{name}, W: {P // d_in} × {d_in}")
+    label = "entry, relative to the largest of the row's exact block"
+    figure.colorbar(ScalarMappable(norm, colors), ax=grid, label=label, aspect=40)
+    return figure
+
+
+def _panels(layer: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Panels of a layer: title -> matrix."""
+    exact = np.array(layer["exact"])
+    unit = np.abs(exact).max()
+    panels = {"exact block": exact / unit}
+    for mode, title in MODES.items():
+        dense = np.kron(np.array(layer[mode]["B"]), np.array(layer[mode]["A"]))
+        panels[title] = dense / unit
+        panels[f"|{mode} − exact|"] = np.abs(dense - exact) / unit
+    return panels
+
+
+def _mark_blocks(axes: Axes, size: int, d_in: int) -> None:
+    """Draw thin lines between the d_out × d_out parts, each of which is a multiple of A."""
+    axes.set(xticks=[], yticks=[])
+    for line in range(d_in, size, d_in):
+        axes.axhline(line - 0.5, color="0.75", lw=0.6)
+        axes.axvline(line - 0.5, color="0.75", lw=0.6)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute the errors, and write table and figures; returns the exit status."""
+    return study(
+        "exactness", __doc__, run, lambda options: [Config()], table, arguments, figures=figures
+    )
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the matrices are tiny
-    main()
+    sys.exit(main())

@@ -21,6 +21,7 @@ Aggregation = Literal["sum", "mean", "root"]
 class Config:
     """Sizes of networks and batches; each network is drawn anew with each seed."""
 
+    name: str = "exactness"
     seeds: int = 5
     num_examples: int = 8
     num_positions: int = 5

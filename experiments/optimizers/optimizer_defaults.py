@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from experiments.data import data_file
 from experiments.data.uci import UCI
-from experiments.optimizers.runs import Candidate, Config, Method, Problem, Schedule, run
+from experiments.optimizers.training import Candidate, Config, Method, Problem, Schedule, run
 from experiments.studies import markdown, study
 from marglik.data import Digits
 from marglik.data.batches import Splits
@@ -141,6 +141,7 @@ def run_one(task: Task) -> dict[str, Any]:
     """Train with all rates and seeds; returns the last losses."""
     rates = RATES.get(task.method, KFAC_RATES)
     config = Config(
+        "optimizer_defaults",
         task.problem,
         task.method,
         "search",

@@ -6,34 +6,29 @@ All contenders take turns within one run and their medians are compared, so that
 noisy machine. All is in float32 with CIFAR-10 shapes and all 50 tensors; the peers have those that
 they can take.
 
-Each part is a JSON file in ``results/bench_curvature_DEVICE/`` of the working directory, written
-when the part is done:
+Each part is a JSON file in ``results/bench_curvature_DEVICE/``:
 
 - batch_32, batch_128: every contender, and peak memory.
 - growth: how the time of a batch grows with its size, and with the network's width, the images'
   size and the number of classes.
 - evidence: eigenvalues and 100 steps on 50 precisions, ours against laplace-torch's.
-- update: a whole update of the online loop, from its first image to the last step on the
-  precisions, ours and with laplace-torch and curvlinops: 10,000 images on a GPU, 640 on a CPU.
-- update_50000: our update with all of CIFAR-10's images, on a GPU.
+- update_50000: our whole update with all of CIFAR-10's images, on a GPU.
 - sizes: how a pass on a GPU depends on batch size, memory format and precision.
-- factor_1024 to factor_8192: one factor of a transformer's width; the largest takes some minutes.
 
-``make bench`` runs it in half an hour on two cores. Naming parts runs only those; ``--resume``
-keeps the parts that are done.
+``make bench`` runs the missing parts in half an hour on two cores.
 """
 
+import statistics
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, get_args
 
 import torch
-from threadpoolctl import threadpool_limits
+from matplotlib.figure import Figure
 
-from experiments.options import parse_options, parts_parser, parts_to_measure
-from experiments.speed import curvature_report as report
 from experiments.speed.contenders import (
     PEERS,
     Work,
@@ -44,18 +39,21 @@ from experiments.speed.contenders import (
     peer,
     training_step,
 )
-from experiments.speed.evidence import evidence_work, factor_work, peer_update, update
+from experiments.speed.evidence import evidence_work, update
+from experiments.studies import markdown, study
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import Mode
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
 
+__all__ = ["PARTS", "Config", "Part", "batch_table", "main", "run_part"]
+
+MODES: tuple[Mode, ...] = get_args(Mode)
 GROWTH = {
-    "batch_size": (8, 32, 128, 256),
-    "width": (1, 2, 4, 8),
-    "image_size": (16, 32, 48),
-    "num_classes": (2, 10, 30),
+    "batch_size": ("batch size", (8, 32, 128, 256)),
+    "width": ("width of the network", (1, 2, 4, 8)),
+    "image_size": ("pixels a side", (16, 32, 48)),
+    "num_classes": ("classes", (2, 10, 30)),
 }
 
 
@@ -67,11 +65,9 @@ class Config:
     width: int = 4
     image_size: int = 32
     num_classes: int = 10
-    factor_size: int = 4096
-    num_data: int = 10_000
     repetitions: int = 7
     seed: int = 0
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "cpu"
 
 
 class Batch:
@@ -101,28 +97,23 @@ class Batch:
 def run_batch(config: Config) -> dict[str, Any]:
     """Seconds of all contenders on one batch, their ratios to the limit, and peak memory."""
     batch = Batch(config)
-    x = batch.x.clone(memory_format=torch.channels_last)
     work: dict[str, Work] = {
         "training step": batch.of(training_step),
-        "training step, channels_last": training_step(batch.network(True), x, batch.y),
         "limit, exact": batch.limit("exact"),
         "limit, mc": batch.limit("mc"),
     }
-    for fisher in ("exact", "mc"):
-        for kfac_approx in ("expand", "reduce"):
-            options = {"kfac_approx": kfac_approx, "fisher": fisher}
-            kind = f"{kfac_approx}, {fisher}"
-            work[f"ours, {kind}"] = batch.of(ours, **options)
-            work[f"ours alone, {kind}"] = batch.of(one_batch_alone, **options)
-            work[f"KfacGGN, {kind}"] = batch.of(peer, KfacGGN, **options)
-            for name, backend in PEERS.items():
-                if name != "asdl" or kfac_approx == "expand":
-                    work[f"{name}, {kind}"] = batch.of(peer, backend, **options)
+    for fisher, mode in product(("exact", "mc"), MODES):
+        options, kind = {"kfac_approx": mode, "fisher": fisher}, f"{mode}, {fisher}"
+        work[f"ours, {kind}"] = batch.of(ours, **options)
+        work[f"ours alone, {kind}"] = batch.of(one_batch_alone, **options)
+        work[f"KfacGGN, {kind}"] = batch.of(peer, KfacGGN, **options)
+        for name, backend in PEERS.items():
+            if name != "asdl" or mode == "expand":
+                work[f"{name}, {kind}"] = batch.of(peer, backend, **options)
     fast = "bf16" if batch.device.type == "cpu" else "tf32"
-    for kfac_approx in ("expand", "reduce"):
-        work[f"ours {fast}, {kfac_approx}, exact"] = batch.of(
-            ours, kfac_approx=kfac_approx, backward_precision=fast
-        )
+    for mode in MODES:
+        options = {"kfac_approx": mode, "backward_precision": fast}
+        work[f"ours {fast}, {mode}, exact"] = batch.of(ours, **options)
     result = _measured(config, work)
     watched = [n for n in work if n.startswith(("training step", "limit,", "ours alone", *PEERS))]
     result["peak_mebibytes"] = {n: peak_memory(work[n], batch.device) / 2**20 for n in watched}
@@ -132,103 +123,65 @@ def run_batch(config: Config) -> dict[str, Any]:
 def run_growth(config: Config) -> dict[str, Any]:
     """Seconds of a batch at each value of each axis of `GROWTH`; other values as configured."""
     growth: dict[str, list[dict[str, Any]]] = {axis: [] for axis in GROWTH}
-    for axis, values in GROWTH.items():
+    for axis, (_, values) in GROWTH.items():
         for value in values:
             batch = Batch(replace(config, **{axis: value}))
             work = {"limit, exact": batch.limit("exact")}
-            for kfac_approx in ("expand", "reduce"):
-                kind = f"{kfac_approx}, exact"
-                options = {"kfac_approx": kfac_approx, "fisher": "exact"}
-                work[f"ours, {kind}"] = batch.of(ours, **options)
-                work[f"curvlinops, {kind}"] = batch.of(peer, PEERS["curvlinops"], **options)
-            measured = _measured(batch.config, work)
-            growth[axis].append({axis: value, "median_seconds": measured["median_seconds"]})
+            for mode in MODES:
+                options = {"kfac_approx": mode, "fisher": "exact"}
+                work[f"ours, {mode}, exact"] = batch.of(ours, **options)
+                work[f"curvlinops, {mode}, exact"] = batch.of(peer, PEERS["curvlinops"], **options)
+            seconds = _measured(batch.config, work)["median_seconds"]
+            growth[axis].append({axis: value, "median_seconds": seconds})
     return {"config": asdict(config), "growth": growth, **environment(torch.device(config.device))}
 
 
 def run_evidence(config: Config) -> dict[str, Any]:
     """Seconds of eigenvalues and 100 hyperparameter steps, ours and laplace-torch's."""
-    device = torch.device(config.device)
     work = {}
-    for kfac_approx in ("expand", "reduce"):
-        mine, theirs = evidence_work(network(device), kfac_approx)
-        work[f"ours, {kfac_approx}"], work[f"laplace-torch, {kfac_approx}"] = mine, theirs
+    for mode in MODES:
+        mine, theirs = evidence_work(network(torch.device(config.device)), mode)
+        work[f"ours, {mode}"], work[f"laplace-torch, {mode}"] = mine, theirs
     return _measured(config, work)
 
 
 def run_update(config: Config) -> dict[str, Any]:
-    """Seconds of updates, and of the parts of ours; peers up to 10,000 images."""
-    device = torch.device(config.device)
-    if device.type == "cpu":
-        config = replace(config, num_data=640, batch_size=32)
-    number = config.num_data // config.batch_size
-    made = [Batch(replace(config, seed=i)) for i in range(number)]
+    """Seconds of our updates for 50,000 images, and of their parts."""
+    made = [Batch(replace(config, seed=i)) for i in range(50_000 // config.batch_size)]
     batches = [(batch.x, batch.y) for batch in made]
-    first = made[0]
     parts: dict[str, list[dict[str, float]]] = {}
     work: dict[str, Work] = {}
-
-    def add_ours(name: str, channels_last: bool, **options: Any) -> None:
-        model = first.network(channels_last)
+    for mode, tf32 in product(MODES, (False, True)):
+        name = f"ours, TF32, channels_last, {mode}" if tf32 else f"ours, {mode}"
+        options: dict[str, Any] = {"kfac_approx": mode}
+        if tf32:
+            options["backend_kwargs"] = {"backward_precision": "tf32"}
+        model = made[0].network(channels_last=tf32)
         # Proofs and the device's preparations belong only to the first update of a training.
-        parts[f"{name}, first batches"] = [update(model, batches[:2], **options)]
+        update(model, batches[:2], **options)
         parts[name] = []
-        work[name] = lambda: parts[name].append(update(model, batches, **options))
-
-    def add_peer(name: str, kfac_approx: Mode) -> None:
-        model = first.network()
-        peer_update(model, batches[:2], kfac_approx)
-        work[name] = lambda: peer_update(model, batches, kfac_approx)
-
-    for kfac_approx in get_args(Mode):
-        add_ours(f"ours, {kfac_approx}", False, kfac_approx=kfac_approx)
-        if device.type == "cuda":
-            options = {"backward_precision": "tf32"}
-            name = f"ours, TF32, channels_last, {kfac_approx}"
-            add_ours(name, True, kfac_approx=kfac_approx, backend_kwargs=options)
-        if config.num_data <= 10_000:
-            add_peer(f"curvlinops, {kfac_approx}", kfac_approx)
+        work[name] = lambda n=name, m=model, o=options: parts[n].append(update(m, batches, **o))
     return _measured(config, work) | {"seconds_of_parts": parts}
 
 
 def run_sizes(config: Config) -> dict[str, Any]:
     """Seconds of 500 images of a pass, and peak memory, for several kinds of batches."""
     device = torch.device(config.device)
-    seconds_of_500: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     peak: dict[str, float] = {}
-    for N, last, precision, kfac_approx in product(
-        (128, 500, 1000), (False, True), ("float32", "tf32"), get_args(Mode)
+    for N, last, precision, mode in product(
+        (128, 500, 1000), (False, True), ("float32", "tf32"), MODES
     ):
         batch = Batch(replace(config, batch_size=N))
         x = batch.x.clone(memory_format=torch.channels_last) if last else batch.x
-        options = {"kfac_approx": kfac_approx, "backward_precision": precision}
+        options = {"kfac_approx": mode, "backward_precision": precision}
         work = ours(batch.network(channels_last=last), x, batch.y, **options)
-        name = (
-            f"{N} images, {'channels_last' if last else 'contiguous'}, {precision}, {kfac_approx}"
-        )
-        measured = interleaved({name: work}, config.repetitions, device)
-        seconds_of_500[name] = medians(measured)[name] * 500 / N
+        name = f"{N} images, {'channels_last' if last else 'contiguous'}, {precision}, {mode}"
+        seconds[name] = medians(interleaved({name: work}, config.repetitions, device))[name]
+        seconds[name] *= 500 / N
         peak[name] = peak_memory(work, device) / 2**20
-    return {
-        "config": asdict(config),
-        "seconds_of_500_images": seconds_of_500,
-        "peak_mebibytes": peak,
-        **environment(device),
-    }
-
-
-def run_factor(config: Config) -> dict[str, Any]:
-    """Seconds of the work on one factor, on one core, as several factors run at once.
-
-    In one process the threads of SciPy's BLAS would also block torch's.
-    """
-    device, threads = torch.device(config.device), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpool_limits(1):
-            return _measured(config, factor_work(config.factor_size, device))
-    finally:
-        torch.set_num_threads(threads)
+    found = {"seconds_of_500_images": seconds, "peak_mebibytes": peak}
+    return {"config": asdict(config), **found, **environment(device)}
 
 
 PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
@@ -236,32 +189,38 @@ PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "batch_128": (run_batch, {"batch_size": 128, "repetitions": 3}),
     "growth": (run_growth, {"repetitions": 2}),
     "evidence": (run_evidence, {}),
-    "update": (run_update, {"batch_size": 1000, "repetitions": 1}),
-    "update_50000": (run_update, {"batch_size": 1000, "repetitions": 1, "num_data": 50_000}),
+    "update_50000": (run_update, {"batch_size": 1000, "repetitions": 1}),
     "sizes": (run_sizes, {"repetitions": 3}),
-    "factor_1024": (run_factor, {"factor_size": 1024}),
-    "factor_4096": (run_factor, {"factor_size": 4096, "repetitions": 3}),
-    "factor_8192": (run_factor, {"factor_size": 8192, "repetitions": 1}),
 }
 """Name of a part -> its function, and changes of the configuration."""
-
 ON_GPU = ("update_50000", "sizes")
 """Parts that are left out on a CPU."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part on a device."""
+
+    name: str
+    device: str
+
+
+def run_part(part: Part) -> dict[str, Any]:
+    """Measure a part."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", module="laplace")
+    function, differs = PARTS[part.name]
+    return function(replace(Config(device=part.device), **differs))
 
 
 def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
     device = torch.device(config.device)
     measured = interleaved(work, config.repetitions, device, warm_up=config.repetitions > 1)
     median = medians(measured)
-    limits = {
-        fisher: min(s for n, s in median.items() if n.startswith("limit") and n.endswith(fisher))
-        for fisher in ("exact", "mc")
-        if f"limit, {fisher}" in median
-    }
     ratios = {
-        name: value / limits[fisher]
+        name: value / median[f"limit, {fisher}"]
         for name, value in median.items()
-        if (fisher := name.rsplit(", ")[-1]) in limits and not name.startswith("limit")
+        if f"limit, {(fisher := name.rsplit(', ')[-1])}" in median
     }
     return {
         "config": asdict(config),
@@ -272,26 +231,119 @@ def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the options, measure what is missing, print and write."""
-    parser = parts_parser(__doc__ or "", PARTS, Config.device)
-    parser.add_argument(
-        "--repetitions", type=int, help="number of repetitions; default: each part's own"
+# Tables and the figure, from JSON alone
+
+LABELS = {
+    "ours": "**marglik**",
+    "ours bf16": "marglik, backward in bf16",
+    "ours tf32": "marglik, backward in TF32",
+    "ours alone": "marglik, factors of each batch",
+    "KfacGGN": "laplace-torch + marglik's KfacGGN",
+    "curvlinops": "laplace-torch + curvlinops",
+    "asdl": "laplace-torch + ASDL",
+}
+STYLES = {
+    "limit, exact": ("limit", "0.5", ":"),
+    "ours, expand, exact": ("marglik, expand", "C0", "-"),
+    "ours, reduce, exact": ("marglik, reduce", "C1", "-"),
+    "curvlinops, expand, exact": ("curvlinops, expand", "C0", "--"),
+    "curvlinops, reduce, exact": ("curvlinops, reduce", "C1", "--"),
+}
+
+
+def tables(found: Sequence[Mapping[str, Any]]) -> str:
+    """The finished parts as Markdown."""
+    parts = {part["name"]: part for part in found}
+    text = []
+    for name in ("batch_32", "batch_128"):
+        if name in parts:
+            peak = parts[name]["peak_mebibytes"].items()
+            memory = [["peak memory", "MiB"], *([of, f"{value:.0f}"] for of, value in peak)]
+            text += [f"{name[6:]} images", batch_table(parts[name]), markdown(memory)]
+    if "update_50000" in parts:
+        text.append(_update(parts["update_50000"]))
+    if "sizes" in parts:
+        part = parts["sizes"]
+        rows = [["500 images of a pass", "seconds", "peak, MiB"]]
+        for name, value in part["seconds_of_500_images"].items():
+            peak = part["peak_mebibytes"].get(name)
+            rows.append([name, f"{value:.3f}", "" if peak is None else f"{peak:.0f}"])
+        text.append(markdown(rows))
+    if "evidence" in parts:
+        seconds = parts["evidence"]["median_seconds"].items()
+        rows = [["eigenvalues and 100 steps", "seconds"]]
+        text.append(markdown([*rows, *([name, f"{value:.2f}"] for name, value in seconds)]))
+    return "\n\n".join(text)
+
+
+def batch_table(batch: Mapping[str, Any]) -> str:
+    """A batch's medians as Markdown, one row for each contender and mode."""
+    seconds, ratios = batch["median_seconds"], batch["times_the_limit"]
+    rows = [["", "exact GGN", "times the limit", "1 MC sample", "times the limit"]]
+    for (name, label), mode in product(LABELS.items(), MODES):
+        kinds = [f"{name}, {mode}, {fisher}" for fisher in ("exact", "mc")]
+        if any(kind in seconds for kind in kinds):
+            cells = [
+                [f"{seconds[kind]:.2f} s", f"{ratios[kind]:.2f}"] if kind in seconds else ["", ""]
+                for kind in kinds
+            ]
+            rows.append([f"{label}, {mode}", *cells[0], *cells[1]])
+    of_limit = [[f"{seconds[f'limit, {fisher}']:.2f} s", "1"] for fisher in ("exact", "mc")]
+    return markdown([*rows, ["the limit", *of_limit[0], *of_limit[1]]])
+
+
+def _update(part: Mapping[str, Any]) -> str:
+    """Seconds of whole updates, and of their parts."""
+    keys = ("pass", "eigenvalues", "steps")
+    rows = [["update from 50,000 images, batches of 1000", "seconds", *keys]]
+    for name, value in part["median_seconds"].items():
+        own = part["seconds_of_parts"][name]
+        cells = [f"{statistics.median(p[key] for p in own):.2f}" for key in keys]
+        rows.append([name, f"{value:.2f}", *cells])
+    return markdown(rows)
+
+
+def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Seconds of a batch over each axis of growth, on logarithmic axes."""
+    growth = next((part["growth"] for part in found if part["name"] == "growth"), None)
+    if growth is None:
+        return {}
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(growth), sharey=True, squeeze=False)[0]
+    for (axis, points), ax in zip(growth.items(), axes, strict=True):
+        values = [point[axis] for point in points]
+        for name, (label, color, style) in STYLES.items():
+            seconds = [point["median_seconds"][name] for point in points]
+            ax.loglog(values, seconds, style, color=color, marker="o", ms=3, label=label)
+        ax.set_xticks(values, [str(value) for value in values])
+        ax.minorticks_off()
+        ax.set_xlabel(GROWTH[axis][0])
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds a batch, exact GGN")
+    ticks = (0.1, 0.3, 1, 3, 10, 30)
+    axes[0].set_yticks(ticks, [str(tick) for tick in ticks])
+    axes[0].legend(fontsize=8)
+    return {"growth": figure}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, and write the tables; returns the exit status."""
+    return study(
+        "bench_curvature_{device}",
+        __doc__,
+        run_part,
+        lambda options: [
+            Part(name, options.device)
+            for name in options.data
+            if options.device != "cpu" or name not in ON_GPU
+        ],
+        tables,
+        arguments,
+        problems=PARTS,
+        extra={"--device": {"default": "cpu", "help": "cpu or cuda; default: cpu"}},
+        figures=figures,
     )
-    options = parse_options(parser, PARTS, arguments)
-    if torch.device(options.device).type == "cpu":
-        options.parts = [part for part in options.parts if part not in ON_GPU]
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", module="laplace")
-    folder = options.results / f"bench_curvature_{options.device}"
-    for name, path in parts_to_measure(options, folder):
-        run, differs = PARTS[name]
-        if options.repetitions:
-            differs = differs | {"repetitions": options.repetitions}
-        write_json(path, run(replace(Config(device=options.device), **differs)))
-    print(report.write(folder))
-    print(f"Written to {folder}/")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

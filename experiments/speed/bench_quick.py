@@ -17,23 +17,23 @@ import argparse
 import copy
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
 
-from experiments.options import SHIPPED
 from experiments.speed.contenders import (
     Work,
     language_limit,
     limit,
     network,
-    online_epoch,
     ours,
-    plain_epoch,
     training_step,
 )
+from experiments.studies import SHIPPED
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KFAC
@@ -42,6 +42,10 @@ from marglik.models import GPT, VisionTransformer
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
 from marglik.storage.record_file import write_json
+from marglik.training.learner import PriorLearner
+from marglik.training.loaders import Loader
+from marglik.training.network import NetworkTraining
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 __all__ = ["compare", "measure"]
 
@@ -57,7 +61,7 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     found: dict[str, Work] = {}
     limits: dict[str, str] = {}
 
-    def new() -> torch.nn.Module:
+    def new() -> nn.Module:
         return network(device, width)
 
     for vectors in (1, 9, 10):
@@ -71,7 +75,7 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
             batch = ours(new(), x, y, kfac_approx=kfac_approx, fisher=fisher)
             add(f"batch, {kfac_approx}, {fisher}", vectors, batch)
 
-    def one_pass(model: torch.nn.Module) -> None:
+    def one_pass(model: nn.Module) -> None:
         kronecker_factors(model, [(x, y)], "classification", kfac_approx="reduce", fisher="mc")
 
     never_seen, seen = new(), new()
@@ -87,7 +91,7 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
 
     def kfac_step() -> None:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
+        nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
     found["K-FAC step, reduce"], limits["K-FAC step, reduce"] = kfac_step, "training step"
@@ -101,7 +105,7 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
     images, classes = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     tokens = torch.randint(256, (batch_size, 64))
 
-    def vit() -> torch.nn.Module:
+    def vit() -> nn.Module:
         return VisionTransformer(num_classes=10, patch_size=4, dim=48, depth=3, heads=4).eval()
 
     def gpt() -> GPT:
@@ -114,6 +118,44 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
         limits[f"ViT, {mode}, exact"] = "ViT: limit of 9"
         found[f"GPT, {mode}, mc"] = ours(gpt(), tokens, tokens, kfac_approx=mode, fisher="mc")
         limits[f"GPT, {mode}, mc"] = "GPT: limit of 1"
+
+
+def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Work:
+    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay.
+
+    Args:
+        model: in channels_last.
+        batches: makes an epoch's batches.
+    """
+    optimizer = torch.optim.SGD(
+        model.parameters(), 1e-6, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
+    )
+
+    def epoch() -> None:
+        model.train()
+        for x, y in batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return epoch
+
+
+def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
+    """An epoch of the online loop between two updates, a weight decay for each tensor.
+
+    Args:
+        model: in channels_last.
+        loader: yields the batches.
+        batches: their number in an epoch, for the schedule.
+    """
+    config = OptimizerConfig(lr=1e-6, min_lr=0.0)
+    optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
+    fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
+    learner = PriorLearner("classification", curvature_from="pass")
+    learner.start(model, optimizer, loader, 1000)
+    training = NetworkTraining(model, optimizer, loader, learner, fabric, scheduler=scheduler)
+    return lambda: training.epoch(1)
 
 
 def _add_epochs(
@@ -131,7 +173,7 @@ def _add_epochs(
             shuffle=True, augment="crop_flip", channels_last=True,
         )  # fmt: skip
 
-    def new() -> torch.nn.Module:
+    def new() -> nn.Module:
         return network(torch.device("cpu"), width, channels_last=True)
 
     found["epoch of a plain loop"] = plain_epoch(new(), loader().__iter__)

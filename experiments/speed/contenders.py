@@ -5,36 +5,27 @@ added to all its parameters, since branches of zeros would make gradients zero. 
 cannot take Fixup's scalars, which are frozen only for them.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from laplace.curvature import CurvlinopsGGN
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import GPT, WideResNetFixup
-from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader
-from marglik.training.network import NetworkTraining
-from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 __all__ = [
     "PEERS",
     "Work",
-    "first_vectors",
     "language_limit",
     "limit",
     "network",
     "one_batch_alone",
-    "online_epoch",
     "ours",
     "peer",
-    "plain_epoch",
     "training_step",
 ]
 
@@ -81,44 +72,6 @@ def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Work:
         optimizer.step()
 
     return step
-
-
-def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Work:
-    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay.
-
-    Args:
-        model: in channels_last.
-        batches: makes an epoch's batches.
-    """
-    optimizer = torch.optim.SGD(
-        model.parameters(), 1e-6, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
-    )
-
-    def epoch() -> None:
-        model.train()
-        for x, y in batches():
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return epoch
-
-
-def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
-    """An epoch of the online loop between two updates, a weight decay for each tensor.
-
-    Args:
-        model: in channels_last.
-        loader: yields the batches.
-        batches: their number in an epoch, for the schedule.
-    """
-    config = OptimizerConfig(lr=1e-6, min_lr=0.0)
-    optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
-    fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
-    learner = PriorLearner("classification", curvature_from="pass")
-    learner.start(model, optimizer, loader, 1000)
-    training = NetworkTraining(model, optimizer, loader, learner, fabric, scheduler=scheduler)
-    return lambda: training.epoch(1)
 
 
 def limit(model: nn.Module, x: Tensor, vectors: int) -> Work:
@@ -172,38 +125,6 @@ def one_batch_alone(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> W
         return curvature.factors()
 
     return work
-
-
-def first_vectors(model: nn.Module, x: Tensor, y: Tensor, number: int, **options: Any) -> Work:
-    """`one_batch_alone` with a limited number of backward vectors.
-
-    It serves to profile peak memory, which does not depend on their number; a profile of all would
-    not fit.
-    """
-    curvature = CurvaturePass(model, "classification", **options)
-    curvature.add(x, y)  # with the proof
-    curvature.reset()
-
-    def work() -> KroneckerFactors:
-        whole = curvature._vectors
-        curvature._vectors = _Few(whole, number)  # pyright: ignore[reportAttributeAccessIssue]
-        curvature.add(x, y)
-        return curvature.factors()
-
-    return work
-
-
-class _Few:
-    """The first vectors of a set of backward vectors."""
-
-    def __init__(self, vectors: Callable[..., Any], number: int) -> None:
-        self._vectors, self._number = vectors, number
-
-    def __call__(self, f: Tensor, y: Tensor) -> Any:
-        return islice(self._vectors(f, y), self._number)
-
-    def warn_of_many(self, f: Tensor) -> None:
-        """Do nothing: there are few vectors."""
 
 
 def peer(

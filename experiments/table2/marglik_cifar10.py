@@ -4,218 +4,280 @@ The paper's numbers, test NLL and accuracy (%) over three seeds: expand .422 ± 
 without augmentation, .244 ± .004 and 92.52 ± .12 with; reduce .703 ± .012 and 86.71 ± .13, .352 ±
 .008 and 93.50 ± .06. An update takes 196 ± 22 s with expand and 99 ± 23 s with reduce (A100).
 
-Two protocols: "full" is the paper's; "scaled" has fewer images and epochs and a smaller network,
-the same algorithm and settings, and takes two cores less than two hours. Both come with the
-settings of the paper and of its predecessor (``marglik/presets``), and with a baseline that keeps
-the initial weight decay.
+Each run is ``marglik train --config cifar10_paper`` with a mode, or with the initial weight decay
+kept ("fixed", whose posterior is reduce's). Two protocols: "full" is the paper's; "scaled" has
+fewer images and epochs and a smaller network, the same algorithm and settings, and takes two cores
+less than two hours. Images are CIFAR-10 (JPEG) where there is an archive, else CIFAR-10. A share of
+the training images is held out for calibration; the paper has none.
 
-    python -m experiments.table2.marglik_cifar10               # scaled, the paper's settings
+    python -m experiments.table2.marglik_cifar10 --jobs 2
     python -m experiments.table2.marglik_cifar10 --protocol full --device cuda --jobs 3
-    python -m experiments.table2.marglik_cifar10 --report      # the tables alone
 
 Each run keeps its state in ``runs/table2`` and resumes when the command is given again.
 """
 
-import argparse
-import json
-import signal
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import product
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
-from torch import nn
+from experiments.data import default_source, specification
+from experiments.studies import markdown, mean_with_error, study
+from kfac_backend.files import parse_json
+from marglik.cli import main as marglik
+from marglik.storage.run_folder import RESULTS, RunFolder, read_log
 
-from experiments.data import Source, default_source
-from experiments.options import add_results
-from experiments.processes import default_jobs
-from experiments.studies import run_missing
-from experiments.table2.report import write_report
-from experiments.table2.settings import (
-    PROTOCOLS,
-    Approach,
-    Config,
-    Preset,
-    Settings,
-)
-from marglik.data import ImageData
-from marglik.runs.build import build_from_spec
-from marglik.runs.config import RunConfig
-from marglik.runs.evaluate import evaluate_run
-from marglik.runs.train import train
-from marglik.storage.provenance import Provenance
-from marglik.storage.record_file import read_posterior, write_json
-from marglik.storage.run_folder import read_log
+__all__ = ["PROTOCOLS", "Config", "Protocol", "gains", "main", "run", "table"]
 
-__all__ = ["configs", "curves", "main", "run"]
-
-RUNS = Path("runs/table2")
+# Eschenhagen et al. 2023, Table 2: test NLL and accuracy (%) of three seeds, by approach and
+# augmentation; and seconds per update on an A100.
+PAPER = {
+    ("expand", False): ("0.422 ± 0.013", "88.89 ± 0.24"),
+    ("expand", True): ("0.244 ± 0.004", "92.52 ± 0.12"),
+    ("reduce", False): ("0.703 ± 0.012", "86.71 ± 0.13"),
+    ("reduce", True): ("0.352 ± 0.008", "93.50 ± 0.06"),
+}
+PAPER_UPDATE = {"expand": "196 ± 22", "reduce": "99 ± 23"}
+NLL, ACCURACY, ECE = "test/cls/NLL", "test/cls/accuracy", "test/cal/ECE"
+RUNS = {
+    f"{approach}_{'augmented' if augment else 'plain'}": (approach, augment)
+    for approach in ("expand", "fixed", "reduce")
+    for augment in (False, True)
+}
+"""Name -> K-FAC's mode or "fixed", and augmentation."""
 
 
-def run(config: Config, folder: Path | None = None) -> dict[str, Any]:
-    """Train and evaluate; returns the results.
+@dataclass(frozen=True)
+class Protocol:
+    """Size of the experiment; all other settings are the preset's."""
 
-    Args:
-        config: the run.
-        folder: for the run's own files; None for one below runs/table2. An unfinished run resumes.
-    """
-    folder = folder or RUNS / config.name
-    settings, size = Settings.of(config), config.size
-    torch.manual_seed(config.seed)  # of the initial parameters
-    results = train(
-        build_from_spec(nn.Module, settings.model),
-        build_from_spec(ImageData, settings.data, named=[settings.data["class_path"]]),
-        settings.optimizer,
-        settings.prior,
-        settings.curvature,
-        settings.predictive,
-        run=RunConfig(
-            epochs=size.epochs,
-            batch_size=settings.batch_size,
-            augment=config.augment,
-            monitor=size.monitor,
-            held_out=size.held_out,
-            seed=config.seed,
-            output=str(folder),
-            resume=True,
-            accelerator=config.device,
-            precision=config.precision,
-            channels_last=True,
-            compile=config.compile,
-            progress=False,
-        ),
-        provenance=Provenance(None, settings.model, settings.data),
-    )
-    # Their names are "learned, MAP", "fixed, MAP" and the like.
-    metrics = {name.split(", ", 1)[1]: found for name, found in results["metrics"].items()}
-    if config.predictives:
-        metrics |= _of_other_predictives(config, settings, folder)
-    kfac_approx = settings.curvature.kfac_approx
+    depth: int = 16
+    widen_factor: int = 4
+    epochs: int = 100
+    every: int = 5
+    """Epochs between updates."""
+    max_train: int | None = None
+    max_test: int | None = None
+    held_out: float = 0.02
+    """Share of the training images held out for calibration."""
+
+
+PROTOCOLS = {"full": Protocol(), "scaled": Protocol(10, 1, 30, 5, 4000, 2000, 0.1)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of one run."""
+
+    protocol: str = "scaled"
+    approach: str = "reduce"
+    augment: bool = True
+    seed: int = 0
+    device: str = "cpu"
+    compile: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its file, without its ending."""
+        kind = "augmented" if self.augment else "plain"
+        return f"{self.approach}_{kind}_seed{self.seed}"
+
+    @property
+    def folder(self) -> str:
+        """Folder of its training."""
+        return f"runs/table2/{self.protocol}/{self.name}"
+
+    def options(self) -> list[str]:
+        """Those of ``marglik train``."""
+        size, fixed = PROTOCOLS[self.protocol], self.approach == "fixed"
+        images = specification(default_source(), max_train=size.max_train, max_test=size.max_test)
+        pairs: dict[str, Any] = {
+            "config": "cifar10_paper",
+            "model.depth": size.depth,
+            "model.widen_factor": size.widen_factor,
+            "data": images["class_path"],
+            **{f"data.{name}": value for name, value in images["init_args"].items()},
+            "epochs": size.epochs,
+            "prior.every": size.every,
+            "prior.method": "fixed" if fixed else "adam",
+            "curvature.kfac_approx": "reduce" if fixed else self.approach,
+            "held_out": size.held_out,
+            "seed": self.seed,
+            "output": self.folder,
+            "accelerator": self.device,
+        }
+        if self.device == "cuda":
+            # Small batches would leave the GPU waiting for the next kernel; TF32 is torch's default
+            # in convolutions.
+            pairs |= {"curvature.batch_size": 1000, "curvature.backward_precision": "tf32"}
+        if self.compile:
+            pairs["compile"] = self.compile
+        given = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
+        return [*given, "--augment" if self.augment else "--no_augment", "--resume"]
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train and evaluate, or read a finished training; returns the results."""
+    if status := marglik(["train", *config.options(), "--no_progress"]):
+        raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
+    results = parse_json(RunFolder(config.folder).read(RESULTS) or b"{}")
+    updates = [r["seconds"] for r in read_log(config.folder) if r["kind"] == "update"]
+    parts = ("pass", "eigenvalues", "steps") if updates else ()
+    seconds = {part: statistics.median(update[part] for update in updates) for part in parts}
+    kept = ("data", "num_data", "seconds", "weight_decay", "device", "threads", "python")
     return {
-        "config": asdict(config) | {"name": config.name, "kfac_approx": kfac_approx},
-        "settings": asdict(size) | results["config"],
-        "data": results["data"],
-        "num_data": results["num_data"],
-        "metrics": metrics,
+        "config": asdict(config),
+        "settings": asdict(PROTOCOLS[config.protocol]) | results["config"],
+        # Their names are "learned, MAP", "fixed, MAP" and the like.
+        "metrics": {name.split(", ", 1)[1]: of for name, of in results["metrics"].items()},
         "evidence_per_example": results["evidence"]["kept"] / results["num_data"],
-        "kept_epoch": results["evidence"]["epoch"],
-        **curves(read_log(folder)),
-        "seconds": results["seconds"],
-        **{key: results[key] for key in ("device", "threads", "python", "versions")},
+        "seconds_per_update": seconds | {"all": sum(seconds.values())} if updates else {},
+        **{key: results[key] for key in (*kept, "versions")},
     }
 
 
-def _of_other_predictives(
-    config: Config, settings: Settings, folder: Path
-) -> dict[str, dict[str, float]]:
-    """Metrics of predictives, from the saved posterior; they are kept beside it."""
-    path = folder / "predictives.json"
-    posterior = read_posterior(folder)["sha256"]
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if (found["posterior"], found["methods"]) == (posterior, list(config.predictives)):
-            return found["metrics"]
-    others = evaluate_run(
-        str(folder),
-        data=settings.data["class_path"],
-        methods=list(config.predictives),
-        predictive=settings.predictive,
-        output=str(folder / "predictives"),
-        accelerator=config.device,
-        seed=config.seed,
-        progress=False,
+# Tables, from JSON alone
+
+Result = dict[str, Any]
+Runs = Mapping[tuple[str, bool], Sequence[Result]]
+
+
+def table(found: Sequence[Result]) -> str:
+    """All tables as Markdown: mean ± standard error over seeds."""
+    runs: dict[tuple[str, bool], list[Result]] = {setting: [] for setting in RUNS.values()}
+    for result in found:
+        runs[result["config"]["approach"], result["config"]["augment"]].append(result)
+    runs = {setting: own for setting, own in runs.items() if own}
+    first = found[0]
+    size = first["settings"]
+    return "\n\n".join(
+        [
+            f'# Table 2, protocol "{first["config"]["protocol"]}"',
+            f"WRN-{size['depth']}-{size['widen_factor']} Fixup, {first['num_data']} training "
+            f"images of {first['data']}, {size['max_test'] or 'all'} test images, "
+            f"{size['epochs']} epochs, an update every {size['every']}; {first['device']}, torch "
+            f"{first['versions']['torch']}. Mean ± standard error over seeds, the paper's as "
+            "printed; NLL in nats per image. Temperature, and scale of the covariance, are fitted "
+            f"on the held-out {size['held_out']:.0%} of the training images.".replace("%", " %"),
+            _main_table(runs),
+            _calibrated(runs),
+            gains(runs),
+            _updates(runs),
+        ]
     )
-    del others["predictives"]["MAP"]  # which training has evaluated
-    metrics = {name: found["metrics"] for name, found in others["predictives"].items()}
-    record = {"posterior": posterior, "methods": list(config.predictives), "metrics": metrics}
-    write_json(path, record)
-    return metrics
 
 
-def curves(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Curves over epochs and updates from a run's log, and median seconds of an update's parts."""
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    updates = [record for record in records if record["kind"] == "update"]
-    looks = {
-        key: [[record["epoch"], record[key]] for record in epochs if key in record]
-        for key in ("test/cls/NLL", "test/cls/accuracy", "validation/cls/NLL")
-    }
-    of_update = {
-        part: statistics.median(update["seconds"][part] for update in updates)
-        for part in ("pass", "eigenvalues", "steps")
-        if updates
-    }
-    return {
-        "curves": {
-            "loss": [record["loss"] for record in epochs],
-            "accuracy": [record["accuracy"] for record in epochs],
-            "monitor": {key: curve for key, curve in looks.items() if curve},
-            "updates": [
-                {key: u[key] for key in ("epoch", "evidence_per_example", "weight_decay")}
-                for u in updates
-            ],
-        },
-        "seconds_per_epoch": statistics.median(record["seconds"] for record in epochs),
-        "seconds_per_update": of_update | {"all": sum(of_update.values())} if updates else {},
-    }
+def _cells(setting: tuple[str, bool]) -> tuple[str, str]:
+    return setting[0], "yes" if setting[1] else "no"
 
 
-def configs(options: argparse.Namespace) -> list[Config]:
-    """The runs that the options ask for, sorted by seed first."""
-    names = ("protocol", "source", "device", "precision", "compile", "jobs")
-    common = {name: getattr(options, name) for name in names}
-    augment = {"both": (False, True), "on": (True,), "off": (False,)}[options.augment]
-    return [
-        Config(
-            preset=preset,
-            approach=approach,
-            augment=on,
-            seed=seed,
-            predictives=("probit", "linearised") if seed == 0 else (),
-            **common,
+def _of(own: Sequence[Result], name: Callable[[Result], str], key: str, form: str) -> str:
+    factor = 1 if key == NLL else 100
+    return mean_with_error([factor * r["metrics"][name(r)][key] for r in own], form)
+
+
+def _map(_: Result) -> str:
+    return "MAP"
+
+
+def _scaled(_: Result) -> str:
+    return "MAP, temperature-scaled"
+
+
+def _laplace(found: Result) -> str:
+    """The name of the preset's Laplace predictive."""
+    return next(name for name in found["metrics"] if name.startswith("Laplace"))
+
+
+def _main_table(runs: Runs) -> str:
+    rows: list[Sequence[str]] = [
+        ("weight decay", "augmented", "NLL, MAP", "accuracy, MAP", "NLL, Laplace",
+         "accuracy, Laplace", "paper: NLL", "paper: accuracy", "evidence / N", "seeds")
+    ]  # fmt: skip
+    for setting, own in runs.items():
+        cells = [
+            _of(own, name, key, "{:.3f}" if key == NLL else "{:.2f}")
+            for name in (_map, _laplace)
+            for key in (NLL, ACCURACY)
+        ]
+        evidence = mean_with_error([r["evidence_per_example"] for r in own])
+        paper = PAPER.get(setting, ("", ""))
+        rows.append((*_cells(setting), *cells, *paper, evidence, str(len(own))))
+    return markdown(rows)
+
+
+def _calibrated(runs: Runs) -> str:
+    """The calibrated predictive beside the MAP at its best temperature."""
+    names = (_map, _scaled, _laplace)
+    rows: list[Sequence[str]] = [
+        ("weight decay", "augmented", "NLL, MAP", "NLL, temperature-scaled", "NLL, Laplace",
+         "Laplace - temperature-scaled", "ECE, %: MAP", "temperature-scaled", "Laplace")
+    ]  # fmt: skip
+    for setting, own in runs.items():
+        gain = [r["metrics"][_laplace(r)][NLL] - r["metrics"][_scaled(r)][NLL] for r in own]
+        rows.append(
+            (
+                *_cells(setting),
+                *(_of(own, name, NLL, "{:.3f}") for name in names),
+                mean_with_error(gain, "{:+.4f}"),
+                *(_of(own, name, ECE, "{:.1f}") for name in names),
+            )
         )
-        for seed, preset, on, approach in product(
-            options.seeds, options.presets, augment, options.approaches
-        )
+    return markdown(rows)
+
+
+def gains(runs: Runs) -> str:
+    """The NLL with the learned weight decay minus the fixed one's, paired by seed."""
+    rows: list[Sequence[str]] = [
+        ("learned against fixed", "augmented", "NLL of the MAP, difference", "lower in")
     ]
+    for (approach, augment), own in runs.items():
+        fixed = {r["config"]["seed"]: r for r in runs.get(("fixed", augment), ())}
+        differences = [
+            r["metrics"]["MAP"][NLL] - fixed[r["config"]["seed"]]["metrics"]["MAP"][NLL]
+            for r in own
+            if r["config"]["seed"] in fixed and approach != "fixed"
+        ]
+        if differences:
+            lower = f"{sum(d < 0 for d in differences)} of {len(differences)} seeds"
+            cells = mean_with_error(differences, "{:+.3f}"), lower
+            rows.append((*_cells((approach, augment)), *cells))
+    return markdown(rows)
 
 
-def _parser() -> argparse.ArgumentParser:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--protocol", choices=PROTOCOLS, default="scaled", help="default: scaled")
-    add("--presets", nargs="+", choices=get_args(Preset), default=["paper"], help="default: paper")
-    add("--approaches", nargs="+", choices=get_args(Approach), default=list(get_args(Approach)),
-        help="default: all")  # fmt: skip
-    add("--augment", choices=("both", "on", "off"), default="both", help="default: both")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    add("--source", choices=get_args(Source), default=default_source(),
-        help="re-encoded images or the original; default on this machine: %(default)s")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default=device, help="default here: %(default)s")
-    add("--precision", choices=("32-true", "bf16-mixed"), default="32-true",
-        help="precision of the network's steps; default: 32-true")  # fmt: skip
-    add("--compile", choices=("default", "reduce-overhead"), help="torch.compile's mode")
-    add("--jobs", type=int, help="runs at a time; default: one per core, or one on a GPU")
-    add("--report", action="store_true", help="make the tables from the results that exist")
-    add_results(parser)
-    return parser
+def _updates(runs: Runs) -> str:
+    """Seconds of an update's parts with expand and reduce: medians of each run's updates."""
+    parts = ("pass", "eigenvalues", "steps", "all")
+    rows: list[Sequence[str]] = [("seconds of an update", *parts, "paper (A100)")]
+    for approach, paper in PAPER_UPDATE.items():
+        found = [r for (name, _), own in runs.items() if name == approach for r in own]
+        if found:
+            seconds = [[r["seconds_per_update"][part] for r in found] for part in parts]
+            rows.append((approach, *(mean_with_error(s, "{:.2f}") for s in seconds), paper))
+    return markdown(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the options ask for, and write results and tables; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, too
-    options.jobs = options.jobs or default_jobs(options.device)
-    folder = options.results / "table2"
-    return run_missing(
-        run, configs(options), folder, lambda _: write_report(folder / options.protocol), options
+    """Run what is missing, and write the tables; returns the exit status."""
+    return study(
+        "table2/{protocol}",
+        __doc__,
+        run,
+        lambda options: [
+            Config(options.protocol, *RUNS[name], seed, options.device, options.compile)
+            for seed in range(options.seeds)
+            for name in options.data
+        ],
+        table,
+        arguments,
+        problems=RUNS,
+        seeds=3,
+        extra={
+            "--protocol": {"choices": PROTOCOLS, "default": "scaled"},
+            "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+            "--compile": {"help": "torch.compile's mode"},
+        },
     )
 
 

@@ -21,12 +21,12 @@ def kept_threads():
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Runs of studies are not in processes of their own; the tasks that were asked for."""
+    """Runs of studies are not in processes of their own; the names of those that were asked for."""
     asked = []
 
     def as_they_finish(function, tasks, jobs):
         for task in tasks:
-            asked.append(task)
+            asked.append(task.name)
             try:
                 yield task, function(task)
             except Exception as error:  # as a process would hand it over
@@ -44,7 +44,7 @@ def tiny_cifar10(tmp_path, monkeypatch):
         f"{split}/class{label}/{i:04}.jpg": encoded(
             (25 * label + generator.integers(0, 20, (32, 32, 3))).astype(np.uint8)
         )
-        for split, count in (("train", 6), ("test", 3))
+        for split, count in (("train", 4), ("test", 1))
         for label in range(10)
         for i in range(count)
     }
@@ -54,26 +54,24 @@ def tiny_cifar10(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def uci_archive(tmp_path, monkeypatch):
-    """Writes a set of the UCI archive where experiments find it: a table, and its split 0."""
-
-    def write(name, table, num_train):
-        rows, columns = table.shape
-        files = {
-            "data": table,
-            "index_features": np.arange(columns - 1),
-            "index_target": [columns - 1],
-            "index_train_0": np.arange(num_train),
-            "index_test_0": np.arange(num_train, rows),
-        }
-        with tarfile.open(tmp_path / "uci.tar.gz", "w:gz") as archive:
-            for part, values in files.items():
-                text = io.BytesIO()
-                np.savetxt(text, values)
-                member = tarfile.TarInfo(f"uci/{name}/{part}.txt")
-                member.size = text.tell()
-                text.seek(0)
-                archive.addfile(member, text)
-        monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
-
-    return write
+def tiny_yacht(tmp_path, monkeypatch):
+    """Forty examples of a function of three inputs, as the set yacht of the UCI archive."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(40, 3))
+    y = np.sin(x[:, :1]) + 0.1 * generator.normal(size=(40, 1))
+    files = {
+        "data": np.concatenate([x, y], 1),
+        "index_features": np.arange(3),
+        "index_target": [3],
+        "index_train_0": np.arange(32),
+        "index_test_0": np.arange(32, 40),
+    }
+    with tarfile.open(tmp_path / "uci.tar.gz", "w:gz") as archive:
+        for part, values in files.items():
+            text = io.BytesIO()
+            np.savetxt(text, values)
+            member = tarfile.TarInfo(f"uci/yacht/{part}.txt")
+            member.size = text.tell()
+            text.seek(0)
+            archive.addfile(member, text)
+    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))

@@ -1,100 +1,89 @@
-"""What studies share: tables from the JSON alone, finished runs, runs that fail."""
+"""Every study: its smallest run, its tables from the JSON alone, and what is run at all."""
 
-import hashlib
 import json
 import shutil
-from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+import torch
 
 from experiments import studies
-from experiments.exactness import modes
-from experiments.options import SHIPPED
-from experiments.speed import bench_curvature
+from experiments.exactness.networks import Config as Exactness
+from experiments.optimizers import optimizer_defaults, steps_to_target
+from experiments.optimizers.training import Method, Problem, Schedule
+from experiments.predictions import out_of_distribution, rivals
+from experiments.speed import bench_curvature, bench_predictive, transformer_timing
+from experiments.speed import large_classes as classes
+from experiments.studies import SHIPPED
+from experiments.table2 import marglik_cifar10 as table2
+from experiments.uci import regression
+from experiments.weight_decay import (
+    default_options,
+    presets,
+    weight_decay_study,
+)
+from marglik.cli import main as marglik
+from marglik.data.tensors import TensorSplits
+from marglik.models import MLP
+from marglik.training.optimizers import OptimizerConfig
+from tests.experiments.data.text_and_graphs import nci1_texts, write_nci1
 
-STUDIES = {
-    "optimizers.graph_network_training": "",
-    "optimizers.optimizer_comparison": "",
-    "optimizers.optimizer_defaults": "",
-    "optimizers.vision_transformer_training": "",
-    "predictions.out_of_distribution": "",
-    "predictions.predictive_rivals": "",
-    "predictions.predictive_study": "",
-    "table2.marglik_cifar10": "table2",
-    "uci.regression": "uci",
-    "weight_decay.default_options": "",
-    "weight_decay.presets": "",
-    "weight_decay.weight_decay_study": "",
+TO_TARGET = "optimizers.steps_to_target"
+TABLES = {
+    "bench_curvature_cpu": ("speed.bench_curvature",),
+    "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),
+    "bench_predictive_cpu": ("speed.bench_predictive",),
+    "default_options": ("weight_decay.default_options",),
+    "exactness": ("exactness.modes",),
+    "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
+    "large_classes": ("speed.large_classes",),
+    "optimizer_comparison": (TO_TARGET, "--study", "optimizer_comparison"),
+    "optimizer_defaults": ("optimizers.optimizer_defaults",),
+    "out_of_distribution": ("predictions.out_of_distribution",),
+    "predictive_rivals": ("predictions.rivals",),
+    "presets": ("weight_decay.presets",),
+    "ranks_timing": ("speed.ranks_timing",),
+    "table2/full": ("table2.marglik_cifar10", "--protocol", "full"),
+    "table2/scaled": ("table2.marglik_cifar10",),
+    "transformer_timing": ("speed.transformer_timing",),
+    "uci": ("uci.regression",),
+    "update_step_timing_cpu": ("speed.update_step_timing",),
+    "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
+    "vision_transformer_training": (TO_TARGET, "--study", "vision_transformer_training"),
+    "weight_decay_study": ("weight_decay.weight_decay_study",),
 }
-"""Module -> folder of results, if it is not the module's name."""
+"""Folder of results -> module and options."""
 
 
-def main_of(study, *arguments):
-    return import_module(f"experiments.{study}").main(list(arguments))
+def main_of(module, *arguments):
+    return import_module(f"experiments.{module}").main(list(arguments))
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_tables_and_figures_are_made_from_the_json_alone(study, tmp_path, capsys, monkeypatch):
+def test_all_results_are_of_a_study():
+    of_others = {"models", "gpu_tests.json", "bench_quick_cpu.json"}
+    found = {path.name for path in SHIPPED.iterdir()} - of_others
+    assert found == {name.partition("/")[0] for name in TABLES}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_and_figures_are_made_from_the_json_alone(name, tmp_path, capsys):
     """They are those that come with the project, whose files stay as they are."""
-    monkeypatch.setattr(studies, "as_they_finish", lambda function, tasks, jobs: iter(tasks * 0))
-    shipped = SHIPPED / (STUDIES[study] or study.partition(".")[2])
-    folder = shutil.copytree(shipped, tmp_path / shipped.name)
-    tables = [path.relative_to(folder) for path in folder.rglob("table.md")]
-    part = [table for table in tables if "scaled_calibrated" not in table.parts]
-    for name in ("*.md", "*.png"):
-        for path in folder.rglob(name):
-            path.unlink()
-    protocols = ["scaled", "full"] if study.startswith("table2") else [None]
-    for protocol in protocols:
-        options = ["--protocol", protocol] if protocol else []
-        assert main_of(study, "--report", *options, "--results", str(tmp_path)) == 0
-    assert len(part) == len(protocols)
-    for table in part:
-        text = (folder / table).read_text()
-        assert text == (shipped / table).read_text()
-    assert text.strip() in capsys.readouterr().out
-    figures = {path.relative_to(shipped) for path in shipped.rglob("*.png")}
-    assert figures == {path.relative_to(folder) for path in folder.rglob("*.png")}
-    assert all((folder / figure).stat().st_size > 1000 for figure in figures)
-
-
-@pytest.mark.parametrize("study", [study for study in STUDIES if "table2" not in study])
-def test_a_report_without_results_says_what_to_do(study, tmp_path, capsys):
+    module, *options = TABLES[name]
+    shipped = SHIPPED / name
+    folder = shutil.copytree(shipped, tmp_path / name)
+    for path in [*folder.glob("*.md"), *folder.glob("*.png")]:
+        path.unlink()
+    assert main_of(module, *options, "--report", "--results", str(tmp_path)) == 0
+    text = (folder / "table.md").read_text()
+    assert text == (shipped / "table.md").read_text() and text.strip() in capsys.readouterr().out
+    figures = {path.name for path in folder.glob("*.png")}
+    assert figures == {path.name for path in shipped.glob("*.png")}
     with pytest.raises(SystemExit):
-        main_of(study, "--report", "--results", str(tmp_path))
+        main_of(module, *options, "--report", "--results", str(tmp_path / "none"))
     assert "run without --report first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("study", "options", "finished", "asked"),
-    [
-        ("predictions.predictive_rivals", ["--seeds", "2"], "digits_0", ["digits_1"]),
-        (
-            "predictions.out_of_distribution", ["--data", "digits", "--seeds", "2"],
-            "digits_0", ["digits_1"],
-        ),
-        (
-            "weight_decay.weight_decay_study", ["--data", "nci1", "--seeds", "2"],
-            "nci1_ways_all_0", ["nci1_ways_all_1"],
-        ),
-        ("uci.regression", ["--data", "yacht", "energy"], "energy", ["yacht"]),
-    ],
-)  # fmt: skip
-def test_what_is_not_there_yet_is_run(study, options, finished, asked, tmp_path, monkeypatch):
-    name = STUDIES[study] or study.partition(".")[2]
-    (tmp_path / name).mkdir()
-    shutil.copy(SHIPPED / name / f"{finished}.json", tmp_path / name)
-    found = []
-
-    def as_they_finish(function, tasks, jobs):
-        found.extend(task.name for task in tasks)
-        return iter([])
-
-    monkeypatch.setattr(studies, "as_they_finish", as_they_finish)
-    assert main_of(study, *options, "--results", str(tmp_path)) == 0
-    assert found == asked
 
 
 @dataclass(frozen=True)
@@ -102,47 +91,253 @@ class Task:
     name: str
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, capsys, in_this_process):
-    def run(task):
-        if task.name == "wrong":
-            raise ValueError("no such data")
-        return {"seconds": {"training": 2.0, "evaluation": 3.0}}
+def run_task(task):
+    if task.name == "wrong":
+        raise ValueError("no such data")
+    return {"threads": torch.get_num_threads()}
 
-    def report(folder):
-        return f"{len(list(folder.glob('*.json')))} runs"
 
-    (tmp_path / "finished.json").write_text("{}")
-    tasks = [Task(name) for name in ("finished", "wrong", "last")]
-    options = Namespace(report=False, jobs=1)
-    assert studies.run_missing(run, tasks, tmp_path, report, options) == 1
-    assert in_this_process == tasks[1:]
+def command(tasks, then, folder, *options):
+    return studies.study(
+        "study", "A study.", run_task, lambda _: [Task(name) for name in tasks],
+        lambda found: " ".join(run["name"] for run in found), ["--results", str(folder), *options],
+        then=lambda _, found: [Task(name) for name in then if len(found) > 1],
+    )  # fmt: skip
+
+
+def test_what_is_missing_is_run_and_a_run_that_fails_is_named(tmp_path, capsys, in_this_process):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/first.json").write_text("{}")
+    assert command(["first", "wrong", "last"], ["then"], tmp_path) == 1
     shown, said = capsys.readouterr()
-    assert said == "wrong: no such data\n"
-    assert shown.splitlines()[:2] == ["last: 5 s", "2 runs"]
-    assert json.loads((tmp_path / "last.json").read_text())["seconds"]["training"] == 2.0
-    assert not (tmp_path / "wrong.json").exists()
-    assert studies.run_missing(run, tasks[::2], tmp_path, report, options) == 0
+    assert said == "wrong: no such data\n" and "first last" in shown
+    assert in_this_process == ["wrong", "last"]
+    later = iter([["then"], []])
+    assert command(["first", "last"], (n for n in next(later)), tmp_path) == 0
+    assert in_this_process[2:] == ["then"]
+    assert (tmp_path / "study/table.md").read_text() == "first last then\n"
 
 
-def test_the_helpers_of_tables():
-    assert studies.markdown([["a", "b"], ["1", ""]]) == "| a | b |\n|---|---|\n| 1 |  |"
+def test_each_run_has_a_process_and_ones_own_results_lie_apart(tmp_path):
+    found = dict(studies.as_they_finish(run_task, [Task("one"), Task("wrong")], jobs=2))
+    assert found[Task("one")]["threads"] == max(1, torch.get_num_threads() // 2)
+    assert str(found[Task("wrong")]) == "no such data"
     assert studies.mean_with_error([1.0, 2.0], "{:+.2f}") == "+1.50 ± 0.50"
-    assert studies.mean_with_error([1.0], "{:+.2f}") == "+1.00"
 
 
-def test_ones_own_results_and_those_of_the_project_lie_apart(tmp_path, monkeypatch, capsys):
-    def sums():
-        files = (path for path in SHIPPED.rglob("*") if path.is_file())
-        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+# The smallest run of each study; each case returns results, and makes a table of them
 
-    before = sums()
-    of_exactness = json.loads((SHIPPED / "exactness/exactness.json").read_text())
-    seconds = {"median_seconds": {"one of my own": 7.5}}
-    monkeypatch.setattr(modes, "run", lambda config: of_exactness)
-    monkeypatch.setitem(bench_curvature.PARTS, "evidence", (lambda config: seconds, {}))
-    modes.main([])
-    bench_curvature.main(["evidence", "--device", "cpu"])
-    tables = capsys.readouterr().out
-    assert "one of my own | 7.50" in tables
-    assert {path.name for path in tmp_path.iterdir()} == {"results"}
-    assert sums() == before
+
+def blobs(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (n,), generator=generator)
+    x = torch.stack([y.float(), (y == 1).float()], 1)
+    return x + 0.3 * torch.randn(n, 2, generator=generator), y
+
+
+SPLITS = TensorSplits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
+WRN = {"batch_size": 1, "width": 1, "repetitions": 1}
+
+
+class Blobs:
+    def __init__(self, seed=0):
+        pass
+
+    def load(self):
+        return SPLITS
+
+
+def small_exactness(patch):
+    from experiments.exactness import modes
+
+    config = Exactness(seeds=1, num_examples=2, num_positions=2, num_outputs=2, nodes=(2, 3))
+    return [modes.run(config)], modes.table
+
+
+def small_rivals(patch):
+    problem = rivals.Problem(
+        "blobs", Blobs, lambda: MLP(2, (4,), 3), 2, OptimizerConfig(lr=0.05), "expand", 1, 0, 16
+    )
+    patch.setitem(rivals.PROBLEMS, "digits", problem)
+    patch.setattr(rivals, "laplace_torch", lambda *_: 1 / 0)  # a rival that fails is left out
+    config = rivals.Config(
+        samples=2, members=2, weight_decays=(5e-4, 5e-2), dropout=(0.1,), repetitions=1
+    )
+    found = rivals.run(config)
+    assert set(found["failed"]) == {"laplace-torch", "laplace-torch, last layer"}
+    rows = found["rows"]
+    assert len(rows) == 12
+    # Temperature scaling as a row and as a column are one thing.
+    raw, scaled = rows["MAP, chosen weight decay"]["tempered"], rows["temperature scaling"]
+    assert scaled["metrics"]["cls/NLL"] == pytest.approx(raw["cls/NLL"], rel=1e-3)
+    return [found], rivals.table
+
+
+def small_out_of_distribution(patch):
+    config = out_of_distribution.Config(epochs=1, test=20, corrupted=2, outside=8, samples=3)
+    found = out_of_distribution.run(config)
+    assert len(found["rows"]) == 5 and all(len(r["shift"]) == 20 for r in found["rows"].values())
+    return [found], out_of_distribution.table
+
+
+def small_optimizer_defaults(patch):
+    patch.setattr(optimizer_defaults, "STEPS", 10)
+    patch.setattr(optimizer_defaults, "SEEDS", (1,))
+    patch.setitem(optimizer_defaults.SCHEDULES, "cosine", Schedule(10, 1))
+    found = optimizer_defaults.run_one(optimizer_defaults.Task("squares", "cosine", "clip"))
+    assert all(curve["loss"][-1] < curve["loss"][0] for curve in found["curves"])
+    return [found], optimizer_defaults.table
+
+
+def small_table2(patch):
+    patch.setitem(table2.PROTOCOLS, "scaled", table2.Protocol(10, 1, 1, 1, held_out=0.25))
+    found = table2.run(table2.Config(approach="expand", augment=False))
+    assert (found["data"], found["num_data"]) == ("CIFAR-10 (JPEG)", 30)
+    assert len(found["weight_decay"]) == 28 and found["seconds_per_update"]["all"] > 0
+    return [found], table2.table
+
+
+def small_uci(patch):
+    splits = [regression.run_split(regression.Config("yacht", 0, 40, 0.03, updates=4))]
+    ours, single = (splits[0]["methods"][name] for name in ("ours", "MAP, learned σ"))
+    assert ours["rmse"] == single["rmse"] and ours["log_likelihood"] != single["log_likelihood"]
+    return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
+
+
+def small_bench_curvature(patch):
+    patch.setattr(bench_curvature, "GROWTH", {"batch_size": ("batch size", (1,))})
+    config = bench_curvature.Config(**WRN)
+    found = [bench_curvature.run_growth(config) | {"name": "growth"}]
+    assert bench_curvature.figures(found)
+    return [bench_curvature.run_batch(config) | {"name": "batch_32"}], bench_curvature.tables
+
+
+def small_bench_predictive(patch):
+    patch.setattr(bench_predictive, "network", partial(bench_predictive.network, width=1, depth=10))
+    found = bench_predictive.run_batch(2, repetitions=1, epochs=1, num_train=40)
+    return [found], bench_predictive.table
+
+
+def small_large_classes(patch):
+    config = partial(
+        classes.Config, classes=(4,), batch_size=2, image_size=8,
+        vocabulary=40, diagonal_above=20, sequences=2, positions=4, dim=8, repetitions=1,
+    )  # fmt: skip
+    found = [classes.run(config(name)) | {"name": name} for name in ("exact", "vocabulary")]
+    assert all(case["times_limit"] > 0 for part in found for case in part["cases"])
+    return found, classes.table
+
+
+def small_transformer_timing(patch):
+    shape = transformer_timing.Shape(((4, 2),), 8, 1, 1, image_size=8, num_classes=3)
+    found = transformer_timing.run(transformer_timing.Config("vit_cpu", shape, 1))
+    return [found | {"name": "vit_cpu"}], transformer_timing.table
+
+
+def small_update_step_timing(patch):
+    from experiments.speed import update_step_timing
+
+    found = update_step_timing.run(update_step_timing.Config(2, repetitions=1, width=1))
+    assert found["times_sgd"]["SGD"] == 1.0 and set(found["amortised_times_sgd"]) == {
+        "expand", "reduce",
+    }  # fmt: skip
+    return [found], update_step_timing.table
+
+
+def small_default_options(patch):
+    small = replace(default_options.PROBLEMS["MLP"], examples=60, epochs=2)
+    patch.setitem(default_options.PROBLEMS, "MLP", small)
+    patch.setattr(default_options, "GRID", (1e-3, 1e-1))
+    parts = ("default", "grid")
+    found = [default_options.run(default_options.Config("MLP", 0.2, 0, part)) for part in parts]
+    return found, default_options.table
+
+
+def small_presets(patch):
+    path = write_nci1(Path("nci1.tar.gz").resolve(), nci1_texts(30))
+    small = {
+        "epochs": 1, "prior.every": 1, "prior.steps": 5, "held_out": 0.34,
+        "data.path": path, "model.node_features": 3,
+    }  # fmt: skip
+    options = [f"--{name}={value}" for name, value in small.items()]
+    patch.setattr(presets, "marglik", lambda arguments: marglik([*arguments, *options]))
+    found = presets.run(presets.Config("graph_network_nci1", 0))
+    assert len({row["learned"] for row in found["weight_decay"].values()}) > 10
+    return [found], presets.table
+
+
+def small_weight_decay_study(patch):
+    problem = replace(
+        weight_decay_study.PROBLEMS["digits"], make_model=lambda: MLP(64, (6,)), epochs={100: 3},
+        flipped=(0.0,),
+    )  # fmt: skip
+    patch.setitem(weight_decay_study.PROBLEMS, "digits", problem)
+    found = weight_decay_study.run(weight_decay_study.Config(size=100, weight_decays=(5e-4, 5e-1)))
+    assert len(found["rows"]) == 4
+    return [found], weight_decay_study.table
+
+
+SMALL = {name.removeprefix("small_"): of for name, of in globals().items() if "small_" in name[:6]}
+DATA = {"table2": "tiny_cifar10", "bench_predictive": "tiny_cifar10", "uci": "tiny_yacht"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SMALL)
+def test_the_smallest_run(name, monkeypatch, request):
+    if name in DATA:
+        request.getfixturevalue(DATA[name])
+    found, table = SMALL[name](monkeypatch)
+    found = json.loads(json.dumps(found, allow_nan=False))
+    assert table(found).count("|") > 10 and "nan" not in table(found)
+
+
+@pytest.mark.slow  # two processes import everything
+def test_two_ranks_find_the_bytes_of_the_formula():
+    from experiments.speed import ranks_timing
+
+    config = ranks_timing.Config("two", num_images=8, batch_size=2, repetitions=1, width=1)
+    found = ranks_timing.run(config)
+    # Fixup's scalars and the head's bias are not in the formula: 32 and 100 numbers.
+    assert found["bytes_reduced"] - found["bytes_of_the_formula"] == 4 * (32 + 100)
+
+
+TINY = steps_to_target.Study(
+    {"tiny": Problem("tiny", Blobs().load, lambda _: MLP(2, (5,), 3), "classification", 8)},
+    {
+        "sgd": Method("SGD", "nesterov"),
+        "adamw": Method("AdamW", "nadamw"),
+        "reduce": Method("K-FAC-reduce", "nesterov", "reduce", pace=0.75),
+        "diverges": Method("K-FAC, plain", "nesterov", "expand", {"norm_control": "none"}),
+    },
+    {"tiny": Schedule(12, 2)},
+    {"sgd": (1e-2, 1e-1), "adamw": (1e-3, 1e-2), "reduce": (1e-3, 1e-2), "diverges": (0.1, 1e4)},
+    damping=(1e-2, 1.0),
+    block=2,
+    trials=3,
+    seeds=2,
+    paper={"sgd": ("100", "100", "100")},
+)
+
+
+def test_a_study_to_a_target_goes_through_its_stages(
+    tmp_path, capsys, monkeypatch, in_this_process
+):
+    monkeypatch.setitem(steps_to_target.STUDIES, "tiny", TINY)
+    arguments = ["--study", "tiny", "--results", str(tmp_path)]
+    assert steps_to_target.main(arguments) == 0
+    assert in_this_process == [
+        *(f"tiny_{name}_search" for name in TINY.methods),
+        *(f"tiny_{name}_seeds" for name in TINY.methods),
+        "tiny_sgd_timing",
+    ]
+    text = (tmp_path / "tiny/table.md").read_text()
+    assert "| SGD | " in text and "| 100 | 100 | 100 |" in text
+    files = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("tiny/*.json")}
+    for name in ("sgd", "adamw", "reduce"):
+        curves = files[f"tiny_{name}_seeds"]["curves"]
+        assert [curve["seed"] for curve in curves] == [1, 2]
+        assert all(curve["loss"][-1] < curve["loss"][0] for curve in curves)
+    (tmp_path / "tiny/tiny_adamw_seeds.json").unlink()
+    in_this_process.clear()
+    assert steps_to_target.main(arguments) == 0
+    assert in_this_process == ["tiny_adamw_seeds"]

@@ -1,0 +1,437 @@
+"""Trainings by several optimisers: curves, the search for settings, seconds of a step.
+
+Shared by the studies that train with K-FAC. Curves count steps. Their seconds come from
+`run_timing`, which alternates the methods in one process, so that they meet the same load.
+"""
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim import SGD, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
+from kfac_backend.options import Likelihood, Mode
+from marglik.data.batches import Splits, split_batches
+from marglik.data.tensors import SplitName
+from marglik.eval_mode import eval_mode
+from marglik.posterior.prior import parameter_kind
+from marglik.storage.provenance import environment
+
+__all__ = [
+    "Candidate",
+    "Config",
+    "Method",
+    "Problem",
+    "Schedule",
+    "Timing",
+    "best_candidate",
+    "quasi_random_search",
+    "run",
+    "run_timing",
+    "settled_at",
+]
+
+BaseName = Literal["nesterov", "adamw", "nadamw", "soap"]
+Part = Literal["search", "seeds"]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, network and loss; seeds change initialisation and order, not the data."""
+
+    title: str
+    load: Callable[[], Splits]
+    make_model: Callable[[Splits], nn.Module]
+    likelihood: Likelihood
+    batch_size: int
+    metric: str = "loss"
+    """Metric of the target: "loss", "accuracy" or "average precision" on validation data."""
+    scalar_lr_factor: float = 1.0
+    """Factor on the learning rate of parameters with a single entry."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Mean of −log p(y|f); None takes torch's, a mean over all labels that are not ignored."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimiser with its fixed settings; `Candidate` has those that are searched."""
+
+    title: str
+    base: BaseName
+    kfac_approx: Mode | None = None
+    """Mode of K-FAC's preconditioner; None for no preconditioner."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the preconditioner, except its damping."""
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    pace: float = 1.0
+    """Factor on the schedule's warm-up and steps."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that are searched."""
+
+    lr: float
+    damping: float | None = None
+    """Damping of K-FAC; None without it."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over steps: a linear warm-up, then a decay to ``end`` times the highest."""
+
+    steps: int
+    warmup: int
+    shape: Literal["cosine", "linear"] = "cosine"
+    """Form of the decay; linear is AlgoPerf's polynomial of degree 1."""
+    end: float = 0.0
+    fall: float = 1.0
+    """Share of the steps after the warm-up in which the rate decays; constant from then on."""
+
+    def times(self, pace: float) -> "Schedule":
+        """The schedule with warm-up and steps multiplied by a factor."""
+        return replace(self, steps=round(pace * self.steps), warmup=round(pace * self.warmup))
+
+    def factor(self, step: float) -> float:
+        """Factor on the highest learning rate at a step, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        share = min(1.0, (step - self.warmup) / (self.fall * (self.steps - self.warmup)))
+        left = (1 + math.cos(math.pi * share)) / 2 if self.shape == "cosine" else 1 - share
+        return self.end + (1 - self.end) * left
+
+
+@dataclass(frozen=True)
+class Config:
+    """Trainings of one method on one problem: all candidates with all seeds, in one file."""
+
+    study: str
+    problem: str
+    method: str
+    part: Part
+    candidates: tuple[Candidate, ...]
+    seeds: tuple[int, ...]
+    schedule: Schedule
+    measure_every: int
+    """Steps between measurements of the validation data."""
+
+    @property
+    def name(self) -> str:
+        """The name of its file, without its ending."""
+        return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
+
+
+def quasi_random_search(
+    lr: tuple[float, float], damping: tuple[float, float], trials: int
+) -> tuple[Candidate, ...]:
+    """Candidates, log-uniform in rate and damping; the same points for the same ranges.
+
+    They are scrambled Sobol points, which cover the ranges even with few trials. Six random points
+    may all lie in the lower half.
+    """
+    sequence = torch.quasirandom.SobolEngine(2, scramble=True, seed=0)
+    points = sequence.draw(trials).tolist()
+
+    def between(share: float, ends: tuple[float, float]) -> float:
+        low, high = map(math.log, ends)
+        return math.exp(low + share * (high - low))
+
+    return tuple(Candidate(between(u, lr), between(v, damping)) for u, v in points)
+
+
+def run(problem: Problem, method: Method, config: Config) -> Row:
+    """Train all candidates with all seeds; returns their curves."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    splits = problem.load()
+    schedule = config.schedule.times(method.pace)
+    curves = [
+        {"candidate": asdict(candidate), "seed": seed}
+        | _curve(problem, splits, method, candidate, seed, schedule, config.measure_every)
+        for candidate in config.candidates
+        for seed in config.seeds
+    ]
+    return {
+        "config": asdict(config),
+        "problem": problem.title,
+        "metric": problem.metric,
+        "method": asdict(method),
+        "curves": curves,
+        "seconds": time.perf_counter() - started,
+        **environment(torch.device("cpu")),
+    }
+
+
+def settled_at(curve: Row, metric: str, target: float) -> int | None:
+    """The step from which on the validation metric stays at the target or better, if any.
+
+    The first step at the target will not do: an untrained network's metric may jump above it for
+    a moment.
+    """
+    # A run that diverges before the first measurement has no values.
+    values = curve.get(metric, [])
+    sign = 1 if metric == "loss" else -1
+    first = len(values)
+    while first and sign * values[first - 1] <= sign * target:
+        first -= 1
+    settled = first < len(values) and curve["diverged"] is None
+    return curve["step"][first] if settled else None
+
+
+def best_candidate(found: Row, target: float | None = None) -> Candidate:
+    """The candidate whose run settles at the target first, or else whose last value is best.
+
+    Args:
+        found: results of a search.
+        target: of the metric; None compares last values alone.
+
+    Raises:
+        ValueError: all of its runs diverged.
+    """
+    metric = found["metric"]
+    sign = 1 if metric == "loss" else -1
+    curves = [curve for curve in found["curves"] if curve["diverged"] is None]
+    if not curves:
+        raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
+
+    def rank(curve: Row) -> tuple[float, float]:
+        step = None if target is None else settled_at(curve, metric, target)
+        return (math.inf if step is None else step, sign * curve[metric][-1])
+
+    return Candidate(**min(curves, key=rank)["candidate"])
+
+
+# One training
+
+
+class Training:
+    """A network with its optimiser, and one step of both."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        splits: Splits,
+        method: Method,
+        candidate: Candidate,
+        seed: int,
+        schedule: Schedule,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = problem.make_model(splits)
+        self.loss = problem.loss or _loss(problem.likelihood)
+        self.method = method
+        self.peak_lr = candidate.lr
+        self.optimizer = _optimizer(
+            method, _groups(self.model, candidate.lr, problem.scalar_lr_factor), candidate.lr
+        )
+        self.scheduler = LambdaLR(self.optimizer, schedule.factor)
+        self.preconditioner = None
+        if method.kfac_approx is not None:
+            assert candidate.damping is not None
+            self.preconditioner = KfacPreconditioner(
+                self.model,
+                problem.likelihood,
+                PreconditionerOptions(damping=candidate.damping, **method.options),
+                kfac_approx=method.kfac_approx,
+                seed=seed,
+            )
+        loader = split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed)
+        self.batches = _full_batches(loader, problem.batch_size)
+
+    def step(self) -> Tensor:
+        """Take a step; returns the loss of the batch before it.
+
+        Raises:
+            FloatingPointError: if factors or gradients are not finite.
+        """
+        x, y = next(self.batches)
+        self.optimizer.zero_grad()
+        loss = self.loss(self.model(x), y)
+        loss.backward()
+        if self.preconditioner is not None:
+            at_peak = self.preconditioner.options.norm_control == "peak_kl_clip"
+            now = self.optimizer.param_groups[0]["lr"]
+            self.preconditioner.step(lr=self.peak_lr if at_peak else now)
+        self.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # SOAP's first step has no update
+            self.scheduler.step()
+        return loss.detach()
+
+
+def _curve(
+    problem: Problem,
+    splits: Splits,
+    method: Method,
+    candidate: Candidate,
+    seed: int,
+    schedule: Schedule,
+    measure_every: int,
+) -> Row:
+    """Lists over measurements: step, train loss since the last, validation loss and metrics."""
+    started = time.process_time()
+    training = Training(problem, splits, method, candidate, seed, schedule)
+    found: dict[str, list[float]] = {"step": [], "train loss": []}
+    losses: list[Tensor] = []
+    diverged: str | None = None
+    step = 0
+    try:
+        for step in range(1, schedule.steps + 1):
+            losses.append(training.step())
+            if step % measure_every and step != schedule.steps:
+                continue
+            mean = torch.stack(losses).mean().item()
+            if not math.isfinite(mean):
+                raise FloatingPointError(f"The loss is {mean}.")
+            losses.clear()
+            measured = _measure(problem, splits, training.model, "validation")
+            if not math.isfinite(measured["loss"]):
+                raise FloatingPointError(f"The validation loss is {measured['loss']}.")
+            for key, value in {"step": step, "train loss": mean, **measured}.items():
+                found.setdefault(key, []).append(value)
+    except FloatingPointError as error:
+        diverged = f"step {step}: {error}"
+    test = None if diverged else _measure(problem, splits, training.model, "test")
+    # Processor seconds, measurements included: the cost of the study, not a comparison.
+    seconds = time.process_time() - started
+    return {**found, "test": test, "diverged": diverged, "processor_seconds": seconds}
+
+
+def _measure(
+    problem: Problem, splits: Splits, model: nn.Module, split: SplitName
+) -> dict[str, float]:
+    """Mean loss (nats), and accuracy or average precision."""
+    loss, pairs = problem.loss or _loss(problem.likelihood), []
+    with torch.no_grad(), eval_mode(model):
+        for x, y in split_batches(splits, split, 256):
+            pairs.append((model(x), y))
+    f, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    found = {"loss": loss(f, y).item()}
+    if problem.likelihood == "classification":
+        counted = y >= 0
+        found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
+    elif problem.metric == "average precision" and torch.isfinite(f).all():
+        found["average precision"] = _average_precision(f, y)
+    return found
+
+
+def _average_precision(f: Tensor, y: Tensor) -> float:
+    """Mean over the targets that have both labels, as ogbg-molpcba's evaluator has it."""
+    from sklearn.metrics import average_precision_score
+
+    f, y = f.view(len(f), -1), y.view(len(y), -1)
+    each = []
+    for scores, labels in zip(f.unbind(1), y.unbind(1), strict=True):
+        known = labels >= 0
+        if 0 < labels[known].sum() < known.sum():
+            each.append(average_precision_score(labels[known].numpy(), scores[known].numpy()))
+    return float(statistics.mean(each))
+
+
+def _loss(likelihood: Likelihood) -> Callable[[Tensor, Tensor], Tensor]:
+    return _bernoulli_loss if likelihood == "bernoulli" else _categorical_loss
+
+
+def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over the labels that are not ignored; one label per example or per position."""
+    return cross_entropy(f.flatten(0, -2), y.flatten())
+
+
+def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over the known targets of all examples; -1 marks an unknown one."""
+    y = y.view(f.shape).to(f.dtype)
+    known = y >= 0
+    return binary_cross_entropy_with_logits(f[known], y[known])
+
+
+def _full_batches(loader: Any, size: int) -> Iterator[Any]:
+    """Yield full batches without end; a smaller one at the end of the data is left out."""
+    while True:
+        for x, y in loader:
+            if len(y) == size:
+                yield x, y
+
+
+def _groups(model: nn.Module, lr: float, scalar_lr_factor: float) -> list[dict[str, Any]]:
+    scalars, others = [], []
+    for p in model.parameters():
+        is_scalar = scalar_lr_factor != 1 and parameter_kind(p) == "scalars"
+        (scalars if is_scalar else others).append(p)
+    rates = ((others, 1.0), (scalars, scalar_lr_factor))
+    return [{"params": params, "lr": lr * factor} for params, factor in rates if params]
+
+
+def _optimizer(method: Method, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+    decay = method.weight_decay
+    if method.base == "nesterov":
+        return SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)
+    if method.base == "adamw":
+        return AdamW(groups, lr, method.betas, weight_decay=decay)
+    if method.base == "nadamw":
+        return NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)
+    # Only this method needs it.
+    from pytorch_optimizer import SOAP  # pyright: ignore[reportMissingImports]
+
+    return SOAP(groups, lr, method.betas, weight_decay=decay, precondition_frequency=10)
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Timing of methods' steps, which take turns."""
+
+    study: str
+    problem: str
+    methods: tuple[str, ...]
+    block: int
+    """Steps timed in a row; a multiple of all intervals."""
+    blocks: int = 7
+
+    @property
+    def name(self) -> str:
+        """The name of its file, without its ending."""
+        return f"{self.problem}_{self.methods[0]}_timing".replace(" ", "_")
+
+
+def run_timing(problem: Problem, methods: Mapping[str, Method], config: Timing) -> Row:
+    """Processor seconds of a step: median and quartiles over blocks; the methods take turns."""
+    torch.set_num_threads(1)
+    splits = problem.load()
+    # The settings do not matter for time; small ones cannot diverge.
+    candidate, schedule = Candidate(1e-6, 1.0), Schedule(10**6, 0)
+    trainings = {
+        name: Training(problem, splits, methods[name], candidate, 0, schedule)
+        for name in config.methods
+    }
+    each: dict[str, list[float]] = {name: [] for name in trainings}
+    for number in range(config.blocks + 1):
+        for name, training in trainings.items():
+            started = time.process_time()
+            for _ in range(config.block):
+                training.step()
+            if number:  # the first warms up
+                each[name].append((time.process_time() - started) / config.block)
+    quartiles = ("low", "median", "high")
+    found = {
+        name: dict(zip(quartiles, statistics.quantiles(s, n=4), strict=True))
+        for name, s in each.items()
+    }
+    return {
+        "config": asdict(config),
+        "step_seconds": found,
+        **environment(torch.device("cpu")),
+    }

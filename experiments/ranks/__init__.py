@@ -1,1 +1,0 @@
-"""Several ranks: what a pass and its communication take."""

@@ -1,0 +1,248 @@
+"""The data of experiments: whole as published, or one error that names the file."""
+
+import gzip
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from experiments.data import archives
+from experiments.data.archives import members, unpacked
+from experiments.data.dart import DART
+from experiments.data.image_archive import CIFAR10Archive, ImageArchive
+from experiments.data.nci1 import NCI1
+from experiments.data.uci import UCI
+from tests.experiments.data.text_and_graphs import (
+    TYPES,
+    dart_entries,
+    nci1_texts,
+    write_dart,
+    write_nci1,
+)
+from tests.marglik.data.image_helpers import decoded_by_pil, image_files, write_archive
+
+FILES = {"a/first.txt": b"1" * 2000, "second.txt": b"2"}
+GRAPHS = 40
+
+
+def read(path):
+    return members(*unpacked(path, "data.tar.gz", "from somewhere"))
+
+
+@pytest.mark.parametrize("name", ["data.tar", "data.tar.gz"])
+def test_an_archive_gives_its_files_but_no_links(tmp_path, name):
+    path = write_archive(tmp_path / name, FILES)
+    if name == "data.tar":
+        with tarfile.open(path, "a") as archive:
+            info = tarfile.TarInfo("link")
+            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(info)
+    assert read(path) == FILES
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "end"])
+@pytest.mark.parametrize("name", ["data.tar", "data.tar.gz"])
+def test_a_damaged_archive_is_refused(tmp_path, name, damage):
+    path = write_archive(tmp_path / name, FILES)
+    whole = bytearray(path.read_bytes())
+    is_tar = name == "data.tar"
+    whole[10 if is_tar else -8] ^= damage == "bit"  # of a header; of gzip's sum
+    cut = {"cut": 1500 if is_tar else 80, "end": 3584 if is_tar else -4}.get(damage)
+    path.write_bytes(whole[:cut])
+    with pytest.raises(ValueError, match=f"{name}' is damaged"):
+        read(path)
+
+
+def test_a_bomb_is_refused_and_a_missing_file_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "LARGEST", 2**20)
+    path = tmp_path / "data.tar.gz"
+    path.write_bytes(gzip.compress(bytes(2**21)))
+    with pytest.raises(ValueError, match="unpacks to more than 1,048,576 bytes"):
+        read(path)
+    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path / "elsewhere"))
+    with pytest.raises(FileNotFoundError, match="elsewhere.data.tar.gz' .*MARGLIK_DATA"):
+        read(None)
+
+
+def test_images_equal_pillows(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = image_files()
+    path = write_archive(tmp_path / "pets.tar.gz", files)
+    for _ in range(2):  # decoded, and from the cache
+        splits = ImageArchive(path).load()
+        for images, part in ((splits.train, "train"), (splits.test, "test")):
+            pixels, labels = decoded_by_pil(files, part)
+            assert torch.equal(images.images, pixels) and torch.equal(images.labels, labels)
+    assert (splits.name, splits.classes) == ("pets", ("cat", "dog", "test"))
+    assert CIFAR10Archive(path).load().mean == (125.3, 123.0, 113.9)
+    assert len(list((tmp_path / "cache/marglik").iterdir())) == 2
+    write_archive(path, {k: v for k, v in files.items() if k != "train/dog/001.jpg"})
+    assert len(ImageArchive(path).load().train) == len(splits.train) - 1  # another archive
+
+
+def texts_of(x, y):
+    """The texts of DART's windows, put together again from their targets."""
+    texts = []
+    for inputs, targets in zip(x.tolist(), y.tolist(), strict=True):
+        new = bytes(target for target in targets if target != -100)
+        if inputs[0] == ord("\n") and targets[0] != -100:
+            texts.append(b"\n" + new)
+        else:
+            texts[-1] += new
+    return texts
+
+
+def test_each_byte_of_dart_is_a_target_once_and_no_triples_are_in_two_splits(tmp_path):
+    path, R = write_dart(tmp_path / "dart.json.gz", dart_entries(60)), 32
+    splits = DART(path, R, num_test=30, validation=0.2).load()
+    pairs = (splits.train, splits.validation, splits.test)
+    expected = {
+        f"\n{' && '.join(' | '.join(t) for t in e['tripleset'])} => {e['annotations'][0]['text']}\n"
+        .encode()
+        for e in dart_entries(60)
+    }  # fmt: skip
+    found = [texts_of(*pair) for pair in pairs]
+    for texts in found:
+        assert set(texts[:-1]) <= expected  # the last may be cut off by the number of windows
+        assert any(text.startswith(texts[-1]) for text in expected)
+    assert sum(map(len, found)) == len(set().union(*found)) >= 56
+    subjects = [{text.split(b" | ")[0] for text in texts} for texts in found]
+    assert all(len(of) > 5 for of in subjects)
+    assert sum(map(len, subjects)) == len(set().union(*subjects))
+    for x, y in pairs:
+        assert x.shape == y.shape == (len(x), R) and x.dtype == y.dtype == torch.int64
+        assert ((y[:, :-1] == x[:, 1:]) | (y[:, :-1] == -100)).all() and (y != -100).any(1).all()
+    assert (splits.name, splits.ignore_index, len(splits.classes)) == ("DART", -100, 256)
+
+
+def graphs_of(x, y):
+    for i in range(len(x)):
+        one = x[i : i + 1]
+        assert one.nodes.sum(1).eq(1).all() and one.edges.eq(1).all()
+        edges = zip(one.senders.tolist(), one.receivers.tolist(), strict=True)
+        yield tuple(one.nodes.argmax(1).tolist()), tuple(sorted(edges)), int(y[i])
+
+
+def test_graphs_are_those_of_the_archive_in_stratified_splits(tmp_path):
+    texts = nci1_texts(GRAPHS)
+    lines = {part: text.splitlines() for part, text in texts.items()}
+    owner = [int(line) - 1 for line in lines["graph_indicator"]]
+    edges = [tuple(int(n) - 1 for n in line.split(",")) for line in lines["A"]]
+    expected = []
+    for graph, label in enumerate(lines["graph_labels"]):
+        nodes = [v for v, g in enumerate(owner) if g == graph]
+        own = sorted((s - nodes[0], r - nodes[0]) for s, r in edges if s in nodes)
+        kinds = tuple(int(lines["node_labels"][v]) for v in nodes)
+        expected.append((kinds, tuple(own), int(label)))
+    texts["A"] = "".join(f"{line}\n" for line in reversed(lines["A"]))  # in any order
+    path = write_nci1(tmp_path / "graphs.tar.gz", texts)
+    splits = NCI1(path, test=0.5, validation=0.5).load()
+    parts = [list(graphs_of(*p)) for p in (splits.train, splits.validation, splits.test)]
+    assert [len(part) for part in parts] == [10, 10, 20]
+    assert sorted(sum(parts, [])) == sorted(expected)
+    share = sum(label for *_, label in expected) / GRAPHS
+    assert all(abs(sum(g[2] for g in part) / len(part) - share) < 0.06 for part in parts)
+    assert (splits.train[0].nodes.shape[1], splits.classes) == (TYPES, ("0", "1"))
+    assert len(NCI1(path, num_train=20).load().train[1]) == 20
+
+
+ROWS = np.array(
+    [[1.0, 7.0, 10.0, 4.0], [2.0, 7.0, 20.0, 3.0], [4.0, 7.0, 60.0, 9.0], [9.0, 8.0, 90.0, 1.0]]
+)  # the second column is constant over the first three rows, the third is the target
+UCI_TEXTS = {
+    "data": "\n".join(" ".join(map(str, row)) for row in ROWS),
+    "index_features": "0\n1\n3\n",
+    "index_target": "2\n",
+    "index_train_0": "0.0\n2.0\n1.0\n",
+    "index_test_0": "3.0\n",
+}
+
+
+def write_uci(path, texts):
+    with tarfile.open(path, "w:gz") as archive:
+        for part, text in texts.items():
+            info = tarfile.TarInfo(f"uci/tiny/{part}.txt")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def test_uci_is_standardised_by_the_training_part(tmp_path):
+    splits = UCI("tiny", path=write_uci(tmp_path / "uci.tar.gz", UCI_TEXTS)).load()
+    (x, y), (x_test, y_test) = splits.train, splits.test
+    # By hand: rows 0, 2, 1; targets 10, 60, 20 with mean 30 and variance (400 + 900 + 100) / 3.
+    std = (1400 / 3) ** 0.5
+    assert (splits.target_mean, splits.target_std) == pytest.approx((30, std))
+    assert_close(y, torch.tensor([[-20.0], [30.0], [-10.0]]) / std)
+    assert_close(y_test, torch.tensor([[60.0]]) / std)
+    assert_close(x[:, 0], (torch.tensor([1.0, 4.0, 2.0]) - 7 / 3) / (14 / 9) ** 0.5)
+    assert not x[:, 1].any() and x_test[0, 1] == 1  # its scale is not known
+    # Negative control: with the test example the mean would be another.
+    assert abs(splits.target_mean - ROWS[:, 2].mean()) > 1
+
+
+DIFFERENT = "must list different ones of 0 to 3"
+BAD_UCI = {
+    "no test examples": ({"index_test_0": ""}, "empty"),
+    "a row from the end": ({"index_test_0": "-1"}, DIFFERENT),
+    "half a row": ({"index_test_0": "2.5"}, DIFFERENT),
+    "in both parts": ({"index_test_0": "2.0"}, DIFFERENT),
+    "the target as a feature": ({"index_features": "0\n1\n2\n"}, DIFFERENT),
+    "a null byte": ({"data": UCI_TEXTS["data"].replace("9.0", "9.0\0")}, "could not convert"),
+    "not finite": ({"data": UCI_TEXTS["data"].replace("9.0", "nan")}, "NaN"),
+    "rows of several lengths": ({"data": UCI_TEXTS["data"] + "\n1 2"}, "inhomogeneous"),
+    "constant targets": ({"data": "\n".join(["1 7 5 4"] * 4)}, "NaN"),
+    "no data": ({"data": ""}, "uci.tar.gz"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UCI)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_files_of_uci_that_do_not_fit(tmp_path, case):
+    change, message = BAD_UCI[case]
+    with pytest.raises(ValueError, match=message):
+        UCI("tiny", path=write_uci(tmp_path / "uci.tar.gz", UCI_TEXTS | change)).load()
+
+
+BAD_NCI1 = {
+    "no numbers": ({"graph_labels": "1\ntwo\n"}, "invalid literal.*two"),
+    "fewer labels": ({"graph_labels": "1\n0\n"}, "from 1 to the 2 graphs of graph_labels"),
+    "fewer kinds": ({"node_labels": "1\n0\n"}, "node_labels 2"),
+    "half an edge": ({"A": "1, 2, 3"}, "reshape"),
+    "node zero": ({"A": "0, 1"}, "A has nodes that are not 1 to"),
+    "across graphs": ({"A": "1, 30"}, "graph"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_NCI1)
+def test_files_of_nci1_that_do_not_fit(case, tmp_path):
+    change, message = BAD_NCI1[case]
+    path = write_nci1(tmp_path / "graphs.tar.gz", nci1_texts(GRAPHS) | change)
+    with pytest.raises(ValueError, match=f"graphs.tar.gz' do not fit together: .*{message}"):
+        NCI1(path).load()
+
+
+@pytest.mark.parametrize("content", ["{entries}", "{}", "[1]", '[{"tripleset": [[1, "b"]]}]'])
+def test_files_that_are_not_darts(content, tmp_path):
+    path = tmp_path / "dart.json.gz"
+    path.write_bytes(gzip.compress(content.encode()))
+    with pytest.raises(ValueError, match="dart.json.gz' is no JSON of DART|there are 0 windows"):
+        DART(path).load()
+
+
+def test_the_published_files():
+    folder = Path(os.environ.get("MARGLIK_DATA", Path(__file__).parents[3] / "../shared/data"))
+    if not (folder / "NCI1.tar.gz").exists():
+        pytest.skip(f"no archives in {folder}: put them there, or set MARGLIK_DATA")
+    (x, y), (x_test, y_test) = (lambda s: (s.train, s.test))(NCI1(folder / "NCI1.tar.gz").load())
+    assert len(y) + len(y_test) == 4110 and int(y.sum() + y_test.sum()) == 2057
+    assert x.nodes.shape[1] == 37 and len(x.edges) + len(x_test.edges) == 2 * 132_753
+    yacht = UCI("yacht", 19, folder / "uci.tar.gz").load()
+    assert yacht.train[0].shape == (277, 6) and yacht.test[1].shape == (31, 1)
+    text = DART(folder / "dart-v1.1.1-full-dev.json.gz", num_test=500).load()
+    assert len(text.train[0]) > 12_000 and b" => " in texts_of(*text.test)[0]
