@@ -317,7 +317,8 @@ def test_full_size_is_the_papers(capsys, tmp_path, monkeypatch):
     """Against the paper's settings, by hand."""
     monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))  # there is no archive
     found = settings(capsys, "full", "expand")
-    assert found["model"]["init_args"] == {"depth": 16, "widen_factor": 4, "num_classes": 10}
+    network = found["model"]["init_args"]
+    assert (network["depth"], network["widen_factor"], network["num_classes"]) == (16, 4, 10)
     assert found["data"]["class_path"] == "marglik.data.CIFAR10"
     assert (found["epochs"], found["batch_size"], found["augment"]) == (100, 128, True)
     assert (found["optimizer"]["name"], found["optimizer"]["lr"]) == ("sgd", 0.1)
