@@ -5,8 +5,10 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from sklearn import datasets
 
 from kfac_backend.layers import registry
 from marglik.cli import main
@@ -172,8 +174,11 @@ def test_commands_are_those_of_the_programs(page, capsys):
             assert arguments[0] in ("evaluate", "report", "fit")
 
 
-def test_commands_after_make_train_run_as_they_stand(capsys):
-    """But for the epochs of training."""
+def test_commands_after_make_train_run_as_they_stand(capsys, monkeypatch):
+    """But for the epochs of training, and with a quarter of the digits."""
+    digits = datasets.load_digits()
+    few = SimpleNamespace(images=digits.images[::4], target=digits.target[::4])
+    monkeypatch.setattr(datasets, "load_digits", lambda: few)
     found = commands((ROOT / "docs/after-training.md").read_text())
     of_digits = [c[1:] for c in found if c[0] == "marglik" and "digits" in " ".join(c)]
     assert [c[0] for c in of_digits] == ["evaluate", "train", "report", "fit"]
