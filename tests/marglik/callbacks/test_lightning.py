@@ -13,14 +13,12 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import CurvatureOptions
 from marglik.callbacks.lightning import MarginalLikelihood
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
     OPTIONS,
     assert_fitted_where_the_network_is,
-    dataset,
     loader,
     network,
     online_training,
@@ -87,21 +85,6 @@ def test_decays_are_those_of_online_training_to_the_bit():
     assert not torch.equal(plain.net[0].weight, model[0].weight)
 
 
-def test_ends_with_a_fitted_posterior_at_what_was_learned():
-    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
-    assert prior.posterior is None
-    trainer(prior).fit(module, loader())
-    posterior = prior.posterior
-    assert posterior.n_data == len(dataset())
-    learned = prior.learner.hyperparameters.prior_precision
-    assert_close(posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)
-    assert_close(
-        float(posterior.log_marginal_likelihood()), prior.learner.evidences[-1], rtol=1e-6, atol=0
-    )
-    weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
-    assert_close(posterior.mean.flatten(), weights)
-
-
 class Stop(L.Callback):
     """Early stopping after an epoch."""
 
@@ -130,15 +113,6 @@ def test_ends_with_an_update_wherever_it_ends(options, updates):
     assert len(set(decays.tolist())) == 4  # learned
 
 
-def test_without_an_update_the_posterior_has_the_initial_decays():
-    prior = MarginalLikelihood("classification", network="net", burn_in=4, **OPTIONS)
-    module = Classifier()
-    trainer(prior, max_steps=10).fit(module, loader())
-    assert_fitted_where_the_network_is(prior, module.net, 1)
-    decays = prior.learner.weight_decays()
-    assert_close(decays, torch.full((4,), OPTIONS["weight_decay"], dtype=decays.dtype))
-
-
 def test_logs_to_the_users_loggers(tmp_path):
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
     logger = CSVLogger(tmp_path)
@@ -150,37 +124,11 @@ def test_logs_to_the_users_loggers(tmp_path):
     assert len(rows) == 3
 
 
-class SaveAt(L.Callback):
-    """Save after an epoch, and train on."""
-
-    def __init__(self, epoch, path):
-        self.epoch, self.path = epoch, path
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch + 1 == self.epoch:
-            trainer.save_checkpoint(self.path)
-
-
-def test_resumes_from_lightnings_checkpoints(tmp_path):
-    whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
-    trainer(whole).fit(module, loader())
-    first = MarginalLikelihood("classification", network="net", **OPTIONS)
-    half = trainer(first, enable_checkpointing=True, default_root_dir=tmp_path)
-    half.callbacks.append(SaveAt(3, tmp_path / "half.ckpt"))
-    half.fit(Classifier(), loader())
-    second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
-    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", **SAFELY)
-    assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
-    assert second.learner.evidences == whole.learner.evidences
-    for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 class Killed(Exception):
     """In place of a kill."""
 
 
-@pytest.mark.parametrize("step", [4, 8, 16])
+@pytest.mark.parametrize("step", [4, 8])
 def test_resumes_from_a_checkpoint_of_an_epochs_last_step(step, tmp_path):
     """It is written before the epoch's update; steps 8 and 16 of four an epoch end epochs 2, 4."""
     whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
@@ -263,22 +211,6 @@ def test_a_mean_over_terms_takes_a_smaller_share_of_the_prior():
     wrong = MarginalLikelihood("classification", network="net", every=1)
     with pytest.raises(ValueError, match="5 loss terms each.*mean_over='terms'"):
         trainer(wrong, epochs=1).fit(Tagger(), data)
-
-
-def test_regression_learns_its_noise():
-    class Regressor(Classifier):
-        def training_step(self, batch, index):
-            x, y = batch
-            return F.mse_loss(self.net(x), y)
-
-    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
-    y = x[:, :3] + 0.3 * torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
-    prior = MarginalLikelihood(
-        "regression", CurvatureOptions(kfac_approx="reduce"), network="net",
-        learn_sigma_noise=True, loss_scale=2 / 3, every=10,
-    )  # fmt: skip
-    trainer(prior, epochs=60).fit(Regressor(), DataLoader(TensorDataset(x, y), 60))
-    assert 0.2 < prior.posterior.sigma_noise < 0.6
 
 
 ON_RANKS = "tests.marglik.callbacks.lightning_on_ranks:trained"

@@ -154,14 +154,6 @@ def with_sampler(drop_last: bool, n: int) -> dict[str, Any]:
     return trained({"loader": DataLoader(dataset, 4, sampler=sampler), "epochs": 2})
 
 
-def with_batches(counts: list[int]) -> dict[str, Any]:
-    """A user's own list of batches, of as many as are said for this rank."""
-    x, y = data("classification")
-    rank = Ranks().rank
-    batches = [(x[2 * i + 10 * rank :][:2], y[2 * i + 10 * rank :][:2]) for i in range(4)]
-    return trained({"loader": batches[: counts[rank]], "epochs": 2})
-
-
 def with_local_means(options: dict[str, Any]) -> dict[str, Any]:
     """A run whose ranks weigh the same, however many examples each has: a control."""
     run = make(**options)
@@ -178,25 +170,6 @@ def with_dropout() -> dict[str, Any]:
     dropout.register_forward_hook(lambda module, args, output: masks.append(output == 0))
     run.run()
     return outcome(run) | {"masks": masks[0][:3]}
-
-
-def seeded_by_rank(folder: str, stop: int) -> dict[str, Any] | None:
-    """A run whose random numbers are each rank's own from the start."""
-    real = torch.manual_seed
-
-    def seed(value: int) -> Any:
-        return real(value + Ranks().rank)
-
-    torch.manual_seed = seed  # type: ignore[assignment]
-    try:
-        run = make(dropout=0.5)
-    finally:
-        torch.manual_seed = real
-    states = Checkpoints(folder, minutes=0)
-    if stop:
-        run._start = (*run._start[:-1], stop)
-    run.run(states)
-    return outcome(run)
 
 
 def fails(rank: int, how: str) -> None:

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import CurvatureOptions
 from marglik import (
     Hyperparameters,
     Posterior,
@@ -25,7 +24,6 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.training_setup import TrainingSetup
 from marglik.training import learner
-from marglik.training.average import renew_batch_norm
 from marglik.training.loaders import MergedBatches
 from marglik.training.optimizers import OptimizerConfig
 from tests.marglik.callbacks.online import (
@@ -166,29 +164,6 @@ def test_an_exponential_average_needs_no_number_of_epochs():
         assert_close(p, expected, rtol=1e-12, atol=0)
 
 
-def test_renewed_statistics_do_not_depend_on_what_was_there():
-    model = with_norm()
-    renew_batch_norm(model, in_double(), "labels")
-    expected = [b.clone() for b in model.buffers()]
-    model[1].running_mean.fill_(7.0)
-    renew_batch_norm(model, in_double(), "labels")
-    for found, b in zip(model.buffers(), expected, strict=True):
-        assert torch.equal(found, b)
-    renew_batch_norm(model, in_double(6), "labels")  # negative control
-    assert not torch.equal(model[1].running_var, expected[1])
-
-
-def test_an_update_leaves_the_loops_random_numbers_alone():
-    drawn = []
-    for every in (1, 4):
-        torch.manual_seed(3)
-        model = network()
-        options = CurvatureOptions(fisher="mc")
-        learn(model, sgd(model), PriorLearner("classification", options, every=every))
-        drawn.append(torch.rand(3))
-    assert torch.equal(*drawn)
-
-
 @pytest.mark.parametrize(("epochs", "few", "draws"), [(6, 0, True), (60, 0, False), (6, 60, False)])
 def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training(
     epochs, few, draws, monkeypatch
@@ -324,15 +299,6 @@ def test_a_state_of_other_options_is_refused(options, word):
     third.load_state_dict(first.state_dict())
     third.start(model, sgd(model), loader(), EPOCHS + 1)  # more epochs are no other run
     assert torch.equal(third.weight_decays(), first.weight_decays())
-
-
-def test_a_state_of_one_group_is_not_spread_over_all():
-    """The groups' names may be the same, as a model's with a single tensor and of one group are."""
-    one = Hyperparameters(PriorGroups.from_model(network(), "scalar"), 2.0)
-    all_ = Hyperparameters(PriorGroups.from_model(network()), 1.0)
-    with pytest.raises(ValueError, match="groups"):
-        all_.load_state_dict(one.state_dict())
-    assert torch.equal(all_.prior_precision, torch.ones(4).double())
 
 
 # --- several loss terms ---

@@ -41,38 +41,18 @@ def test_interrupted_after_any_record(case, tmp_path):
     assert num_records == {"no update": 4, "averaged": 9}.get(case, NUM_RECORDS - 1)
     # After each record, and never, for those that differ most; else after an epoch, and in an
     # update where it takes the optimiser's factors.
-    every = case in ("SGD", "images", "the first is the best", "no update", "averaged")
-    others = (3, 5) if case == "K-FAC, its factors" else (5,)
-    for stop in range(2, num_records + 2) if every else others:
+    every = case in ("SGD", "averaged")
+    for stop in range(1, num_records + 2) if every else (5,):
         folder = tmp_path / str(stop)
         run_until(stop, Checkpoints(folder, minutes=0), case, seed=0)
-        saved = Checkpoints(folder).load()
-        # The last update follows the last state, and is made again.
-        assert len(saved["records"]) == min(stop, num_records + (case == "no update")) - 1
         check(case, resumed(case, Checkpoints(folder, minutes=0)))
 
 
-@pytest.mark.parametrize("case", ["SGD", "images"])
+@pytest.mark.parametrize("case", ["images"])
 def test_interrupted_after_every_record(case, tmp_path):
     for stop in range(2, NUM_RECORDS):
         run_until(stop, Checkpoints(tmp_path, minutes=0), case, seed=77 * (stop > 2))
     check(case, resumed(case, Checkpoints(tmp_path, minutes=0)))
-
-
-def test_interrupted_in_the_first_epoch(tmp_path):
-    """There is a state from the start on."""
-    run_until(1, Checkpoints(tmp_path, minutes=0), "SGD", seed=0)
-    assert Checkpoints(tmp_path).load()["epoch"] == 0
-    run = make("SGD", seed=5)
-    check("SGD", outcome(run, run.run(Checkpoints(tmp_path, minutes=0))))
-
-
-@pytest.mark.parametrize(("stop", "expected"), [(2, 0), (3, 2), (4, 2), (6, 5)])
-def test_interrupted_in_an_update_however_rare_states_are(stop, expected, tmp_path):
-    """The pass over the data may take longer than all epochs before it."""
-    run_until(stop, Checkpoints(tmp_path, minutes=60), "SGD", seed=0)
-    assert len(Checkpoints(tmp_path).load()["records"]) == expected
-    check("SGD", resumed("SGD", Checkpoints(tmp_path, minutes=60)))
 
 
 def test_cases_are_what_they_are_called():
@@ -92,10 +72,6 @@ def optimizer_state(state, fresh):
     state["optimizer"]["state"] = fresh["optimizer"]["state"]
 
 
-def learning_rates(state, fresh):
-    state["optimizer"]["param_groups"] = fresh["optimizer"]["param_groups"]
-
-
 def adam(state, fresh):
     state["learner"]["hyperparameters"]["adam"] = fresh["learner"]["hyperparameters"]["adam"]
 
@@ -106,10 +82,6 @@ def torch_generator(state, fresh):
 
 def loader_generator(state, fresh):
     state["random"][0]["generators"][0] = fresh["random"][0]["generators"][0]
-
-
-def curvature_generator(state, fresh):
-    state["random"][0]["generators"][1] = fresh["random"][0]["generators"][1]
 
 
 def part(name):
@@ -128,14 +100,10 @@ def part_of_learner(name):
 
 DROPPED = {
     "momentum": ("SGD", optimizer_state),
-    "AdamW": ("AdamW", optimizer_state),
-    "learning rates": ("SGD", learning_rates),
     "Adam of the hyperparameters": ("SGD", adam),
     "hyperparameters": ("MacKay", part_of_learner("hyperparameters")),
-    "noise": ("regression", part_of_learner("hyperparameters")),
     "torch's generator": ("SGD", torch_generator),
     "order of the images": ("images", loader_generator),
-    "order of the curvature's images": ("images", curvature_generator),
     "parameters": ("SGD", part("model")),
     "scheduler": ("SGD", part("scheduler")),
     "scale of the loss": ("float16", part("precision")),

@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import CurvatureOptions
-from kfac_backend.optimizer import KFAC
 from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
-from marglik.training.loaders import count_examples
 from marglik.training.optimizers import KfacConfig, OptimizerConfig, build_optimizer
 
 
@@ -124,14 +121,6 @@ def test_epochs_that_are_averaged():
     assert averaged(average=None) == averaged(keep="best") == averaged(None) == []
 
 
-def test_bernoulli_outputs_are_learned():
-    result = training(likelihood="bernoulli").run()
-    first = next(r for r in result.records if r["kind"] == "update")
-    assert result.evidence > first["evidence_before"]
-    assert len(set(result.laplace.prior_precision.tolist())) == 4
-    assert "accuracy" not in result.records[0]
-
-
 def test_learns_and_records():
     records = []
     run = training(on_record=records.append)
@@ -193,22 +182,6 @@ def test_without_any_update_the_laplace_is_fitted_at_the_end():
     assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(result.evidence)
 
 
-def test_noise_is_learned_in_regression():
-    result = training(
-        likelihood="regression", schedule=Schedule(20, every=5, steps=50, average=None)
-    ).run()
-    updates = [r for r in result.records if r["kind"] == "update"]
-    assert updates[-1]["sigma_noise"] < updates[0]["sigma_noise"] < 1.0
-    assert result.laplace.sigma_noise == pytest.approx(updates[-1]["sigma_noise"])
-
-
-def test_curvature_may_have_its_own_loader():
-    x, y = data().tensors
-    half = DataLoader(TensorDataset(x[:20], y[:20]), 7)
-    result = training(curvature_loader=half).run()
-    assert result.laplace.n_data == 20
-
-
 def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
     """Without the limit lr · T·δ/N = 25 would multiply the parameter by −24 in each step."""
     model = network()
@@ -222,14 +195,6 @@ def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
     assert model[0].bias.abs().max() < 0.1
     gentle = training(schedule=Schedule(epochs=1, burn_in=9)).run()
     assert "limited_weight_decay" not in gentle.records[0]
-
-
-@pytest.mark.parametrize("method", ["adam", "mackay"])
-def test_updates_after_every_epoch_stay_finite(method):
-    run = training(schedule=Schedule(epochs=8, every=1, steps=20), method=method)
-    result = run.run()
-    assert all(torch.isfinite(p).all() for p in run.model.parameters())
-    assert result.evidence > result.evidences[0]
 
 
 def test_the_mode_of_the_model_is_kept():
@@ -246,15 +211,6 @@ def test_frozen_parameters_stay():
     result = training(model).run()
     assert_close(model[0].weight, before)
     assert list(result.records[-1]["weight_decay"]) == ["2.weight", "2.bias"]
-
-
-def test_number_of_examples_is_what_a_loader_yields():
-    dataset = data(n=11)
-    assert count_examples(DataLoader(dataset, 4)) == 11
-    assert count_examples(DataLoader(dataset, 4, drop_last=True)) == 8
-    assert count_examples(DataLoader(dataset, 4, sampler=SubsetRandomSampler(range(5)))) == 5
-    assert count_examples([tuple(dataset[:3]), tuple(dataset[:2])]) == 5
-    assert count_examples([{"a": torch.zeros(3, 2)}]) == 3
 
 
 def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_schedule():
@@ -296,29 +252,6 @@ def test_wrong_optimizer_options(options, message):
         OptimizerConfig(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"damping": -1.0}, "optimizer.kfac.damping must be positive, not -1"),
-        ({"damping_on": "factors"}, "prior_is_damping needs damping_on=product"),
-    ],
-)
-def test_wrong_kfac_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        KfacConfig(**options)
-
-
-def test_kfac_by_name():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    config = OptimizerConfig(name="kfac", kfac=KfacConfig(base="nadamw", update_every=7))
-    optimizer, scheduler = build_optimizer(
-        model, config, 10, curvature=CurvatureOptions(kfac_approx="reduce")
-    )
-    assert isinstance(optimizer, KFAC) and isinstance(optimizer.base, torch.optim.NAdam)
-    assert optimizer.preconditioner.options.update_every == 7
-    assert scheduler.optimizer is optimizer and len(optimizer.param_groups) == 2
-
-
 @pytest.mark.parametrize("field", ["epochs", "every"])
 def test_wrong_schedules(field):
     with pytest.raises(ValueError, match=f"{field} must be at least 1, not 0"):
@@ -337,17 +270,6 @@ def test_refusals():
             DataLoader(data(), 10), "classification",
             Hyperparameters(PriorGroups.from_model(model), 1.0), lambda *_: None, Schedule(),
         )  # fmt: skip
-
-
-def test_data_that_can_be_read_once():
-    with pytest.raises(TypeError, match="generator, which can be read only once"):
-        training(loader=(batch for batch in DataLoader(data(), 10)))
-
-
-def test_mackay_needs_our_laplace():
-    groups = PriorGroups.from_model(network())
-    with pytest.raises(TypeError, match="needs marglik.KronLaplace, not object"):
-        Hyperparameters(groups, 1.0, method="mackay").update(object(), 1)
 
 
 def test_divergence_is_named():

@@ -51,33 +51,6 @@ def test_the_deepest_of_several_valleys():
     assert minimize_scalar(alone, bounds=bounds, method="bounded").x < math.log(100)
 
 
-def test_losses_that_are_not_finite_are_passed_over():
-    laplace = fitted()
-
-    def loss(posterior):
-        delta = float(posterior.prior_precision[0])
-        return abs(math.log(delta / 50)) if delta > 1 else math.nan
-
-    found = minimize_validation_loss(laplace, loss)
-    assert found.prior_precision["all"] == pytest.approx(50, rel=0.1)
-    with pytest.raises(FloatingPointError, match="not finite for any δ in \\(0.01, 100000000.0\\)"):
-        minimize_validation_loss(laplace, lambda _: math.inf)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bounds": (2.0, 1.0)}, "must be positive, finite and ascend"),
-        ({"bounds": (0.0, 1.0)}, "must be positive, finite and ascend"),
-        ({"bounds": (1.0, math.inf)}, "must be positive, finite and ascend"),
-        ({"grid_size": 2}, "at least 3, not 2"),
-    ],
-)
-def test_wrong_searches(options, message):
-    with pytest.raises(ValueError, match=message):
-        minimize_validation_loss(fitted(), valleys, **options)
-
-
 @pytest.mark.parametrize(("slope", "at_bound"), [(1.0, True), (-1.0, True), (None, False)])
 def test_a_minimum_at_a_bound_is_named(slope, at_bound):
     def loss(laplace):
@@ -107,12 +80,6 @@ def test_a_loader_stands_for_the_loss_on_it(case):
     # Negative control: other data, another loss.
     x, y = batches[0]
     assert minimize_validation_loss(other, [(x[:3], y[:3])]).objective != found.objective
-
-
-@pytest.mark.parametrize("loss", [None, iter([1]), 3.0])
-def test_what_is_no_loss(loss):
-    with pytest.raises(TypeError, match="pass a loader or a list of batches"):
-        minimize_validation_loss(fitted(), loss)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
