@@ -22,12 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import CurvatureOptions
 from marglik import (
-    Hyperparameters,
     OnlineTraining,
-    Posterior,
     PredictiveConfig,
-    PriorGroups,
-    Schedule,
+    PriorLearner,
     calibrate,
     compute_metrics,
     map_predictive,
@@ -83,10 +80,7 @@ training = OnlineTraining(
     model,
     torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0),
     loader,
-    "classification",
-    Hyperparameters(PriorGroups.from_model(model), prior_precision=0.3),
-    lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
-    Schedule(epochs=12),
+    PriorLearner("classification", options, epochs=12),
 )
 laplace = training.run().laplace
 names = [name for name, _ in model.named_parameters()]

@@ -20,11 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from marglik import (
-    Hyperparameters,
     OnlineTraining,
-    Posterior,
-    PriorGroups,
-    Schedule,
+    PriorLearner,
     compute_metrics,
     laplace_predictive,
     map_predictive,
@@ -57,17 +54,15 @@ model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
 loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
 epochs = 400
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-hyperparameters = Hyperparameters(
-    PriorGroups.from_model(model), 1.0, sigma_noise=0.1, learn_sigma_noise=True, method="mackay"
-)
+learner = PriorLearner(
+    "regression", learn_sigma_noise=True, weight_decay=1 / len(x), method="mackay", steps=1,
+    epochs=epochs,
+)  # fmt: skip
 training = OnlineTraining(
     model,
     optimizer,
     loader,
-    "regression",
-    hyperparameters,
-    lambda delta, sigma: Posterior(model, "regression", prior_precision=delta, sigma_noise=sigma),
-    Schedule(epochs, steps=1),
+    learner,
     scheduler=settling_rate(optimizer, epochs * len(loader)),
 )
 posterior = training.run().laplace

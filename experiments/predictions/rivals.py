@@ -44,9 +44,6 @@ from marglik.data.images.out_of_distribution import out_of_distribution_images
 from marglik.data.tensors import SplitName
 from marglik.eval_mode import in_eval_mode
 from marglik.models import GraphNetwork, LeNet
-from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.evaluation import predict_all
 from marglik.prediction.links import Prediction, predict_from_outputs
@@ -58,6 +55,7 @@ from marglik.prediction.predictive import (
     map_predictive,
 )
 from marglik.storage.provenance import environment
+from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.schedule import Schedule
@@ -277,19 +275,14 @@ def ours(task: Task) -> dict[str, Rival]:
     model = problem.make_model()
     loader: Any = task.batches("train", config.seed)
     optimizer, scheduler = build_optimizer(model, problem.optimizer, problem.epochs * len(loader))
-    delta = weight_decay_to_precision(config.weight_decay, loader.num_examples)
-    options = CurvatureOptions(kfac_approx=problem.kfac_approx)
-    learned = OnlineTraining(
-        model,
-        optimizer,
-        loader,
+    learner = PriorLearner(
         "classification",
-        Hyperparameters(PriorGroups.from_model(model), delta),
-        lambda delta, sigma: Posterior(model, "classification", options, prior_precision=delta),
-        Schedule(problem.epochs, problem.every, problem.burn_in, steps=100, average=None),
+        CurvatureOptions(kfac_approx=problem.kfac_approx),
+        weight_decay=config.weight_decay,
+        schedule=Schedule(problem.epochs, problem.every, problem.burn_in, 100, average=None),
         curvature_from="pass",
-        scheduler=scheduler,
-    ).run()
+    )
+    learned = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
     seconds = time.process_time() - started
     posterior = learned.laplace
     chosen = {"evidence": learned.evidence, "epoch": learned.epoch}

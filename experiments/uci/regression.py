@@ -57,7 +57,7 @@ from experiments.studies import (
     standard_error,
     study,
 )
-from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
+from marglik import Hyperparameters, OnlineTraining, PriorGroups, PriorLearner
 from marglik.data import TensorBatches
 from marglik.models import MLP
 from marglik.prediction.links import Prediction
@@ -236,20 +236,16 @@ def ours(config: Config, data: Pair, x_test: Tensor) -> tuple[dict[str, Gaussian
         model,
         optimizer,
         loader,
-        "regression",
-        hyperparameters,
-        lambda delta, sigma: Posterior(
-            model, "regression", prior_precision=delta, sigma_noise=sigma
-        ),
-        # Evidences of networks that are not at a maximum cannot be compared.
-        Schedule(
-            epochs,
+        PriorLearner(
+            "regression",
+            hyperparameters=hyperparameters,
+            epochs=epochs,
             every=max(1, epochs // config.updates),
             steps=1,
             average=None,
+            curvature_from="pass",
         ),
         scheduler=schedule,
-        curvature_from="pass",
         curvature_loader=[data],
         fabric=_float64(),
     ).run()

@@ -21,7 +21,7 @@ from marglik import (
     OnlineTraining,
     Posterior,
     PriorGroups,
-    Schedule,
+    PriorLearner,
     settling_rate,
     weight_decay_to_precision,
 )
@@ -43,6 +43,7 @@ __all__ = [
     "with_wrong_labels",
 ]
 
+CURVATURE = CurvatureOptions(unsupported="diagonal")
 DEFAULT = 5e-4
 """Weight decay that learning starts from."""
 
@@ -223,10 +224,12 @@ class Training:
                 trained.record["evidence_per_example"] = [found[0] / N, found[-1] / N]
             return trained
         result = OnlineTraining(
-            model, optimizer, loader, "classification", hyper,
-            lambda delta, sigma: _posterior(model, delta), Schedule(self.epochs),
+            model,
+            optimizer,
+            loader,
+            PriorLearner("classification", CURVATURE, hyperparameters=hyper, epochs=self.epochs),
             scheduler=scheduler,
-        ).run()  # fmt: skip
+        ).run()
         seconds = time.process_time() - started
         updates = [record for record in result.records if record["kind"] == "update"]
         record = {
@@ -279,8 +282,7 @@ class Training:
 
 
 def _posterior(model: nn.Module, prior_precision: Tensor) -> Posterior:
-    options = CurvatureOptions(unsupported="diagonal")
-    return Posterior(model, "classification", options, prior_precision=prior_precision)
+    return Posterior(model, "classification", CURVATURE, prior_precision=prior_precision)
 
 
 # Scores

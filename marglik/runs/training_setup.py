@@ -15,9 +15,8 @@ from marglik.data import Batches, ImageSplits, Splits
 from marglik.data.batches import Shard, split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.data.record import tensors_in
-from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
+from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import predict_all
@@ -27,6 +26,7 @@ from marglik.prediction.predictive import PredictiveConfig, map_predictive
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.run_folder import RunLog
+from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineResult, OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.ranks import WithExamples
@@ -97,20 +97,10 @@ class TrainingSetup:
         curvature_batches = batches
         if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
             curvature_batches = self._curvature_batches()
-        num_data = len(batches.dataset)
-        method: UpdateMethod = "adam" if prior.method == "fixed" else prior.method
         has_noise = self.likelihood == "regression"
         schedule = prior.schedule(run.epochs)
         if kept is not None:
             schedule = replace(schedule, updates=0)
-        hyperparameters = kept or Hyperparameters(
-            PriorGroups.from_model(model, prior.structure),
-            weight_decay_to_precision(prior.weight_decay, num_data, prior.temperature),
-            sigma_noise=prior.sigma_noise if has_noise else 1.0,
-            learn_sigma_noise=has_noise,
-            method=method,
-            lr=prior.lr,
-        )
         curvature = self.curvature.options(self.splits.targets)
         optimizer, scheduler = build_optimizer(
             model,
@@ -122,33 +112,31 @@ class TrainingSetup:
             settles=schedule.averages,
         )
 
-        def make_posterior(prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
-            return Posterior(
-                model,
-                self.likelihood,
-                curvature,
-                prior_precision=prior_precision,
-                sigma_noise=sigma_noise,
-                temperature=prior.temperature,
-            )
-
+        learner = PriorLearner(
+            self.likelihood,
+            curvature,
+            weight_decay=prior.weight_decay,
+            structure=prior.structure,
+            method="adam" if prior.method == "fixed" else prior.method,
+            lr=prior.lr,
+            temperature=prior.temperature,
+            sigma_noise=prior.sigma_noise if has_noise else 1.0,
+            learn_sigma_noise=has_noise,
+            curvature_from=prior.curvature_from,
+            schedule=schedule,
+            hyperparameters=kept,
+        )
         return OnlineTraining(
             model,
             optimizer,
             batches,
-            self.likelihood,
-            hyperparameters,
-            make_posterior,
-            schedule,
-            temperature=prior.temperature,
+            learner,
             scheduler=scheduler,
             curvature_loader=curvature_batches,
             fabric=self.fabric,
             compile_mode=run.compile,
             prior_is_damping=self.optimizer.kfac.prior_is_damping,
-            curvature_from=prior.curvature_from,
-            targets=self.splits.targets,
-            monitor=self._monitor(model, hyperparameters) if run.monitor else None,
+            monitor=self._monitor(model, learner) if run.monitor else None,
             on_record=log.write if log else None,
             progress=run.progress,
         ).run(checkpoints)
@@ -232,7 +220,7 @@ class TrainingSetup:
         )
         return found, scores
 
-    def _monitor(self, model: nn.Module, hyperparameters: Hyperparameters) -> Any:
+    def _monitor(self, model: nn.Module, learner: PriorLearner) -> Any:
         """A function that evaluates the MAP every ``run.monitor`` epochs, for `OnlineTraining`.
 
         It returns NLL and accuracy (or RMSE) on the validation set, or the test set without one.
@@ -243,7 +231,7 @@ class TrainingSetup:
         def look(epoch: int) -> Mapping[str, float]:
             if epoch % self.run.monitor and epoch != self.run.epochs:
                 return {}
-            predict = map_predictive(model, self.likelihood, hyperparameters.sigma_noise)
+            predict = map_predictive(model, self.likelihood, learner.hyperparameters.sigma_noise)
             predicted = predict_all(predict, batches, targets=self.splits.targets, ranks=self.ranks)
             found = compute_metrics(*predicted, self.likelihood)
             shown = ("cls/NLL", "cls/accuracy", "reg/NLL", "reg/RMSE")

@@ -3,6 +3,7 @@
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,7 +17,7 @@ from kfac_backend.ranks import Ranks
 from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import PriorGroups, PriorStructure, weight_decay_to_precision
-from marglik.training.learner import WEIGHT_DECAY
+from marglik.training.learner import WEIGHT_DECAY, PriorLearner
 from marglik.training.loaders import CountedLoader, num_batches
 from marglik.training.loop import OnlineTraining
 from marglik.training.ranks import check_alone, count_on_ranks, ranks_of
@@ -184,19 +185,23 @@ def marglik_training(
         lr=lr_hyp,
         device=next(model.parameters()).device if fabric is None else fabric.device,
     )
+    example = make_laplace(groups.for_laplace(hyperparameters.prior_precision), torch.ones(()))
+    learner = PriorLearner(
+        cast(Likelihood, likelihood),
+        getattr(example, "options", curvature),  # what the backend does
+        temperature=temperature,
+        schedule=schedule,
+        hyperparameters=hyperparameters,
+        make_posterior=make_laplace,
+    )
     result = OnlineTraining(
         model,
         optimizer,
         train_loader,
-        cast(Likelihood, likelihood),
-        hyperparameters,
-        make_laplace,
-        schedule,
-        temperature=temperature,
+        learner,
         scheduler=scheduler,
         curvature_loader=curvature_loader,
         fabric=fabric,
-        targets=curvature,
         progress=progress_bar,
     ).run()
     model.eval()  # as laplace-torch leaves it

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,13 @@ from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.training_pass import MeanOver
-from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.options import (
+    CurvatureOptions,
+    Likelihood,
+    TargetOptions,
+    check_option,
+    check_positive,
+)
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
@@ -573,6 +579,12 @@ class PriorLearner:
         self.posterior = laplace = self._make_posterior(delta, hyper.sigma_noise)
         if self._draws_labels and not is_last and isinstance(laplace, Posterior):
             laplace.options = laplace.options.but(fisher="mc", mc_samples=1)
+        if isinstance(laplace, Posterior) and _targets(laplace.options) != _targets(self.curvature):
+            raise ValueError(
+                f"make_posterior has {_targets(laplace.options)}, the learner "
+                f"{_targets(self.curvature)}: curvature and loss would use different targets. Give "
+                "both the same."
+            )
         # Its own random numbers, so that neither the loop's depend on when updates happen, nor
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):
@@ -690,3 +702,8 @@ class PriorLearner:
         self._average.load_state_dict(state["average"], list(self._named.values()))
         for name in self.STATE:
             setattr(self, name, copy(state[name.strip("_")]))
+
+
+def _targets(options: TargetOptions) -> dict[str, Any]:
+    """How batches give their targets."""
+    return {field.name: getattr(options, field.name) for field in fields(TargetOptions)}

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from kfac_backend.model.checks import check_module
-from kfac_backend.options import CurvatureOptions, Likelihood, TargetOptions
 from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import versions
 from marglik.training.learner import PriorLearner
@@ -35,7 +33,6 @@ from marglik.training.random_state import (
     set_random_state,
 )
 from marglik.training.ranks import check_shards, own_random_numbers, ranks_of
-from marglik.training.schedule import CurvatureFrom, Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -87,12 +84,8 @@ class OnlineTraining:
         model: the network; frozen parameters have neither prior nor curvature.
         optimizer: the network's optimiser, without weight decay: the loop adds the prior's.
         train_loader: batches (x, y), or mappings, for the network's steps.
-        likelihood: "classification", "regression" or "bernoulli".
-        hyperparameters: prior precisions and noise, and how they are learned.
-        make_laplace: returns an unfitted Laplace approximation, given δ (a scalar, or one per
-            trainable tensor or parameter, depending on the groups) and σ.
-        schedule: when updates happen, and which parameters the training ends with.
-        temperature: T; the likelihood is raised to the power 1/T.
+        learner: learns the weight decays, and says with which likelihood and targets; not started,
+            with the number of epochs in its schedule.
         scheduler: the optimiser's learning-rate schedule, stepped after every batch; see
             `marglik.settling_rate`. None keeps the rate.
         curvature_loader: data of the curvature pass; None takes the training loader.
@@ -100,9 +93,6 @@ class OnlineTraining:
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         prior_is_damping: whether `KFAC`, damped on the product, adds each tensor's weight decay
             T·δ/N to its damping; no effect on other optimisers.
-        curvature_from: see `PriorLearner`.
-        targets: how batches give their targets; the options of what ``make_laplace`` returns must
-            agree.
         monitor: called with the epoch's number after each epoch, with the model in eval mode; the
             numbers that it returns become part of the epoch's record. Called on all ranks.
         on_record: called with the record of each epoch and each update when it is made; after a
@@ -110,9 +100,8 @@ class OnlineTraining:
         progress: whether to show progress bars, on rank 0 alone.
 
     Raises:
-        ValueError: no data; a likelihood or a temperature that is not supported; several processes
-            of torch.distributed without a Fabric of them; shards that do not fit together;
-            ``make_laplace`` with other options for targets than this object.
+        ValueError: no number of epochs; no data; several processes of torch.distributed without a
+            Fabric of them; shards that do not fit together.
         NotImplementedError: a Fabric's strategy other than DDP.
         RankError: ranks with different models or options.
     """
@@ -122,30 +111,24 @@ class OnlineTraining:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         train_loader: Loader,
-        likelihood: Likelihood,
-        hyperparameters: Hyperparameters,
-        make_laplace: Callable[[Tensor, Tensor], Any],
-        schedule: Schedule,
+        learner: PriorLearner,
         *,
-        temperature: float = 1.0,
         scheduler: LRScheduler | None = None,
         curvature_loader: Loader | None = None,
         fabric: "Fabric | None" = None,
         compile_mode: CompileMode | None = None,
         prior_is_damping: bool = True,
-        curvature_from: CurvatureFrom = "auto",
-        targets: TargetOptions = TargetOptions(),  # noqa: B008
         monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
         check_module(model)
-        if schedule.epochs is None:
+        epochs = learner.schedule.epochs
+        if epochs is None:
             raise ValueError("The loop needs a number of epochs; pass Schedule(epochs=...).")
         self.model = model
         self.train_loader = train_loader
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
-        self.hyperparameters = hyperparameters
         self.scheduler = scheduler
         self.fabric = fabric or _fabric_of(model)
         self.ranks = ranks_of(self.fabric)
@@ -153,45 +136,35 @@ class OnlineTraining:
         self.monitor = monitor
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
-        example = make_laplace(
-            hyperparameters.groups.for_laplace(hyperparameters.prior_precision),
-            hyperparameters.sigma_noise,
-        )
-        _check_options(example, targets)
-        curvature = getattr(example, "options", CurvatureOptions(**_fields(targets)))
-        self.learner = PriorLearner(
-            likelihood,
-            curvature,
-            temperature=temperature,
-            curvature_from=curvature_from,
-            schedule=schedule,
-            hyperparameters=hyperparameters,
-            make_posterior=make_laplace,
-        )
+        self.learner = learner
         """Holds the method and its state; network, optimiser and data are this object's."""
-        self.learner.progress = self.progress
+        learner.progress = self.progress
         # Before the network is wrapped in DDP, so that ranks which differ end with an error that
         # names the difference.
-        self._agree(targets)
+        self._agree()
         self.network = NetworkTraining(
             model,
             optimizer,
             train_loader,
-            self.learner,
+            learner,
             self.fabric,
             scheduler=scheduler,
             compile_mode=compile_mode,
             prior_is_damping=prior_is_damping,
-            targets=targets,
             progress=self.progress,
             ranks=self.ranks,
         )
-        self._start = (model, optimizer, self.curvature_loader, schedule.epochs)
-        self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
+        self._start = (model, optimizer, self.curvature_loader, epochs)
+        learner.start(*self._start, ranks=self.ranks, sums_terms=True)
         self._epoch = 0
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
         self._seconds = 0.0
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """δ of the groups, and σ."""
+        return self.learner.hyperparameters
 
     @property
     def num_data(self) -> int:
@@ -310,7 +283,7 @@ class OnlineTraining:
     def _generators(self) -> list[torch.Generator]:
         return generators_of(self.train_loader, self.curvature_loader)
 
-    def _agree(self, targets: TargetOptions) -> None:
+    def _agree(self) -> None:
         """Raise an error on all ranks if their models, options or loaders do not fit together."""
         if self.ranks.size == 1:
             return
@@ -321,11 +294,9 @@ class OnlineTraining:
                 "the likelihood": learner.likelihood,
                 "the temperature": learner.temperature,
                 "the schedule": repr(learner.schedule),
-                "the targets": repr(targets),
+                "the curvature": repr(learner.curvature),
                 "the precision": str(getattr(self.fabric.strategy.precision, "precision", "")),
                 "the parameters": {n: (tuple(p.shape), p.requires_grad) for n, p in parameters},
-                "the prior precision": self.hyperparameters.prior_precision.tolist(),
-                "sigma_noise": self.hyperparameters.sigma_noise.item(),
             },
             "the start of training",
         )
@@ -369,23 +340,6 @@ class OnlineTraining:
         self._records.append(record)
         if self.on_record is not None and self.ranks.rank == 0:
             self.on_record(record)
-
-
-def _fields(targets: TargetOptions) -> dict[str, Any]:
-    return {option.name: getattr(targets, option.name) for option in fields(TargetOptions)}
-
-
-def _check_options(laplace: Any, targets: TargetOptions) -> None:
-    """Raise an error unless a Laplace approximation has these targets."""
-    if not isinstance(laplace, Posterior):  # laplace-torch's classes have no options for targets
-        return
-    for name, ours in _fields(targets).items():
-        theirs = getattr(laplace.options, name)
-        if ours != theirs:
-            raise ValueError(
-                f"make_laplace has {name}={theirs!r}, OnlineTraining {ours!r}: curvature and "
-                "loss would use different targets. Give both the same."
-            )
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.checks import check_output
 from kfac_backend.optimizer import KFAC
-from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
@@ -65,7 +65,6 @@ class NetworkTraining:
         scheduler: the learning-rate schedule, stepped after every batch.
         compile_mode: mode of `torch.compile` for the steps; None does not compile.
         prior_is_damping: see `OnlineTraining`.
-        targets: how batches give their targets; the same as for the curvature.
         progress: whether to show a bar over the batches.
         ranks: the ranks of the Fabric; the loader is this rank's shard.
 
@@ -84,7 +83,6 @@ class NetworkTraining:
         scheduler: LRScheduler | None = None,
         compile_mode: CompileMode | None = None,
         prior_is_damping: bool = True,
-        targets: TargetOptions = TargetOptions(),  # noqa: B008
         progress: bool = False,
         ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> None:
@@ -99,7 +97,7 @@ class NetworkTraining:
         self.likelihood: Likelihood = learner.likelihood
         self.fabric = fabric
         self.scheduler = scheduler
-        self._targets = Targets(self.likelihood, targets)
+        self._targets = Targets(self.likelihood, learner.curvature)
         self._progress = progress
         self._ranks = ranks
         self._kfac = optimizer if isinstance(optimizer, KFAC) else None

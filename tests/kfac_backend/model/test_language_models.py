@@ -10,12 +10,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.options import TargetOptions
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
-from marglik.posterior.hyperparameters import Hyperparameters
-from marglik.posterior.prior import PriorGroups
-from marglik.training.loop import OnlineTraining
-from marglik.training.schedule import Schedule
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.model.language import (
     IGNORED,
@@ -71,22 +66,6 @@ def test_left_padding(mode):
     for length in (5, 8):
         left = batch_of("causal", length, left=True)
         assert_same_loss_and_blocks(factors(model, [left], mode), expected)
-
-
-def test_training_and_curvature_of_other_targets_are_refused():
-    model, data = Transformer("causal"), [batch_of("causal")]
-    groups = PriorGroups.from_model(model, "layerwise")
-    with pytest.raises(ValueError, match="has shift_labels='auto', OnlineTraining False"):
-        OnlineTraining(
-            model,
-            torch.optim.Adam(model.parameters()),
-            data,
-            "classification",
-            Hyperparameters(groups, 1.0),
-            lambda delta, sigma: KronLaplace(model, "classification", prior_precision=delta),
-            Schedule(1),
-            targets=TargetOptions(shift_labels=False),
-        )
 
 
 @pytest.mark.parametrize("kind", ["causal", "first"])

@@ -5,9 +5,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import CurvatureOptions
-from marglik import Hyperparameters, OnlineTraining, Posterior, PriorGroups, Schedule
-from marglik.posterior.prior import weight_decay_to_precision
+from marglik import OnlineTraining, PriorLearner
 
 N, EPOCHS, EVERY, STEPS, LR, WEIGHT_DECAY = 30, 5, 2, 7, 0.1, 1e-2
 OPTIONS = {"weight_decay": WEIGHT_DECAY, "every": EVERY, "steps": STEPS}
@@ -34,17 +32,8 @@ def sgd(model):
 
 def online_training(model, optimizer, epochs=EPOCHS, scheduler=None):
     """The decays T·δ/N that it learns, by tensor, and the evidence at the end."""
-    hyperparameters = Hyperparameters(
-        PriorGroups.from_model(model), weight_decay_to_precision(WEIGHT_DECAY, N, 1.0)
-    )
-    training = OnlineTraining(
-        model, optimizer, loader(), "classification", hyperparameters,
-        lambda delta, sigma: Posterior(
-            model, "classification", CurvatureOptions(), prior_precision=delta
-        ),
-        Schedule(epochs, every=EVERY, steps=STEPS),
-        scheduler=scheduler,
-    )  # fmt: skip
+    learner = PriorLearner("classification", epochs=epochs, **OPTIONS)
+    training = OnlineTraining(model, optimizer, loader(), learner, scheduler=scheduler)
     result = training.run()
     return training.weight_decays(), result.evidence
 

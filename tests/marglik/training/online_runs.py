@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
+from marglik import (
+    Hyperparameters,
+    KronLaplace,
+    OnlineTraining,
+    PriorGroups,
+    PriorLearner,
+    Schedule,
+)
 from marglik.data import ImageBatches
 from marglik.data.images.image_set import ImageSet
 from marglik.storage.checkpoint import Checkpoints
@@ -101,11 +108,14 @@ def make(
         optimizer = KFAC(model, likelihood, options=conditioning, **options["kfac"])
     else:
         optimizer = options["optimizer"](model.parameters())
+    learner = PriorLearner(
+        likelihood, hyperparameters=hyperparameters, make_posterior=make_laplace,
+        schedule=schedule, curvature_from="pass",
+    )  # fmt: skip
     return OnlineTraining(
-        model, optimizer, loader, likelihood, hyperparameters, make_laplace, schedule,
-        scheduler=options["scheduler"](optimizer), curvature_loader=curvature_loader,
-        fabric=scaled_fabric() if options.get("float16") else None, on_record=on_record,
-        curvature_from="pass",
+        model, optimizer, loader, learner, scheduler=options["scheduler"](optimizer),
+        curvature_loader=curvature_loader, on_record=on_record,
+        fabric=scaled_fabric() if options.get("float16") else None,
     )  # fmt: skip
 
 

@@ -21,9 +21,7 @@ from kfac_backend.ranks import Ranks
 from marglik import (
     Hyperparameters,
     OnlineTraining,
-    Posterior,
     PriorGroups,
-    Schedule,
     marglik_training,
 )
 from marglik.data import TensorBatches
@@ -89,9 +87,6 @@ def make(
     else:
         made = makers[optimizer](model.parameters())
 
-    def make_laplace(delta: Any, sigma: Any) -> Posterior:
-        return Posterior(model, likelihood, options, prior_precision=delta, sigma_noise=sigma)
-
     hyperparameters = Hyperparameters(
         PriorGroups.from_model(model),
         1.0,
@@ -100,8 +95,10 @@ def make(
         method=method,
     )
     return OnlineTraining(
-        model, made, loader, likelihood, hyperparameters, make_laplace,
-        Schedule(epochs, every=2, steps=5),
+        model, made, loader,
+        PriorLearner(
+            likelihood, options, hyperparameters=hyperparameters, epochs=epochs, every=2, steps=5
+        ),
         scheduler=CosineAnnealingLR(made, T_max=12, eta_min=1e-3), fabric=fabric,
     )  # fmt: skip
 

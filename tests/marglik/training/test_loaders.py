@@ -6,7 +6,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from kfac_backend import kronecker_factors
-from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
+from marglik import (
+    KronLaplace,
+    OnlineTraining,
+    PriorLearner,
+)
 from marglik.prediction.evaluation import predict_all
 from marglik.prediction.predictive import map_predictive
 from marglik.training.loaders import count_examples
@@ -59,10 +63,7 @@ def online(loader, progress=False):
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
         loader,
-        "classification",
-        Hyperparameters(PriorGroups.from_model(model), 1.0),
-        lambda delta, sigma: KronLaplace(model, "classification", sigma, delta),
-        Schedule(EPOCHS, every=2, steps=2),
+        PriorLearner("classification", epochs=EPOCHS, every=2, steps=2),
         progress=progress,
     ).run()
 

@@ -6,7 +6,14 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from marglik import Hyperparameters, KronLaplace, OnlineTraining, PriorGroups, Schedule
+from marglik import (
+    Hyperparameters,
+    KronLaplace,
+    OnlineTraining,
+    PriorGroups,
+    PriorLearner,
+    Schedule,
+)
 from marglik.training.optimizers import KfacConfig, OptimizerConfig, build_optimizer
 
 
@@ -51,10 +58,11 @@ def training(
     )
     schedule = schedule or Schedule(epochs=6, every=2, steps=20, average=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return OnlineTraining(
-        model, optimizer, loader, likelihood, hyper, make_laplace, schedule,
-        temperature=temperature, **options,
+    learner = PriorLearner(
+        likelihood, temperature=temperature, schedule=schedule, hyperparameters=hyper,
+        make_posterior=make_laplace,
     )  # fmt: skip
+    return OnlineTraining(model, optimizer, loader, learner, **options)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
@@ -267,8 +275,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="weight decay of its own"):
         OnlineTraining(
             model, torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1),
-            DataLoader(data(), 10), "classification",
-            Hyperparameters(PriorGroups.from_model(model), 1.0), lambda *_: None, Schedule(),
+            DataLoader(data(), 10), PriorLearner("classification", epochs=1),
         )  # fmt: skip
 
 
