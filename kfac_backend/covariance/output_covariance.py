@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
 from kfac_backend.covariance.gradients import LayerGradients, ParameterGradients, PosteriorPrecision
-from kfac_backend.covariance.without_rule import GradientsWithoutRule
+from kfac_backend.covariance.without_rule import gradients_without_rule
 from kfac_backend.layers import Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention, restoration
@@ -226,9 +226,6 @@ class OutputCovariance:
             return
         self._proof.make(x, N)
         self._gradients = LayerGradients(self._proof.assignment, self._precision)
-        self._without_rule = GradientsWithoutRule(
-            self._model, self._proof.assignment.diagonal, self._product_bytes
-        )
         self._sizes.clear()  # the proof may have found other rules and runs
 
     def _measure(self, x: Any, K: int | None) -> _Sizes:
@@ -348,7 +345,7 @@ class OutputCovariance:
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for which, gradients in self._gradients_of(seen, uses, part, result, columns, q):
+            for which, gradients in self._gradients_of(seen, uses, part, columns, q):
                 covariance[which] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
@@ -359,7 +356,6 @@ class OutputCovariance:
         seen: dict[tuple[TrackedLayer, Use], Tensor],
         uses: Counter[TrackedLayer],
         part: _Part,
-        f: Tensor,
         columns: Tensor,
         q: int | None,
     ) -> Iterator[tuple[slice, ParameterGradients]]:
@@ -378,7 +374,12 @@ class OutputCovariance:
                 tied.append((tracked, use, rows))
         for gradients in self._gradients.of_uses(tied):
             yield slice(None), gradients
-        for which, by_name in self._without_rule(part.x, f, part.positions, columns, q is not None):
+        names = self._proof.assignment.diagonal
+        of_one = sum(self._precision[name][1].nbytes for name in names) * columns.shape[1]
+        at_once = max(1, self._product_bytes // max(1, of_one)) if q is None else len(columns)
+        for which, by_name in gradients_without_rule(
+            self._model, names, part.x, part.positions, columns, at_once, torch.is_grad_enabled()
+        ):
             for name, of_name in by_name.items():
                 yield which, ParameterGradients(*self._precision[name], [(of_name, False)])
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.eigen import map_on_cores
-from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
     Inverse,
@@ -198,23 +197,6 @@ class KfacPreconditioner:
         """Parameter name -> block of the mean loss, in its moving average; empty at first."""
         return self._blocks
 
-    def factors(self, num_data: int, loss: float) -> KroneckerFactors:
-        """The moving averages as the curvature of a data set: A, and N times the mean B.
-
-        They equal those of `kronecker_factors` only if the parameters did not change. During
-        training they average over the parameters of past steps, with the model in train mode.
-
-        Args:
-            num_data: N, the examples of the data set.
-            loss: Σ ℓ (nats) over it, for the evidence.
-
-        Raises:
-            RuntimeError: before the first step.
-        """
-        if not self._blocks:
-            raise RuntimeError("There are no factors before the first step.")
-        return self._pass.of_data(self._blocks, num_data, loss)
-
     def step(self, lr: float | None = None) -> None:
         """Replace the gradients; once per step of the optimiser, before it.
 
@@ -275,7 +257,6 @@ class KfacPreconditioner:
             "step": self._step,
             "weight": self._weight,
             "damping": self._damping,
-            "seen": self._pass.seen,
             "generator": self._generator.get_state(),
             "blocks": {
                 name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
@@ -320,7 +301,6 @@ class KfacPreconditioner:
         self._generator.set_state(state["generator"].cpu())
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
-        self._pass.seen = tuple(state["seen"])
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
         self._blocks = {

@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Use
 from kfac_backend.loss import IGNORED, check_targets, num_counted_terms
@@ -103,8 +102,6 @@ class TrainingPass(CurvaturePass):
         self._probe = next(model.parameters(), None)
         self.is_due = True
         """Whether forward passes are to be seen."""
-        self.seen = 0, 0, 0, options.kfac_approx
-        """Examples, loss terms, outputs and mode of the last `mean_blocks`, of all ranks."""
         super().__init__(
             model, likelihood, options, generator=generator, process_group=process_group
         )
@@ -156,7 +153,6 @@ class TrainingPass(CurvaturePass):
         if not sums.num_data:
             raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
-        self.seen = sums.num_data, sums.num_loss_terms, sums.num_outputs, sums.kfac_approx
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
@@ -169,32 +165,6 @@ class TrainingPass(CurvaturePass):
         self.reset()
         # Not in place, since a weight and its bias may share one B.
         return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
-
-    def of_data(
-        self, blocks: Mapping[str, KroneckerBlock], num_data: int, loss: float
-    ) -> KroneckerFactors:
-        """Blocks of the mean loss, scaled to the factors of N examples.
-
-        Each example counts as many loss terms as the examples of the last step had on average.
-
-        Args:
-            blocks: blocks as `mean_blocks` returns them.
-            num_data: N.
-            loss: Σ ℓ (nats) over the N examples.
-        """
-        examples, terms, outputs, kfac_approx = self.seen
-        num_loss_terms = num_data * terms / examples
-        number = num_loss_terms if self._mean_over == "terms" else num_data
-        return KroneckerFactors(
-            # Without a number of terms, so that they cannot be added to others: they are no sums.
-            {n: KroneckerBlock(n, number * block.B, block.A) for n, block in blocks.items()},
-            num_data=num_data,
-            num_outputs=outputs,
-            num_loss_terms=num_loss_terms,
-            loss=loss,
-            likelihood=self._likelihood,
-            options=self._options.but(kfac_approx=kfac_approx),
-        )
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""

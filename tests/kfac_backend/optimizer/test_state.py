@@ -177,11 +177,3 @@ def test_resumes_with_parameters_that_turn_out_to_have_no_block():
         preconditioner.detach()
         state = preconditioner.state_dict()
     assert list(preconditioner.blocks) == ["first.weight", "first.bias"]
-
-
-def test_factors_of_a_resumed_auto_run_have_their_mode():
-    mode = trained(kfac_approx="auto").preconditioner.factors(8, 1.0).options.kfac_approx
-    assert mode == "reduce"
-    _, _, anew = fresh(kfac_approx="auto")
-    anew.load_state_dict(trained(kfac_approx="auto").state_dict())
-    assert anew.preconditioner.factors(8, 1.0).options.kfac_approx == mode
