@@ -308,12 +308,12 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
         ValueError: if one cannot be decoded, is larger than Pillow's limit, is of another size than
             the first, or has more than 8 bits per channel.
     """
-    pixels, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), True
+    pixels, size, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), (0, 0), True
     shown = tqdm(files, unit="image", disable=None)
     for i, (file, name) in enumerate(zip(shown, names, strict=True)):
         try:
             with Image.open(file, formats=FORMATS) as image:
-                decoded, mode = np.asarray(image.convert("RGB")), image.mode
+                decoded, mode, (W, H) = np.asarray(image.convert("RGB")), image.mode, image.size
         except Exception as error:  # Pillow's decoders raise almost any exception
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
@@ -325,11 +325,10 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
                 "bits, so that its values are scaled as you intend."
             )
         if not i:
-            pixels = np.empty((len(files), *decoded.shape), dtype=np.uint8)
-        if decoded.shape != pixels.shape[1:]:
-            (W, H), (width, height) = decoded.T.shape[1:], pixels[0].T.shape[1:]
+            pixels, size = np.empty((len(files), H, W, 3), dtype=np.uint8), (W, H)
+        if (W, H) != size:
             raise ValueError(
-                f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has {width}×{height}. "
+                f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has {size[0]}×{size[1]}. "
                 "Resize them to one size beforehand."
             )
         pixels[i] = decoded
