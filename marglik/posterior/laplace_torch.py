@@ -48,7 +48,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         backend: `KfacGGN` or `KfacEF`.
-        damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        damping: False; `laplace.KronLaplace` with our backend supports True.
         backend_kwargs: keywords of the backend: ``stochastic``, ``num_samples``, ``generator``,
             ``process_group``, and the options of `CurvatureOptions`.
         asdl_fisher_kwargs: keywords that laplace-torch forwards to ``backend.kron``.
@@ -80,6 +80,11 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         check_module(model)
         check_option("likelihood", likelihood, Likelihood)
         check_positive("temperature", temperature)
+        if damping:
+            raise ValueError(
+                "damping=True is not supported; use laplace.KronLaplace(..., backend=KfacGGN, "
+                "damping=True)."
+            )
         if not hasattr(backend, "fisher"):
             raise TypeError(
                 f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, "
@@ -109,7 +114,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
             dict_key_x,
             dict_key_y,
             backend,
-            damping,
+            False,  # damping
             kwargs,
             settings,
         )
@@ -125,7 +130,6 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
             prior_mean=prior_mean,
             sigma_noise=sigma_noise,
             temperature=temperature,
-            damping=damping,
             generator=of_backend.generator,
             process_group=of_backend.ranks.process_group,
         )
@@ -150,13 +154,13 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         """The curvature with eigenvectors, computed when first asked for."""
         factors = self.fitted_factors()
         if self._decomposed is None:
-            self._decomposed = EigenKron.from_factors(factors, self._dtype, self.damping)
+            self._decomposed = EigenKron.from_factors(factors, self._dtype)
         return self._decomposed
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
-        """Log det of the posterior precision, from eigenvalues alone unless damped."""
-        if self.factors is None or self.damping:
+        """Log det of the posterior precision, from eigenvalues alone."""
+        if self.factors is None:
             return laplace.KronLaplace.log_det_posterior_precision.fget(self)  # pyright: ignore
         return evidence.log_det_posterior_precision(
             self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature

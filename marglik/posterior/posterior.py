@@ -6,9 +6,9 @@ are computed when a prediction first needs them. `KronLaplace` is this posterior
 of laplace-torch.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import reduce
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,6 +36,8 @@ from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.subset import Layers, last_layer
 
 __all__ = ["Posterior", "check_num_samples", "parameter_vector"]
+
+T = TypeVar("T")
 
 
 def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
@@ -69,8 +71,6 @@ class Posterior:
         prior_mean: μ of the prior, one number or one per parameter (P,).
         sigma_noise: σ of regression.
         temperature: T; the likelihood is raised to the power 1/T.
-        damping: whether √δ is added to the eigenvalues of each factor, instead of δ to their
-            products.
         generator: source of the labels that fisher="mc" draws, on the model's device.
         process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
             data; None for this process alone.
@@ -92,7 +92,6 @@ class Posterior:
         prior_mean: float | Tensor = 0.0,
         sigma_noise: float | Tensor = 1.0,
         temperature: float = 1.0,
-        damping: bool = False,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
     ) -> None:
@@ -104,9 +103,6 @@ class Posterior:
         self.likelihood: Likelihood = likelihood
         self.options = options
         self.generator = generator
-        if not isinstance(damping, bool):
-            raise TypeError(f"damping is {damping!r}; True or False is needed.")
-        self.damping = damping
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.n_params = sum(p.numel() for p in self.params)
         self.n_layers = len(self.params)
@@ -193,7 +189,7 @@ class Posterior:
     def _hyperparameters(self) -> tuple:
         """What the covariance depends on besides the factors, as values that can be compared."""
         delta = tuple(self.prior_precision.tolist())
-        return delta, self.sigma_noise.item(), self.temperature, self.damping
+        return delta, self.sigma_noise.item(), self.temperature
 
     @property
     def calibrations(self) -> dict[str, dict[str, Any]]:
@@ -233,11 +229,16 @@ class Posterior:
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
 
         Raises:
-            ValueError: corrected eigenvalues with damping, or with override=False after a fit.
+            ValueError: corrected eigenvalues with override=False after a fit.
             TypeError: corrected eigenvalues of data that can be read only once.
         """
+        adds = not override and self.factors is not None
+        if corrected and adds:
+            raise ValueError(
+                "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
+                "hold for the old ones. Fit with all the data at once, or with corrected=False."
+            )
         if corrected:
-            self._check_corrected(adds=not override and self.factors is not None)
             check_read_twice(train_loader)
         factors = in_eval_mode(self.model, kronecker_factors)(
             self.model,
@@ -269,28 +270,12 @@ class Posterior:
         """Take these factors as the curvature at the model's current parameters.
 
         Raises:
-            ValueError: factors of other parameters than the model's trainable ones, or corrected
-                factors with damping.
+            ValueError: factors of other parameters than the model's trainable ones.
         """
         factors.check_alignment(self.model)
-        if factors.is_corrected:
-            self._check_corrected()
         self.mean = parameter_vector(self.params).detach()
         self.calibrations = {}
         self._set_factors(factors)
-
-    def _check_corrected(self, adds: bool = False) -> None:
-        if self.damping:
-            raise ValueError(
-                "damping adds √δ to the eigenvalues of both factors, but corrected eigenvalues are "
-                "not products of eigenvalues of factors. Make the posterior with damping=False, or "
-                "use factors that are not corrected."
-            )
-        if adds:
-            raise ValueError(
-                "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
-                "hold for the old ones. Fit with all the data at once, or with corrected=False."
-            )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -318,8 +303,7 @@ class Posterior:
     def _forget(self) -> None:
         """Drop everything that was computed from factors; they are new, or on another device."""
         self._eigen: dict[str, EigenBlock] = {}
-        self._covariances: dict[Any, tuple[tuple, OutputCovariance | LastLayerCovariance]] = {}
-        self._joint: tuple[tuple, OutputCovariance] | None = None
+        self._covariances: dict[Any, tuple[tuple, Any]] = {}
         self._terms: EvidenceTerms | None = None
         self._means: tuple[Tensor, ...] = ()
 
@@ -374,21 +358,7 @@ class Posterior:
         # evidence is computed in float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        if self.damping:
-            return self._damped_evidence(delta, sigma)
         return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
-
-    def _damped_evidence(self, delta: Tensor, sigma: Tensor) -> Tensor:
-        """The evidence with (β + √δ)(α + √δ) in place of βα + δ."""
-        terms, factors = self.evidence_terms, self.fitted_factors()
-        per_block = delta.double().expand(len(factors))
-        scale = 1 / (torch.as_tensor(sigma).double().square() * self.temperature)
-        log_det, scatter = delta.new_zeros((), dtype=torch.float64), terms.squared_norms @ per_block
-        for block, d, size in zip(factors.blocks.values(), per_block, terms.sizes, strict=True):
-            eigen = block.decompose().scale(scale)
-            log_det = log_det + eigen.log_det(eigen.spectrum(d, damping=True))
-            log_det = log_det - size * d.log()
-        return evidence.log_likelihood(terms, sigma, self.temperature) - 0.5 * (log_det + scatter)
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -424,7 +394,7 @@ class Posterior:
             if name not in self._eigen:
                 self._eigen[name] = self._at_precision(block).decompose()
             eigen = self._eigen[name].scale(scale)
-            blocks[name] = eigen, eigen.spectrum(d, self.damping)
+            blocks[name] = eigen, eigen.spectrum(d)
         return blocks
 
     def share_eigenvectors(self, ranks: Ranks) -> None:
@@ -565,15 +535,11 @@ class Posterior:
                 f"x has shape {tuple(x.shape)}; sets of inputs (..., q, d) are needed, with at "
                 "least one input."
             )
-        state = self._hyperparameters
-        if self._joint is None or self._joint[0] != state:
-            # What is kept must be usable with autograd later, also if this call is under
-            # inference_mode.
-            with torch.inference_mode(False), torch.no_grad():
-                blocks = self.precision_blocks()
-            self._joint = state, OutputCovariance(self.model, blocks)
+        covariance_of = self._kept(
+            "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
+        )
         sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
-        f, covariance = in_eval_mode(self.model, self._joint[1].joint)(sets, classes)
+        f, covariance = in_eval_mode(self.model, covariance_of.joint)(sets, classes)
         batch = x.shape[:-2]
         f = f.reshape(*batch, *f.shape[1:])
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
@@ -581,25 +547,28 @@ class Posterior:
     def _output_covariance(
         self, x: Any, layers: Layers, memory: int | None
     ) -> OutputCovariance | LastLayerCovariance:
-        """The function for output covariances at the current hyperparameters.
+        """The function for output covariances at the current hyperparameters."""
 
-        Kept for each set of arguments until a hyperparameter changes: it holds the inverse
-        precision in the eigenbasis, and a proof that its hooks see all uses of the parameters.
+        def make() -> OutputCovariance | LastLayerCovariance:
+            if layers == "all":
+                return OutputCovariance(self.model, self.precision_blocks(), memory=memory)
+            last = last_layer(self.model, x)
+            blocks = self.precision_blocks(self._names_in(last))
+            return LastLayerCovariance(self.model, last, blocks, memory=memory)
+
+        return self._kept((layers, memory), make)
+
+    def _kept(self, key: Any, make: Callable[[], T]) -> T:
+        """A function for covariances, kept until a hyperparameter changes.
+
+        It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
+        also if this call is under inference_mode.
         """
         state = self._hyperparameters
-        key = layers, memory
-        known = self._covariances.get(key)
-        if known is None or known[0] != state:
-            last = last_layer(self.model, x) if layers == "last" else None
+        if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():
-                names = None if last is None else self._names_in(last)
-                blocks = self.precision_blocks(names)
-            if last is None:
-                covariance = OutputCovariance(self.model, blocks, memory=memory)
-            else:
-                covariance = LastLayerCovariance(self.model, last, blocks, memory=memory)
-            self._covariances[key] = known = (state, covariance)
-        return known[1]
+                self._covariances[key] = state, make()
+        return self._covariances[key][1]
 
     def _names_in(self, layer: str) -> set[str]:
         """The names of a layer's parameters; a tied one has the name under which its block is."""

@@ -94,7 +94,6 @@ def save_posterior(
         "prior_mean": prior_mean.item(),
         "sigma_noise": torch.as_tensor(laplace.sigma_noise).item(),
         "temperature": float(laplace.temperature),
-        "damping": laplace.damping,
         "corrected": factors.is_corrected,
         "evidence": float(laplace.log_marginal_likelihood()),
         "effective_parameters": dict(
@@ -183,7 +182,7 @@ def _hyperparameters(record: dict[str, Any]) -> dict[str, Any]:
         TypeError, ValueError: one that the posterior or a predictive refuses, such as NaN or text.
     """
     delta = torch.tensor(list(record["prior_precision"].values()), dtype=torch.float64)
-    found = {name: record[name] for name in ("likelihood", *NUMBERS, "damping")}
+    found = {name: record[name] for name in ("likelihood", *NUMBERS)}
     found |= {"options": CurvatureOptions(**record["curvature"]), "prior_precision": delta}
     as_many_tensors = nn.ParameterList([torch.zeros(1) for _ in delta])
     Posterior(as_many_tensors, **found)  # its checks

@@ -61,16 +61,11 @@ def maximize_evidence(
         learn_sigma_noise: False keeps σ of regression.
 
     Raises:
-        ValueError: a damped posterior, corrected eigenvalues, or a structure that does not fit the
-            model.
+        ValueError: corrected eigenvalues, or a structure that does not fit the model.
         FloatingPointError: the optimiser did not converge.
     """
     from scipy.optimize import minimize  # here, since it takes long to import
 
-    if laplace.damping:
-        raise ValueError(
-            "maximize_evidence is for posteriors without damping; make it with damping=False."
-        )
     if laplace.fitted_factors().is_corrected:
         # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
         raise ValueError(

@@ -19,7 +19,6 @@ CASES = {
     "expand": {"kfac_approx": "expand"},
     "empirical Fisher": {"backend": KfacEF},
     "Monte Carlo Fisher": {"backend_kwargs": {"stochastic": True}},
-    "damping": {"damping": True},
     "temperature": {"temperature": 0.3},
     "prior mean": {"prior_mean": 0.2},
     "a prior for each tensor": {"prior_precision": torch.tensor([0.1, 3.0, 1 / 3, 70.0])},

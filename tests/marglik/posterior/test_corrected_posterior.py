@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.eigenvalue_correction import corrected_factors
 from marglik import KronLaplace, Posterior, maximize_evidence
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.storage.record_file import read_posterior
@@ -67,14 +66,6 @@ def test_evidence_and_covariance(likelihood, kfac_approx, kind):
         assert_close(laplace.log_det_posterior_precision, torch.logdet(P))
 
 
-def test_samples():
-    laplace, _ = fitted()
-    sample = laplace.sample(40_000, torch.Generator().manual_seed(0)) - laplace.mean
-    covariance = sample.mT @ sample / len(sample)
-    expected = torch.linalg.inv(precision(laplace))
-    assert (covariance - expected).norm() < 0.05 * expected.norm()
-
-
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 def test_the_evidence_is_a_lower_bound_that_is_not_maximised(kfac_approx):
     """Below the evidence of the exact blocks, by Hadamard's inequality."""
@@ -103,29 +94,8 @@ def test_files(tmp_path):
     assert read_posterior(tmp_path)["corrected"] is False
 
 
-def test_another_dtype():
-    laplace, x = fitted()
-    expected = laplace.output_distribution(x)[1]
-    found = laplace.to(dtype=torch.float32).output_distribution(x.float())[1]
-    assert laplace.factors.is_corrected and found.dtype == torch.float32
-    assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_restored():
-    laplace, _ = fitted()
-    other = Posterior(laplace.model, "classification", prior_precision=DELTA, temperature=0.6)
-    other.restore(laplace.factors)
-    assert torch.equal(other.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-
-
 def test_what_cannot_be():
     model, batch = network(torch.float64), data("classification", torch.float64)
-    damped = Posterior(model, "classification", damping=True)
-    with pytest.raises(ValueError, match="damping=False"):
-        damped.fit([batch], corrected=True)
-    damped.fit([batch])
-    with pytest.raises(ValueError, match="damping=False"):
-        damped.restore(corrected_factors(damped.factors, model.eval(), [batch]))
     posterior = Posterior(model, "classification")
     with pytest.raises(TypeError, match="read only once.*DataLoader or a list"):
         posterior.fit(iter([batch]), corrected=True)

@@ -43,13 +43,6 @@ def test_to_double(likelihood):
     assert torch.equal(*both)
 
 
-def test_to_a_narrow_dtype_keeps_wide_factors():
-    laplace = fitted().to(dtype=torch.bfloat16)
-    assert dtypes(laplace) == {torch.bfloat16}
-    assert {block.B.dtype for block in laplace.factors.blocks.values()} == {torch.float32}
-    assert laplace.log_marginal_likelihood().isfinite()
-
-
 def test_restore_forgets_what_was_fitted_before():
     laplace, twice = fitted(), fitted()
     x, _ = data("classification")
@@ -58,18 +51,6 @@ def test_restore_forgets_what_was_fitted_before():
     twice.restore(2.0 * twice.factors)
     assert twice.log_marginal_likelihood() < evidence
     assert (predictions(twice, x)["mc"].epistemic < predictions(laplace, x)["mc"].epistemic).all()
-
-
-def test_restore_takes_the_present_parameters():
-    laplace = fitted()
-    factors, evidence = laplace.factors, laplace.log_marginal_likelihood()
-    with torch.no_grad():
-        laplace.model[0].weight += 1.0
-    assert torch.equal(laplace.log_marginal_likelihood(), evidence)  # those of the fit, until now
-    laplace.restore(factors)
-    moved = laplace.model[0].weight
-    change = 0.7 / 2 * (moved.square() - (moved - 1).square()).sum().double()
-    assert_close(laplace.log_marginal_likelihood(), evidence - change, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +106,6 @@ def test_narrow_networks_predict(dtype):
     assert dtypes(laplace) == {dtype}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_sample(dtype):
-    laplace = fitted(dtype=dtype)
-    x, _ = data("classification", dtype)
-    one = laplace.sample(1, torch.Generator().manual_seed(0))
-    assert one.shape == (1, laplace.n_params)
-    assert laplace.sample(3).shape == (3, laplace.n_params)
-    outputs = laplace.functional_samples(x, "nn", 1, generator=torch.Generator().manual_seed(0))
-    other, model = dict(laplace.model.named_parameters()), network(dtype).eval()
-    parts = one[0].split([p.numel() for p in other.values()])
-    model.load_state_dict({n: v.view_as(p) for (n, p), v in zip(other.items(), parts, strict=True)})
-    assert_close(outputs, model(x)[None].detach())
-    assert laplace(x, pred_type="nn", link_approx="mc", n_samples=1).isfinite().all()
-
-
 @pytest.mark.parametrize("n", [0, 1.5, True])
 def test_no_samples(n):
     laplace = fitted()
@@ -153,11 +119,3 @@ def test_no_samples(n):
     ):
         with pytest.raises(ValueError, match=f"n_samples must be a positive integer, not {n}"):
             use()
-
-
-def test_it_prints_in_a_line():
-    laplace = fitted("classification")
-    number = sum(p.numel() for p in laplace.model.parameters())
-    begin = f"KronLaplace(Sequential, 'classification', {number} parameters, "
-    assert repr(laplace) == f"{begin}fitted to {laplace.n_data} examples)"
-    assert repr(KronLaplace(laplace.model, "classification")) == f"{begin}not fitted)"

@@ -86,19 +86,6 @@ def test_covariances_are_those_of_dense_jacobians(laplace):
                  expected[:, [2, 0]][:, :, [2, 0]])  # fmt: skip
 
 
-def test_samples_have_the_posteriors_covariance(laplace):
-    """Exactly: noise of one entry at a time shows the matrix's root column by column."""
-    for name, (eigen, spectrum) in laplace.precision_blocks().items():
-        root = eigen.power_matvec(torch.eye(eigen.numel).double(), spectrum, -0.5)
-        assert_close(root @ root.mT, precision(laplace)[name].inverse())
-    samples = laplace.sample(50, torch.Generator().manual_seed(0))
-    assert samples.shape == (50, laplace.n_params)
-    again = laplace.linearised_outputs(samples, batch(3, seed=2))
-    spread = (again - laplace.output_distribution(batch(3, seed=2))[0]).square().mean((0, 1, 2))
-    variance = laplace.output_distribution(batch(3, seed=2))[1].diagonal(dim1=1, dim2=2).mean()
-    assert 0.6 < spread / variance < 1.5
-
-
 def test_another_base_is_refused_but_another_head_is_none(tmp_path):
     laplace = fitted(classifier())
     save_posterior(laplace, tmp_path)
@@ -133,21 +120,3 @@ def test_a_tokenizers_batches_and_padding_on_either_side():
     for name, block in laplace.factors.blocks.items():
         assert_close(again.factors.to_dense(name), block.to_dense())
     assert_close(again.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-
-
-def test_a_base_in_half_precision_keeps_its_hyperparameters():
-    """Adapters of peft are in float32 there; so are precisions and the mean."""
-    model = classifier(dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {
-        torch.float32,  # adapters
-        torch.bfloat16,  # the head
-    }
-    laplace = KronLaplace(model, "classification", prior_precision=1.2345)
-    assert laplace.prior_precision.dtype == torch.float32
-    laplace.fit([batch(8)])
-    assert laplace.mean.dtype == torch.float32
-    assert torch.isfinite(laplace.log_marginal_likelihood())
-    delta = maximize_evidence(laplace).prior_precision
-    assert_close(laplace.prior_precision, torch.tensor(list(delta.values())))
-    f, covariance = laplace.output_distribution(batch(3, seed=2))
-    assert covariance.dtype == torch.float32 and torch.isfinite(covariance).all()

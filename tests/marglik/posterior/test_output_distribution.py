@@ -9,9 +9,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from kfac_backend.blocks import block, eigen
 from marglik import KronLaplace
-from marglik.posterior.subset import last_layer
 from tests import oracles
 from tests.marglik.small_laplace import DELTAS, data, fitted, network
 
@@ -27,7 +25,6 @@ CASES = {
     "expand": ("classification", {}),
     "reduce": ("classification", {"kfac_approx": "reduce"}),
     "groups": ("classification", {"groups": 2}),
-    "damped": ("classification", {"damping": True}),
     "tempered": ("classification", {"temperature": 0.3}),
     "scalar": ("classification", {"prior_precision": 0.2}),
     "regression": ("regression", {"sigma_noise": 0.4, "temperature": 2.0}),
@@ -136,19 +133,6 @@ def test_last_layer_is_a_laplace_approximation_of_it_alone():
         la.output_distribution(x, "first")
 
 
-def test_last_layer_decomposes_its_own_factors_alone(monkeypatch):
-    decomposed = []
-    monkeypatch.setattr(
-        block, "eigh", lambda F, name: decomposed.append(name) or eigen.eigh(F, name)
-    )
-    la, x = fitted()
-    la.output_distribution(x, layers="last")
-    name = last_layer(la.model, x)
-    assert decomposed == [f"{name}.weight, B", f"{name}.weight, A", f"{name}.bias, B"]
-    la.output_distribution(x)
-    assert len(set(decomposed)) == len(decomposed) > 3
-
-
 def test_last_layer_of_a_single_layer_and_of_a_model_with_parameters_of_its_own():
     class Token(nn.Module):
         def __init__(self):
@@ -174,24 +158,6 @@ def test_last_layer_of_a_single_layer_and_of_a_model_with_parameters_of_its_own(
     (last, everything), (alone, _) = covariances
     assert_close(last, alone)
     assert (everything - last).norm() > 1e-3
-
-
-def test_last_layer_whose_name_starts_another():
-    class Named(nn.Module):
-        def __init__(self, frozen):
-            super().__init__()
-            torch.manual_seed(0)
-            self.out2, self.out = nn.Linear(32, 4), nn.Linear(4, 3)
-            self.out2.requires_grad_(not frozen)
-
-        def forward(self, x):
-            return self.out(torch.tanh(self.out2(x.flatten(1))))
-
-    whole, alone = (
-        fitted(model=Named(frozen).double(), prior_precision=2.0)[0] for frozen in (False, True)
-    )
-    x = data()[0]
-    assert_close(whole.output_distribution(x, "last"), alone.output_distribution(x))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -54,12 +54,6 @@ def test_checkpoints_as_people_keep_them(case, tmp_path):
     assert note == (prefix and f"the prefix {prefix!r} was removed from all names")
 
 
-def test_a_network_that_has_the_prefix_itself(tmp_path):
-    model = nn.ModuleDict({"module": network(seed=1)})
-    assert load_pretrained(model, saved(state("module."), tmp_path / "net.pt")) is None
-    assert torch.equal(model["module"][0].weight, network()[0].weight)
-
-
 def test_half_precision_is_widened(tmp_path):
     model = network(seed=1)
     path = saved(network().half().state_dict(), tmp_path / "net.pt")

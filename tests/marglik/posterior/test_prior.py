@@ -57,15 +57,6 @@ def test_diagonal_has_a_value_for_every_entry(model):
     assert_close(torch.cat([part.flatten() for part in parts]), values)
 
 
-def test_frozen_parameters_have_no_group(model):
-    model["stem"].requires_grad_(False)
-    assert PriorGroups.from_model(model).names == (
-        "stage1.0.bias",
-        "stage1.1.weight",
-        "stage1.1.bias",
-    )
-
-
 def test_weight_decay_and_precision_are_inverse():
     assert weight_decay_to_precision(5e-3, 50_000) == pytest.approx(250.0)
     assert weight_decay_to_precision(5e-4, 50_000) == pytest.approx(25.0)

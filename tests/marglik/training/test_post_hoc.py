@@ -151,9 +151,3 @@ def test_frozen_tensors_have_no_prior():
     found = maximize_evidence(laplace)
     assert list(found.prior_precision) == ["2.weight", "2.bias"]
     assert laplace.prior_precision.dtype == torch.float32
-
-
-def test_damped_posteriors_are_refused():
-    laplace = KronLaplace(nn.Linear(3, 2), "classification", damping=True)
-    with pytest.raises(ValueError, match="damping=False"):
-        maximize_evidence(laplace)
