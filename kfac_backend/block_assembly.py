@@ -21,7 +21,6 @@ from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Approximation, PassOptions
-from kfac_backend.precision import at_least_float32
 
 __all__ = [
     "Part",
@@ -71,13 +70,15 @@ def _separate_rules(
     options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
     """`make_rules` before sums are shared: each layer has its own."""
-    rules: dict[TrackedLayer, Rule] = {
-        tracked: tracked.rule(tracked.layer, modes.get(tracked.name, "expand"), tracked.parameters)
+    return {
+        tracked: tracked.rule(
+            tracked.layer,
+            modes.get(tracked.name, "expand"),
+            tracked.parameters,
+            None if tracked.slots else options.diagonal_above,
+        )
         for tracked in assignment.all
     }
-    for tracked, rule in rules.items():
-        rule.use_diagonals(None if tracked.slots else options.diagonal_above)
-    return rules
 
 
 def check_memory(
@@ -101,10 +102,10 @@ def check_memory(
     sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
     rules = _separate_rules(assignment, modes, options)
     for tracked, rule in rules.items():
-        for (local, which), (G, d) in rule.factor_sizes().items():
-            itemsize = at_least_float32(getattr(tracked.layer, local).detach()[:0]).element_size()
-            name = f"{which} of '{tracked.parameters[local]}'"
-            sizes[name] = max(sizes.get(name, (0, 0, 0)), (G * d * d, d, itemsize))
+        for gram, (local, which) in rule.grams().items():
+            name, d = f"{which} of '{tracked.parameters[local]}'", gram.size
+            size = gram.groups * d * d, d, gram.like.element_size()
+            sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
     if not sizes:
         return
     total = sum(entries * itemsize for entries, _, itemsize in sizes.values())

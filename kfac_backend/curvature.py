@@ -22,7 +22,6 @@ from kfac_backend.block_assembly import assemble_blocks, check_memory, collect_s
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.rule import PositionSums
 from kfac_backend.loss import (
     BackwardVectors,
     check_targets,
@@ -462,7 +461,6 @@ class CurvaturePass:
                 raise unknown_examples(tracked, wrong.pop(), examples, "its block needs")
 
     def _begin_part(self) -> None:
-        self._position_sums = PositionSums()
         for rule in self._rules.values():
             rule.begin_forward()
 
@@ -482,7 +480,7 @@ class CurvaturePass:
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
-            self._rules[tracked].add_gradient(use, b, self._position_sums)
+            self._rules[tracked].add_gradient(use, b)
 
     def _draw_on(self) -> None:
         """Advance the common generator, so that the next pass draws other labels."""
@@ -502,7 +500,7 @@ class CurvaturePass:
             rule.end_vector()
 
     def _end_part(self) -> None:
-        self._position_sums.clear()
+        """Called when a part's last vector has been propagated back."""
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         # Loaded only where parameters without a rule ask for it.

@@ -60,7 +60,7 @@ class ConvolutionRule(ImageRule):
     """nn.Conv1d, 2d and 3d with any stride, padding, dilation, groups and padding mode.
 
     R is the number of output pixels, d_in = channels per group × kernel, in the order of
-    ``weight.flatten(1)``. Means of patches are box sums (`patch_sums`). Their Gram matrix is
+    ``weight.flatten(1)``. Sums of patches are box sums (`patch_sums`). Their Gram matrix is
     computed in the cheapest of several ways (`PatchGram`).
     """
 
@@ -68,26 +68,28 @@ class ConvolutionRule(ImageRule):
         """(N, C, ...) as patches (G, N, R, d_in)."""
         return patches(a, self.groups, *windows(self.layer, a))
 
-    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
-        """Mean patches (G, N, d_in), and R."""
+    def input_sums(self, a: Tensor) -> tuple[Tensor, int]:
+        """Sums of patches (G, N, d_in) without a patch, and R."""
         axes = windows(self.layer, a)
-        R = _num_positions(axes)
-        # The mean of the patches, without a patch: sums over boxes of pixels.
-        means = patch_sums(at_least_float32(a), *axes) / R  # (N, C, *kernel)
-        return means.flatten(1).unflatten(1, (self.groups, -1)).movedim(1, 0), R
+        return _by_group(patch_sums(at_least_float32(a), *axes), self.groups), _num_positions(axes)
 
-    def new_input_gram(self) -> Gram:
+    def input_gram(self) -> Gram:
         """The Gram matrix of patches for expand, of their means for reduce."""
         if self.by_example:
-            return super().new_input_gram()
-        return PatchGram(self.layer.kernel_size, self.groups)
+            return super().input_gram()
+        return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
 
-    def add_input_gram(self, a: Tensor) -> int:
+    def add_input_rows(self, a: Tensor) -> int:
         """Add all patches to A; returns R."""
-        axes = windows(self.layer, a)
-        assert isinstance(self.A.gram, PatchGram)
-        self.A.gram.add_images(a, *axes)
+        axes, gram = windows(self.layer, a), self.A["weight"].gram
+        assert isinstance(gram, PatchGram)
+        gram.add_images(a, *axes)
         return _num_positions(axes)
+
+
+def _by_group(sums: Float[Tensor, "N C *kernel"], groups: int) -> Float[Tensor, "G N d"]:
+    """Sums of patches, channel by channel, as those of each group."""
+    return sums.flatten(1).unflatten(1, (groups, -1)).movedim(1, 0)
 
 
 def _num_positions(axes: Sequence[Window]) -> int:
@@ -109,8 +111,14 @@ class ConvTransposeRule(ImageRule):
     transposed = True
     same_gradients = False
 
-    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
-        super().__init__(layer, mode, names)
+    def __init__(
+        self,
+        layer: Any,
+        mode: Approximation,
+        names: Collection[str],
+        diagonal_above: int | None = None,
+    ) -> None:
+        super().__init__(layer, mode, names, diagonal_above)
         # Size of an input image -> size of its output, () while that has not been seen. Gradients
         # come to `example_gradients` without it, with their pixels in one axis.
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -118,11 +126,6 @@ class ConvTransposeRule(ImageRule):
     def inputs(self, a: Tensor) -> Tensor:
         """The pixels (G, N, R, d_in) of (N, C_in, ...)."""
         return a.flatten(2).unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2)
-
-    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
-        """Mean pixels (G, N, d_in), and R."""
-        pixels = at_least_float32(a).flatten(2)
-        return pixels.mean(2).unflatten(1, (self.groups, -1)).movedim(1, 0), pixels.shape[2]
 
     def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
         """The patches of output gradients (M, C_out, ...) that the input's pixels write to."""
@@ -157,21 +160,21 @@ class ConvTransposeRule(ImageRule):
         self._sizes.setdefault(tuple(use.a.shape[2:]), ())
         super().add_input(use)
 
-    def new_gradient_gram(self) -> Gram:
+    def gradient_gram(self) -> Gram:
         """The Gram matrix of patches for expand, of their sums for reduce."""
         if self.by_example:
-            return super().new_gradient_gram()
-        return PatchGram(self.layer.kernel_size, self.groups)
+            return super().gradient_gram()
+        return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
 
-    def add_gradient_gram(self, b: Tensor) -> None:
+    def add_gradient_rows(self, b: Tensor) -> None:
         """Add the patches of output gradients."""
-        assert isinstance(self.B_weight.gram, PatchGram)
-        self.B_weight.gram.add_images(b, *self.axes(b))
+        gram = self.B["weight"].gram
+        assert isinstance(gram, PatchGram)
+        gram.add_images(b, *self.axes(b))
 
     def weight_gradient_sums(self, b: Tensor) -> Float[Tensor, "G M d_out"]:
         """The sums of all patches, without unfolding them."""
-        sums = patch_sums(at_least_float32(b), *self.axes(b)).flatten(1)  # (M, C_out·kernel)
-        return sums.unflatten(1, (self.groups, -1)).movedim(1, 0)
+        return _by_group(patch_sums(at_least_float32(b), *self.axes(b)), self.groups)
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
         """The gradients at the output's pixels, from which those of both parameters follow."""

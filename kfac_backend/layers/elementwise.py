@@ -6,38 +6,28 @@ matrix of these gradients, or its diagonal for a large tensor (`gram.LARGEST_DEN
 
 from abc import abstractmethod
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from kfac_backend.layers.gram import DiagonalGram, gram_of_gradients
-from kfac_backend.layers.rule import (
-    BlockSums,
-    ExampleGradients,
-    GradientFactor,
-    PositionSums,
-    Rule,
-    Use,
-)
+from kfac_backend.layers.gram import gram_of_gradients
+from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use
 from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
-    "BatchNormRule",
     "Bias",
     "BiasRule",
-    "ElementwiseRule",
+    "ChannelsRule",
     "ExactRule",
-    "GroupNormRule",
-    "InstanceNormRule",
-    "LayerNormRule",
+    "LastAxesRule",
     "OwnParameter",
     "OwnParameterRule",
-    "PReLURule",
-    "RMSNormRule",
     "Scale",
     "ScaleRule",
     "default_view",
@@ -80,102 +70,72 @@ class ExactRule(Rule):
 
     needs_examples = True
 
-    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
-        super().__init__(layer, mode, names)
-        self.sums = {
-            name: GradientFactor(gram_of_gradients(self.size(name)), by_example=True)
-            for name in names
-        }
-        self._given_away: set[str] = set()
+    def __init__(
+        self,
+        layer: Any,
+        mode: Approximation,
+        names: Collection[str],
+        diagonal_above: int | None = None,
+    ) -> None:
+        super().__init__(layer, mode, names, diagonal_above)
+        self.B = {name: FactorSum(gram_of_gradients(self.parameter(name))) for name in names}
 
     def parameter(self, name: str) -> Tensor:
         """The parameter of that name."""
         return getattr(self.layer, name)
 
-    def size(self, name: str) -> int:
-        """P, how many entries a parameter has."""
-        return self.parameter(name).numel()
-
     @abstractmethod
-    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+    def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
         """The gradients (V·M, P) in each of the parameters ``names``, from output gradients b."""
-
-    def begin_forward(self) -> None:
-        """Reset the counts of uses."""
-        for sums in self.sums.values():
-            sums.begin_forward()
 
     def add_input(self, use: Use) -> None:
         """Count the use; the block has no input factor."""
-        for sums in self.sums.values():
-            sums.count_use()
+        self.count_use()
 
-    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+    def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the examples' gradients."""
-        for name, gradients in self.gradients(use, b, sums).items():
+        for name, gradients in self.gradients(use, b).items():
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
-            self.sums[name].add(gradients[None])
-
-    def end_vector(self) -> None:
-        """Add the sums that waited for other uses."""
-        for sums in self.sums.values():
-            sums.end_vector()
-
-    def share(self, name: str, other: Rule, others_name: str) -> None:
-        """Add to the sums of another layer's parameter."""
-        assert isinstance(other, ExactRule)
-        self.sums[name] = other.sums[others_name]
-        self._given_away.add(name)
-
-    def block_sums(self) -> dict[str, BlockSums]:
-        """The parameters' sums."""
-        return {
-            name: BlockSums(self._total(name, sums))
-            for name, sums in self.sums.items()
-            if name not in self._given_away
-        }
-
-    def _total(self, name: str, sums: GradientFactor) -> Tensor:
-        total = sums.gram.total()
-        if total is None:  # no row of the data reached the layer
-            size = self.size(name)
-            groups, size = (size, 1) if isinstance(sums.gram, DiagonalGram) else (1, size)
-            total = at_least_float32(self.parameter(name).detach()).new_zeros(groups, size, size)
-        return total
+            self.B[name].add_sums(gradients[None])
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
-        gradients = self.gradients(use, b, PositionSums())
-        return torch.cat([gradients[name] for name in self.sums], -1)[:, None]
+        gradients = self.gradients(use, b)
+        return torch.cat([gradients[name] for name in self.names], -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
         """The gradients (N, 1, C, P) themselves."""
-        sizes = [self.size(name) for name in self.sums]
-        return {
-            name: ExampleGradients(part[None])
-            for name, part in zip(self.sums, b.split(sizes, -1), strict=True)
-        }
+        sizes = [self.parameter(name).numel() for name in self.names]
+        parts = zip(self.names, b.split(sizes, -1), strict=True)
+        return {name: ExampleGradients(part[None]) for name, part in parts}
 
 
-class ElementwiseRule(ExactRule):
-    """A layer that multiplies by a ``weight`` and adds a ``bias``, both entry by entry."""
+class ChannelsRule(ExactRule):
+    """A layer that multiplies z(x) by a weight and adds a bias, separately for each channel.
+
+    It serves BatchNorm, GroupNorm, InstanceNorm and PReLU; derived rules have other axes.
+    """
 
     parameter_names = frozenset({"weight", "bias"})
     needs_input = True
 
-    @abstractmethod
+    multiplier: ClassVar[str] = "weight"
+    """The name of the parameter that multiplies."""
+
     def normalised(self, a: Tensor) -> Tensor:
         """What the weight multiplies, z(x), in the shape of the output."""
+        return _normalised(self.layer, a)
 
     def own_axes(self, dimensions: int) -> range:
         """The axes along which there are separate parameters; the others but the first share them.
 
-        By default the second, which is that of the channels.
+        By default the second, which is that of the channels, or none if they have one parameter.
         """
-        return range(1, 2)
+        alone = self.parameter(next(iter(self.names))).numel() == 1
+        return range(dimensions, dimensions) if alone else range(1, 2)
 
-    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+    def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
         """Sums over the shared axes of b ∘ z and of b."""
         own, rows = self.own_axes(b.dim()), 1 if use.rows is None else len(use.rows.axes)
         if rows > self.own_axes(b.dim() + rows - 1).start:
@@ -186,131 +146,77 @@ class ElementwiseRule(ExactRule):
             )
         b, axes = at_least_float32(b), [axis for axis in range(1, b.dim()) if axis not in own]
         gradients = {}
-        if "weight" in self.names:
+        if self.multiplier in self.names:
             z = at_least_float32(self.normalised(use.a))
-            product = (b.unflatten(0, (-1, len(z))) * z).flatten(0, 1)
-            gradients["weight"] = _sum_over(product, axes)
+            by_vector = b.unflatten(0, (-1, len(z)))  # (V, M, ...)
+            if len(own):
+                gradients[self.multiplier] = _sum_over((by_vector * z).flatten(0, 1), axes)
+            else:
+                gradients[self.multiplier] = _inner_products(z, by_vector).view(-1, 1)
         if "bias" in self.names:
             gradients["bias"] = _sum_over(b, axes)
         return gradients
 
 
-class LayerNormRule(ElementwiseRule):
-    """nn.LayerNorm: the last axes have parameters, which the axes before them share."""
+class LastAxesRule(ChannelsRule):
+    """LayerNorm and RMSNorm: the last axes have parameters, which the axes before them share."""
 
     def own_axes(self, dimensions: int) -> range:
         """The normalised axes, which are the last."""
         return range(dimensions - len(self.layer.normalized_shape), dimensions)
 
-    def normalised(self, a: Tensor) -> Tensor:
-        """The input with mean 0 and variance 1."""
-        return F.layer_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
 
-
-class RMSNormRule(LayerNormRule):
-    """nn.RMSNorm: as LayerNorm, without mean and bias."""
-
-    def normalised(self, a: Tensor) -> Tensor:
-        """The input with mean square 1."""
-        return F.rms_norm(a, self.layer.normalized_shape, eps=self.layer.eps)
-
-
-class ChannelsFirstLayerNormRule(LayerNormRule):
+class ChannelsFirstRule(LastAxesRule):
     """Derived layers that normalise the second axis of (N, C, ...), as those of ConvNeXt do."""
 
     features = 1
-    own_axes = ElementwiseRule.own_axes
+    own_axes = ChannelsRule.own_axes
 
     def normalised(self, a: Tensor) -> Tensor:
         """The input normalised over the second axis."""
         return super().normalised(a.movedim(1, -1)).movedim(-1, 1)
 
 
-class ChannelsFirstRMSNormRule(ChannelsFirstLayerNormRule, RMSNormRule):
-    """The same for layers derived from nn.RMSNorm."""
+LastAxesRule.alternatives = (ChannelsFirstRule,)
 
 
-LayerNormRule.alternatives = (ChannelsFirstLayerNormRule,)
-RMSNormRule.alternatives = (ChannelsFirstRMSNormRule,)
-
-
-class GroupNormRule(ElementwiseRule):
-    """nn.GroupNorm: one weight and one bias per channel."""
-
-    def normalised(self, a: Tensor) -> Tensor:
-        """The input with mean 0 and variance 1 in each group."""
-        return F.group_norm(a, self.layer.num_groups, eps=self.layer.eps)
-
-
-class InstanceNormRule(ElementwiseRule):
-    """nn.InstanceNorm1d, 2d, 3d, with or without running statistics."""
-
-    def normalised(self, a: Tensor) -> Tensor:
-        """The input normalised channel by channel of each example."""
-        layer = self.layer
-        own = layer.training or not layer.track_running_stats
-        mean, variance = (None, None) if own else (layer.running_mean, layer.running_var)
-        return F.instance_norm(a, mean, variance, use_input_stats=own, eps=layer.eps)
-
-
-class BatchNormRule(ElementwiseRule):
-    """nn.BatchNorm1d, 2d, 3d in eval mode: a fixed map per channel.
-
-    In train mode, which only the optimiser takes, the batch's own statistics normalise the input.
-    """
-
-    def normalised(self, a: Tensor) -> Tensor:
-        """The input normalised by the running statistics, or by the batch's."""
-        layer = self.layer
-        if layer.training:
-            return F.batch_norm(a, None, None, training=True, eps=layer.eps)
-        return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
-
-
-class PReLURule(ElementwiseRule):
-    """nn.PReLU: the slope multiplies the negative part; one for all channels or one for each."""
-
-    parameter_names = frozenset({"weight"})
-
-    def own_axes(self, dimensions: int) -> range:
-        """The channels', if they have a slope each; otherwise none."""
-        none = range(dimensions, dimensions)
-        return none if self.layer.num_parameters == 1 else super().own_axes(dimensions)
-
-    def normalised(self, a: Tensor) -> Tensor:
-        """The negative part."""
-        return a.clamp(max=0.0)
-
-
-class BiasRule(ExactRule):
+class BiasRule(ChannelsRule):
     """`layers.Bias`, x + θ: the derivative is the sum of the output's gradient."""
 
     parameter_names = frozenset({"bias"})
-
-    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
-        """Σ b_n."""
-        if b.dim() <= 2:  # nothing to share, and b itself must not wait
-            return {"bias": at_least_float32(b).reshape(len(b), -1).sum(1, keepdim=True)}
-        # Summed by features first: the convolution or linear layer in front needs that sum, too,
-        # and `PositionSums` keeps it.
-        return {"bias": sums(b, features=1 if b.dim() == 4 else -1).sum(1, keepdim=True)}
+    needs_input = False
 
 
-class ScaleRule(ExactRule):
+class ScaleRule(ChannelsRule):
     """`layers.Scale`, θ·x: the derivative is the inner product of input and output gradient."""
 
     parameter_names = frozenset({"scale"})
-    needs_input = True
+    multiplier = "scale"
 
-    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
-        """a_n · b_n."""
-        a, b = at_least_float32(use.a), at_least_float32(b)
-        if a.dim() == 1:
-            a, b = a[:, None], b[:, None]
-        if not a.is_contiguous():  # channels last: bring both into the order in memory
-            a, b = a.movedim(1, -1), b.movedim(1, -1)
-        a, b = a.flatten(1), b.flatten(1).unflatten(0, (-1, len(a)))
-        return {"scale": _inner_products(a, b).flatten()[:, None]}
+
+def _normalised(layer: nn.Module, a: Tensor) -> Tensor:
+    """What a layer's weight multiplies; for a norm, its output without weight and bias."""
+    match layer:
+        case nn.LayerNorm():
+            return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
+        case nn.RMSNorm():
+            return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
+        case nn.GroupNorm():
+            return F.group_norm(a, layer.num_groups, eps=layer.eps)
+        case _InstanceNorm():
+            own = layer.training or not layer.track_running_stats
+            mean, variance = (None, None) if own else (layer.running_mean, layer.running_var)
+            return F.instance_norm(a, mean, variance, use_input_stats=own, eps=layer.eps)
+        case _BatchNorm():
+            # In train mode, which only the optimiser takes, the batch's statistics normalise.
+            if layer.training:
+                return F.batch_norm(a, None, None, training=True, eps=layer.eps)
+            return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
+        case nn.PReLU():
+            return a.clamp(max=0.0)  # the slope multiplies the negative part
+        case Scale():
+            return a
+    raise NotImplementedError(f"There is no elementwise rule for {layer}.")
 
 
 class OwnParameter(nn.Module):
@@ -356,7 +262,7 @@ class OwnParameterRule(ExactRule):
         """The parameter."""
         return self.layer.value
 
-    def gradients(self, use: Use, b: Tensor, sums: PositionSums) -> dict[str, Tensor]:
+    def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
         """The copies' gradients."""
         (name,) = self.names
         return {name: at_least_float32(b).flatten(1)}
@@ -369,14 +275,20 @@ def default_view(p: Tensor) -> tuple[int, ...] | None:
 
 def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
     """The sum over some axes, as rows (M, P)."""
-    return (x.sum(axes) if axes else x).reshape(len(x), -1)
+    x = x.sum(axes) if axes else x
+    return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
-def _inner_products(a: Float[Tensor, "N D"], b: Float[Tensor, "V N D"]) -> Float[Tensor, "V N"]:
-    """a_n · b_vn, with half the memory traffic of (a * b).sum().
+def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "V N ..."]) -> Tensor:
+    """a_n · b_vn, (V, N), with half the memory traffic of (a * b).sum().
 
     It is the trace of a k×k product of a and b, each cut into k pieces.
     """
+    if a.dim() == 1:
+        return a * b
+    if not a.is_contiguous():  # channels last: both in the order in memory
+        a, b = a.movedim(1, -1), b.movedim(2, -1)
+    a, b = a.flatten(1), b.flatten(2)
     k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
     a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
     return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_backend.layers.gram import CountGram, DenseGram, Gram
+from kfac_backend.layers.gram import CountGram, Gram
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.rule import PositionSums, Use
+from kfac_backend.layers.rule import Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 from kfac_backend.options import Approximation
 
@@ -33,7 +33,13 @@ class EmbeddingRule(WeightSharingRule):
     needs_input = True
     separate_axes = False
 
-    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        mode: Approximation,
+        names: Collection[str],
+        diagonal_above: int | None = None,
+    ) -> None:
         if not isinstance(mode, str):
             if len(mode) != 1:
                 raise ValueError(
@@ -42,7 +48,15 @@ class EmbeddingRule(WeightSharingRule):
                 )
             (mode,) = mode.values()
         self._dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        super().__init__(layer, mode, names)
+        super().__init__(layer, mode, names, diagonal_above)
+        tokens = layer.num_embeddings
+        if self.by_example and not self._rows_apart and tokens > LARGEST_VOCABULARY:
+            raise NotImplementedError(
+                f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens; at "
+                f"most {LARGEST_VOCABULARY} tokens are supported. Keep its diagonal "
+                f"(diagonal_above={LARGEST_VOCABULARY}), or take expand for this layer, which "
+                "needs only counts: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
+            )
 
     @classmethod
     def check(cls, layer: Any) -> None:
@@ -53,61 +67,40 @@ class EmbeddingRule(WeightSharingRule):
                 "a linear layer. Leave them out, or freeze it (requires_grad_(False))."
             )
 
-    def use_diagonals(self, above: int | None) -> None:
-        """Keep A by its diagonal in reduce mode; in expand mode it is a diagonal anyway."""
-        super().use_diagonals(above)
-        tokens = self.layer.num_embeddings
-        if self.by_example and not self._rows_apart and tokens > LARGEST_VOCABULARY:
-            raise NotImplementedError(
-                f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens; at "
-                f"most {LARGEST_VOCABULARY} tokens are supported. Keep its diagonal "
-                f"(diagonal_above={LARGEST_VOCABULARY}), or take expand for this layer, which "
-                "needs only counts: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
-            )
-
-    def _whole_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """In expand mode the tokens are groups of one entry."""
+    def input_gram(self) -> Gram:
+        """Counts of tokens in expand mode, else a dense matrix, or its diagonal."""
         # Σ of one-hot outer products is a diagonal; that of examples' mean one-hot vectors is not.
-        tokens, features = self.layer.weight.shape
-        return (1, tokens) if self.by_example else (tokens, 1), (1, features)
-
-    def new_input_gram(self) -> Gram:
-        """Counts of tokens in expand mode, else a dense matrix."""
         if self.by_example:
-            return DenseGram()
-        return CountGram(self.layer.num_embeddings, self._dtype)
+            return super().input_gram()
+        return CountGram(self.layer.weight, self.layer.num_embeddings)
 
     def inputs(self, a: Tensor) -> Tensor:
         """(N, ...) one-hot as (1, N, R, V), zero for padding."""
-        tokens = a.flatten(1) if a.dim() > 1 else a[:, None]
-        one_hot = F.one_hot(tokens.long(), self.layer.num_embeddings).to(self._dtype)
+        one_hot = F.one_hot(_tokens(a), self.layer.num_embeddings).to(self._dtype)
         if self.layer.padding_idx is not None:
             one_hot[..., self.layer.padding_idx] = 0
         return one_hot[None]
 
-    def mean_inputs(self, a: Tensor) -> tuple[Tensor, int]:
-        """The mean one-hot vector of each example (1, N, V), and R."""
-        tokens = a.flatten(1).long() if a.dim() > 1 else a[:, None].long()
-        R = tokens.shape[1]
-        shares = torch.zeros(len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype)
-        shares.scatter_add_(1, tokens, torch.full_like(tokens, 1 / R, dtype=self._dtype))
-        return shares[None], R
+    def input_sums(self, a: Tensor) -> tuple[Tensor, int]:
+        """How often each token comes in each example (1, N, V), and R."""
+        tokens = _tokens(a)
+        counts = torch.zeros(len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype)
+        counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=self._dtype))
+        return counts[None], tokens.shape[1]
 
-    def add_input_gram(self, a: Tensor) -> int:
+    def add_input_rows(self, a: Tensor) -> int:
         """Count the tokens; returns R."""
-        self.A.gram.add(a)
+        self.A["weight"].gram.add(a)
         return a[0].numel() if len(a) else 1
 
     def add_input(self, use: Use) -> None:
         """Count or average the tokens that are not padding."""
         super().add_input(self._without_padding(use))
 
-    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+    def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the positions that are not padding to B."""
         without = self._without_padding(use)
-        if without is not use:
-            b, sums = b.flatten(0, -2), PositionSums()
-        super().add_gradient(without, b, sums)
+        super().add_gradient(without, b if without is use else b.flatten(0, -2))
 
     def _without_padding(self, use: Use) -> Use:
         """The use with each position as a row of its own, of no example if it is padding.
@@ -118,7 +111,7 @@ class EmbeddingRule(WeightSharingRule):
         if padding is None:
             return use
         # Reduce divides by the positions that count, which differ from example to example.
-        positions = use.a.flatten(1) if use.a.dim() > 1 else use.a[:, None]
+        positions = _tokens(use.a)
         if use.rows is None:
             N, index = len(use.a), torch.arange(len(use.a), device=use.a.device)
             by_roots = False
@@ -126,3 +119,8 @@ class EmbeddingRule(WeightSharingRule):
             N, index, by_roots = use.rows.num_examples, use.rows.index, use.rows.by_roots
         index = torch.where(positions == padding, N, index[:, None]).flatten()
         return Use(positions.flatten(), Rows((len(index),), index, N, False, by_roots))
+
+
+def _tokens(a: Tensor) -> Tensor:
+    """(N, ...) as int64 (N, R)."""
+    return (a.flatten(1) if a.dim() > 1 else a[:, None]).long()

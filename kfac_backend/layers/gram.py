@@ -37,21 +37,37 @@ LARGEST_SQUARE = 2**19
 
 
 class Gram(ABC):
-    """A Gram matrix that is being summed up, for each of G groups."""
+    """A Gram matrix that is being summed up, for each of G groups, without memory until it has rows.
+
+    Args:
+        like: a tensor on its device, whose dtype it has, or float32 if that is more precise.
+        groups: G.
+        size: d.
+    """
+
+    def __init__(self, like: Tensor, groups: int, size: int) -> None:
+        self.groups, self.size = groups, size
+        self.like = at_least_float32(like.new_empty(0))
+        """An empty tensor of its dtype, on its device."""
 
     @abstractmethod
     def add(self, rows: Tensor) -> None:
         """Add the outer products of rows (G, M, d)."""
 
     @abstractmethod
-    def total(self) -> Tensor | None:
-        """The sum so far (G, d, d); None before the first rows."""
+    def total(self) -> Float[Tensor, "G d d"]:
+        """The sum so far; zeros before the first rows."""
+
+    def zeros(self) -> Float[Tensor, "G d d"]:
+        """The sum of no rows."""
+        return self.like.new_zeros(self.groups, self.size, self.size)
 
 
 class DenseGram(Gram):
     """Σ_m x_m x_mᵀ per group over all rows x_m that were added, in place: (G, d, d)."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Tensor, groups: int, size: int) -> None:
+        super().__init__(like, groups, size)
         self._total: Tensor | None = None
         self._waiting: list[Tensor] = []
         self._num_waiting = 0
@@ -72,11 +88,12 @@ class DenseGram(Gram):
         if self._num_waiting * FEWEST_PRODUCTS > d:
             self._add_waiting()
 
-    def total(self) -> Float[Tensor, "G d d"] | None:
-        """The sum so far, None before the first rows."""
+    def total(self) -> Float[Tensor, "G d d"]:
+        """The sum so far."""
         self._add_waiting()
-        if self._total is not None:
-            mirror_upper_half_(self._total)
+        if self._total is None:
+            return self.zeros()
+        mirror_upper_half_(self._total)
         return self._total
 
     def _add_waiting(self) -> None:
@@ -104,7 +121,8 @@ class DenseGram(Gram):
 class DiagonalGram(Gram):
     """The diagonal of Σ_m x_m x_mᵀ over all rows (1, M, P), as P groups: (P, 1, 1)."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Tensor, size: int) -> None:
+        super().__init__(like, size, 1)
         self._total: Tensor | None = None
 
     def add(self, rows: Float[Tensor, "1 M P"]) -> None:
@@ -115,31 +133,32 @@ class DiagonalGram(Gram):
             squares = some.square().sum(0)
             self._total = squares if self._total is None else self._total.add_(squares)
 
-    def total(self) -> Float[Tensor, "P 1 1"] | None:
-        """The sum so far, None before the first rows."""
-        return None if self._total is None else self._total[:, None, None]
+    def total(self) -> Float[Tensor, "P 1 1"]:
+        """The sum so far."""
+        return self.zeros() if self._total is None else self._total[:, None, None]
 
 
 class CountGram(Gram):
     """Σ of one-hot tokens' Gram matrices, a diagonal: (V, 1, 1), V groups of one entry."""
 
-    def __init__(self, num_tokens: int, dtype: torch.dtype) -> None:
-        self._num_tokens, self._dtype = num_tokens, dtype
-        self._total: Tensor | None = None
+    def __init__(self, like: Tensor, num_tokens: int) -> None:
+        super().__init__(like, num_tokens, 1)
+        # Integers: in float32 large counts would stop growing.
+        self._counts = torch.zeros(num_tokens, dtype=torch.long, device=like.device)
 
     def add(self, rows: Int[Tensor, "*positions"]) -> None:
         """Count tokens, given as integers of any shape instead of one-hot rows."""
-        counts = torch.bincount(rows.flatten(), minlength=self._num_tokens)
-        self._total = counts if self._total is None else self._total + counts
+        self._counts += torch.bincount(rows.flatten(), minlength=self.groups)
 
-    def total(self) -> Tensor | None:
-        """The counts so far, None before the first tokens."""
-        return None if self._total is None else self._total.to(self._dtype)[:, None, None]
+    def total(self) -> Float[Tensor, "V 1 1"]:
+        """The counts so far."""
+        return self._counts.to(self.like.dtype)[:, None, None]
 
 
-def gram_of_gradients(size: int) -> Gram:
-    """An empty Gram matrix for the gradients of an elementwise parameter with ``size`` entries."""
-    return DenseGram() if size <= LARGEST_DENSE else DiagonalGram()
+def gram_of_gradients(parameter: Tensor) -> Gram:
+    """An empty Gram matrix for the gradients of an elementwise parameter."""
+    P = parameter.numel()
+    return DenseGram(parameter, 1, P) if P <= LARGEST_DENSE else DiagonalGram(parameter, P)
 
 
 def is_tall(x: Float[Tensor, "M d"]) -> bool:

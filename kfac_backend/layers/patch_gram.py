@@ -60,13 +60,15 @@ class PatchGram(Gram):
     """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`.
 
     Args:
+        weight: of the layer, (rows, columns per group, *kernel).
         kernel_size: of each axis.
         groups: G, of channels.
     """
 
-    def __init__(self, kernel_size: tuple[int, ...], groups: int = 1) -> None:
-        self._kernel, self._groups = kernel_size, groups
-        self._unfolded = DenseGram()
+    def __init__(self, weight: Tensor, kernel_size: tuple[int, ...], groups: int = 1) -> None:
+        super().__init__(weight, groups, weight[0].numel())
+        self._kernel = kernel_size
+        self._unfolded: DenseGram | None = None
         self._correlations: dict[tuple[Window, Window, str], _Correlation] = {}
 
     def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
@@ -74,7 +76,7 @@ class PatchGram(Gram):
         image = at_least_float32(image)
         if len(axes) == 1:  # a line is an image of height 1
             image, axes = image[:, :, None], (Window(1, 1, 1, 1, 0, 0, axes[0].padding_mode), *axes)
-        if len(axes) == 2 and self._groups == 1:
+        if len(axes) == 2 and self.groups == 1:
             y, x = axes
             way = cheapest_way(len(image), image.shape[1], y, x, image.device.type)
             if way != "unfold":
@@ -89,27 +91,27 @@ class PatchGram(Gram):
             row *= window.positions * window.kernel
         size = max(1, PATCH_BYTES.get(image.device.type, PATCH_BYTES["cuda"]) // row)
         for some in image.split(size):
-            self.add(_patch_rows(some, self._groups, axes))
+            self.add(_patch_rows(some, self.groups, axes))
 
     def add(self, rows: Float[Tensor, "G M kc"]) -> None:
         """Add patches, whose features are in the order (*kernel, channels)."""
+        if self._unfolded is None:
+            self._unfolded = DenseGram(self.like, self.groups, self.size)
         self._unfolded.add(rows)
 
-    def total(self) -> Float[Tensor, "G d d"] | None:
-        """The sum so far, features in the order (channels, *kernel); None before any image."""
-        total = self._unfolded.total()
-        for correlation in self._correlations.values():
-            blocks = correlation.total()
-            total = blocks if total is None else total + blocks
-        if total is None:
-            return None
+    def total(self) -> Float[Tensor, "G d d"]:
+        """The sum so far, features in the order (channels, *kernel)."""
+        ways = [self._unfolded, *self._correlations.values()]
+        totals = [way.total() for way in ways if way is not None]
+        if not totals:
+            return self.zeros()
+        total = sum(totals[1:], totals[0])
         # (*kernel, c, *kernel, c) -> (c, *kernel, c, *kernel): as in ``weight.flatten(1)``
-        G, d, _ = total.shape
-        channels, number = d // math.prod(self._kernel), len(self._kernel)
+        channels, number = self.size // math.prod(self._kernel), len(self._kernel)
         order = [number, *range(number)]
-        apart = total.view(G, *2 * (*self._kernel, channels))
+        apart = total.view(self.groups, *2 * (*self._kernel, channels))
         found = apart.permute(0, *(1 + i for i in order), *(2 + number + i for i in order))
-        return found.reshape(G, d, d)
+        return found.reshape(total.shape)
 
 
 class _Product(NamedTuple):

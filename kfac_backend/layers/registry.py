@@ -7,14 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from kfac_backend.layers.elementwise import (
-    BatchNormRule,
     Bias,
     BiasRule,
-    GroupNormRule,
-    InstanceNormRule,
-    LayerNormRule,
-    PReLURule,
-    RMSNormRule,
+    ChannelsRule,
+    LastAxesRule,
     Scale,
     ScaleRule,
 )
@@ -35,31 +31,29 @@ AnyRule = type[Rule] | type[LayerByParts]
 T = TypeVar("T", bound=type)
 
 RULES: dict[type[nn.Module], AnyRule | str] = {
-    nn.Linear: LinearRule,
-    LinearPart: LinearRule,
-    nn.Conv1d: "convolution.ConvolutionRule",
-    nn.Conv2d: "convolution.ConvolutionRule",
-    nn.Conv3d: "convolution.ConvolutionRule",
-    nn.ConvTranspose1d: "convolution.ConvTransposeRule",
-    nn.ConvTranspose2d: "convolution.ConvTransposeRule",
-    nn.ConvTranspose3d: "convolution.ConvTransposeRule",
+    **dict.fromkeys((nn.Linear, LinearPart), LinearRule),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "convolution.ConvolutionRule"),
+    **dict.fromkeys(
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        "convolution.ConvTransposeRule",
+    ),
     nn.Embedding: "embedding.EmbeddingRule",
-    nn.LayerNorm: LayerNormRule,
-    nn.RMSNorm: RMSNormRule,
-    nn.GroupNorm: GroupNormRule,
-    nn.InstanceNorm1d: InstanceNormRule,
-    nn.InstanceNorm2d: InstanceNormRule,
-    nn.InstanceNorm3d: InstanceNormRule,
-    nn.BatchNorm1d: BatchNormRule,
-    nn.BatchNorm2d: BatchNormRule,
-    nn.BatchNorm3d: BatchNormRule,
-    nn.SyncBatchNorm: BatchNormRule,
-    nn.PReLU: PReLURule,
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), LastAxesRule),
+    **dict.fromkeys(
+        (
+            *(nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+            *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.PReLU),
+        ),
+        ChannelsRule,
+    ),
     nn.MultiheadAttention: "attention.AttentionByParts",
-    nn.TransformerEncoderLayer: "attention.SequenceFirst",
-    nn.TransformerDecoderLayer: "attention.SequenceFirst",
-    nn.TransformerEncoder: "attention.SequenceFirst",
-    nn.TransformerDecoder: "attention.SequenceFirst",
+    **dict.fromkeys(
+        (
+            *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+            *(nn.TransformerEncoder, nn.TransformerDecoder),
+        ),
+        "attention.SequenceFirst",
+    ),
     Bias: BiasRule,
     Scale: ScaleRule,
 }

@@ -141,20 +141,35 @@ Run = SharedAxes | Literal["examples", "folded", "followed", "constant"]
 """
 
 
+@dataclass(frozen=True, eq=False)
 class _Declared:
     """What a model declared, turned into `Rows` only when a curvature pass reads it.
 
     The checks of the index wait for the GPU. Training runs the same forward and must not wait.
     """
 
-    def __init__(
-        self, index: Tensor, num_examples: int, by_roots: bool, of_positions: bool
-    ) -> None:
-        self._arguments = index, num_examples, by_roots, of_positions
+    index: Tensor
+    num_examples: int
+    by_roots: bool
+    of_positions: bool
 
     @cached_property
     def rows(self) -> Rows:
-        return _rows(*self._arguments)
+        index, N = self.index, self.num_examples
+        if index.dtype not in (torch.int64, torch.int32):
+            raise TypeError(
+                f"The examples of rows have dtype {index.dtype}; they must be integers."
+            )
+        flat = index.detach().flatten().long()
+        smallest, largest = (int(v) for v in torch.aminmax(flat)) if len(flat) else (0, -1)
+        if smallest < -1 or largest >= N:
+            raise ValueError(
+                f"A row belongs to example {smallest if smallest < -1 else largest}, but there are "
+                f"{N} examples; numbers must be 0 to N - 1, or -1 for rows that do not count."
+            )
+        known = torch.where(flat < 0, N, flat)
+        shape = tuple(index.shape)
+        return Rows(shape, known, N, smallest >= 0, self.by_roots, self.of_positions)
 
 
 _current: ContextVar[_Declared | None] = ContextVar("kfac_backend.layers.rows", default=None)
@@ -234,18 +249,3 @@ def _declared(declared: _Declared | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-def _rows(index: Tensor, num_examples: int, by_roots: bool, of_positions: bool) -> Rows:
-    if index.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"The examples of rows have dtype {index.dtype}; they must be integers.")
-    flat = index.detach().flatten().long()
-    smallest, largest = (0, 0) if not len(flat) else (int(v) for v in torch.aminmax(flat))
-    if len(flat) and (smallest < -1 or largest >= num_examples):
-        wrong = smallest if smallest < -1 else largest
-        raise ValueError(
-            f"A row belongs to example {wrong}, but there are {num_examples} examples; numbers "
-            "must be 0 to N - 1, or -1 for rows that do not count."
-        )
-    known = torch.where(flat < 0, num_examples, flat)
-    return Rows(tuple(index.shape), known, num_examples, smallest >= 0, by_roots, of_positions)

@@ -14,9 +14,9 @@ to no sum.
 A parameter may be used several times in a forward pass, by one layer that runs twice or by layers
 that share it. In expand mode each use just adds more rows. In reduce mode, and for elementwise
 parameters, a block is the sum of outer products of one row per example, and that row is itself a
-sum over all uses. So the sum waits, in `InputFactor` and `GradientFactor`, until the last use: the
-last of the forward pass for inputs, the last of each vector for gradients. Outer products of single
-uses would drop the cross terms between uses, and the block would be wrong.
+sum over all uses. So the sum waits, in its `FactorSum`, until the last use: until the end of the
+forward pass for inputs, of each vector for gradients. Outer products of single uses would drop the
+cross terms between uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod
@@ -36,9 +36,7 @@ from kfac_backend.precision import at_least_float32
 __all__ = [
     "BlockSums",
     "ExampleGradients",
-    "GradientFactor",
-    "InputFactor",
-    "PositionSums",
+    "FactorSum",
     "Rule",
     "Use",
     "dense_gradients",
@@ -68,116 +66,41 @@ class BlockSums(NamedTuple):
     """The number of terms in A."""
 
 
-class PositionSums:
-    """Sums over positions, computed once for all layers that receive the same gradient tensor.
-
-    The gradient with respect to x + θ is also that with respect to x. So a convolution and the bias
-    behind it, or the two ends of a residual branch, receive the same tensor, one after the other:
-    remembering the last tensor is enough.
-    """
-
-    def __init__(self) -> None:
-        self._source: tuple[Tensor, int, int] | None = None
-        self._sums = torch.empty(0)
-
-    def __call__(self, b: Float[Tensor, "N ..."], features: int) -> Float[Tensor, "N d"]:
-        """Σ over all axes of b but the first and the axis ``features``, in float32 at least."""
-        # Identity is not enough: autograd may accumulate into b in place (a new version).
-        version = b._version  # pyright: ignore[reportPrivateUsage]
-        known = self._source
-        if known is None or known[0] is not b or known[1:] != (version, features):
-            self._sums = _over_positions(b, features)
-            self._source = (b, version, features)
-        return self._sums
-
-    def clear(self) -> None:
-        """Release the last tensor, at the end of a part."""
-        self._source, self._sums = None, torch.empty(0)
-
-
-class GradientFactor:
-    """Σ b bᵀ, where b may be a sum over the parameter's uses.
+class FactorSum:
+    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses.
 
     Args:
-        gram: sums the outer products.
-        by_example: whether uses are summed before the outer product; otherwise each use adds rows
-            of its own.
-    """
-
-    def __init__(self, gram: Gram, by_example: bool) -> None:
-        self.gram = gram
-        self.by_example = by_example
-        self.roots: Tensor | None = None
-        """(N,) √R_n by which each example's sum is divided; None without, see `InputFactor`."""
-        # Uses in this forward pass, and those of them that the present vector has reached so far.
-        self._uses = self._seen = 0
-        self._waiting: Tensor | None = None
-
-    def begin_forward(self) -> None:
-        """Forget the uses of the last forward pass."""
-        self._uses = 0
-
-    def count_use(self) -> None:
-        """One more use in this forward pass."""
-        self._uses += 1
-
-    def add(self, rows: Float[Tensor, "G M d"]) -> None:
-        """Add one use's rows of one or more vectors; if by_example, row n of all uses is added up.
-
-        After the last use the sum goes into the Gram matrix at once, which releases its memory. A
-        vector need not reach all uses; then `end_vector` adds what there is.
-        """
-        if not self.by_example or self._uses <= 1:
-            self.gram.add(self._scaled(rows))
-            return
-        rows = at_least_float32(rows)
-        # A clone, since `rows` may be the tensor that autograd or `PositionSums` still holds.
-        self._waiting = rows.clone() if self._waiting is None else self._waiting.add_(rows)
-        self._seen += 1
-        if self._seen == self._uses:
-            self.end_vector()
-
-    def end_vector(self) -> None:
-        """Add the waiting sum; uses that the vector did not reach have gradient zero."""
-        if self._waiting is not None:
-            self.gram.add(self._scaled(self._waiting))
-            self._waiting, self._seen = None, 0
-
-    def _scaled(self, rows: Tensor) -> Tensor:
-        if self.roots is None:
-            return rows
-        by_vector = at_least_float32(rows).unflatten(1, (-1, len(self.roots)))
-        return (by_vector / self.roots[:, None].to(by_vector.dtype)).flatten(1, 2)
-
-
-class InputFactor:
-    """Σ a aᵀ over positions, or over examples' means â of the positions of all uses.
-
-    In the first case a rule adds to ``gram`` itself. In the second it calls `add_sums`.
-
-    Args:
-        gram: sums the outer products.
+        gram: sums up the outer products.
     """
 
     def __init__(self, gram: Gram) -> None:
         self.gram = gram
         self.num_terms = 0
-        # Of this forward pass, over its uses so far: positions per example, and their sums.
-        self._counts: int | Tensor = 0
-        self._waiting: Tensor | None = None
-        self._by_roots: bool | None = None
+        """The number of outer products, of an A."""
+        self.begin_forward()
 
     def begin_forward(self) -> None:
         """Forget the uses of the last forward pass."""
-        self._counts, self._waiting = 0, None
+        self.uses = 0
+        """The uses of the parameter in this forward pass."""
+        self._positions: int | Tensor = 0  # of each example, over these uses
+        self._by_roots: bool | None = None
+        self._waiting: Tensor | None = None
 
-    def add_sums(
+    def add_sums(self, sums: Float[Tensor, "G M d"]) -> None:
+        """Add one use's sums of each example for one or more vectors; they wait for other uses."""
+        if self.uses <= 1:
+            self.gram.add(sums)
+        else:
+            self._wait(at_least_float32(sums))
+
+    def add_input_sums(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
     ) -> None:
         """Add one use's sums of each example over ``positions``, or (N,) of them.
 
-        They are scaled in `end_forward`, so that uses with different R are weighted by their
-        positions.
+        They are divided when all uses are known, so that uses with different R are weighted by
+        their positions.
         """
         if self._by_roots not in (None, by_roots):
             raise NotImplementedError(
@@ -185,41 +108,39 @@ class InputFactor:
                 "another. Use examples_of_rows in all of its uses, or in none."
             )
         self._by_roots = by_roots
-        self._waiting = sums if self._waiting is None else self._waiting + sums
-        self._counts = self._counts + positions
+        self._positions = self._positions + positions
+        self._wait(sums)
+
+    def _wait(self, sums: Tensor) -> None:
+        # A clone, since `sums` may be the tensor that autograd still holds.
+        self._waiting = sums.clone() if self._waiting is None else self._waiting.add_(sums)
 
     @property
     def roots(self) -> Tensor | None:
-        """(N,): √R_n over all uses, which divides the gradients' sums as well, or None.
+        """(N, 1): √R_n over all uses, which divides the gradients' sums as well, or None.
 
         None if only the inputs' sums are divided, by R_n. Known after the last use of a forward
         pass.
         """
-        if not self._by_roots or isinstance(self._counts, int):
+        if not self._by_roots or isinstance(self._positions, int):
             return None
-        return self._counts.clamp(min=1).double().sqrt()
+        return self._positions.clamp(min=1).double().sqrt()[:, None]
 
-    def end_forward(self) -> None:
-        """Add the examples' sums of all uses."""
+    def end(self) -> None:
+        """Add what waits, divided by R_n or √R_n if it is of inputs.
+
+        A vector need not reach all uses: those that it did not reach have the gradient zero.
+        """
         if self._waiting is None:
             return
-        scale: Any = self.roots
-        if scale is None:
-            scale = self._counts
-        if isinstance(scale, Tensor):
-            scale = scale.clamp(min=1).to(self._waiting.dtype)[:, None]
-        means = self._waiting / scale
-        self.gram.add(means)
-        self.num_terms += means.shape[1]
-        self._waiting = None
-
-
-def _over_positions(b: Tensor, features: int) -> Tensor:
-    features %= b.dim()
-    positions = [axis for axis in range(1, b.dim()) if axis != features]
-    if not positions:
-        return at_least_float32(b)
-    return b.sum(positions, dtype=torch.promote_types(b.dtype, torch.float32))
+        sums, self._waiting = self._waiting, None
+        if self._by_roots is not None:
+            scale = self._positions if self.roots is None else self.roots
+            if isinstance(scale, Tensor):
+                scale = scale.clamp(min=1).to(sums.dtype).view(-1, 1)
+            sums = sums / scale
+            self.num_terms += sums.shape[1]
+        self.gram.add(sums)
 
 
 class ExampleGradients(NamedTuple):
@@ -242,6 +163,8 @@ class Rule(ABC):
         layer: the layer.
         mode: expand, reduce, or a mode for each shared axis.
         names: the trainable parameters of the layer.
+        diagonal_above: rows of a factor above which only its diagonal is kept, see
+            `CurvatureOptions`; None keeps them whole.
     """
 
     parameter_names: ClassVar[frozenset[str]]
@@ -268,62 +191,101 @@ class Rule(ABC):
     """Rules for derived layers that do the same along other axes, such as a LayerNorm over the
     channels of images. The proof takes the first of them that matches."""
 
-    def __init__(self, layer: Any, mode: Approximation, names: Collection[str]) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        mode: Approximation,
+        names: Collection[str],
+        diagonal_above: int | None = None,
+    ) -> None:
         self.layer = layer
         self.mode: Approximation = mode
         self.names = names
-
-    def use_diagonals(self, above: int | None) -> None:  # noqa: B027
-        """Keep factors over more than ``above`` rows by their diagonal; called before any input.
-
-        Args:
-            above: see ``diagonal_above`` of `CurvatureOptions`; None keeps them whole.
-        """
-
-    def factor_sizes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(local name, "B" or "A") -> (G, d) of each factor that is kept whole, to estimate memory.
-
-        Small factors may be left out.
-        """
-        return {}
+        self.diagonal_above = diagonal_above
+        self.A: dict[str, FactorSum] = {}
+        """Local name -> the sum of its input factor, if it has one; derived rules fill it in."""
+        self.B: dict[str, FactorSum] = {}
+        """Local name -> the sum of its gradient factor. Two names may have the same one."""
+        self._shared: set[str] = set()  # parameters whose sums another rule reports
 
     @classmethod  # noqa: B027
     def check(cls, layer: Any) -> None:
         """Raise a NotImplementedError if the layer has an option that the rule does not support."""
 
-    def begin_forward(self) -> None:  # noqa: B027
+    def begin_forward(self) -> None:
         """Prepare for a forward pass, of examples that were not seen before."""
+        for total in (*self.A.values(), *self.B.values()):
+            total.begin_forward()
+
+    def count_use(self) -> None:
+        """One more use of each parameter: its gradients may have to wait for those of others."""
+        for total in dict.fromkeys(self.B.values()):
+            total.uses += 1
 
     @abstractmethod
     def add_input(self, use: Use) -> None:
-        """Add the input of one use, which is one run of the layer."""
+        """Add the input of one use, which is one run of the layer; calls `count_use`."""
 
-    def end_forward(self) -> None:  # noqa: B027
+    def end_forward(self) -> None:
         """Called when the inputs of all uses in this forward pass have been added.
 
         Only now is an example's sum over several uses of one tensor complete.
         """
+        for total in self.A.values():
+            total.end()
 
     @abstractmethod
-    def add_gradient(self, use: Use, b: Tensor, sums: PositionSums) -> None:
+    def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the gradients of one or more backward vectors with respect to one use's output.
 
         Args:
             use: the use; it has its input only if `needs_input`.
             b: the gradients (V·N, ...), which is the output's shape for V = 1 vector.
-            sums: sums of b over positions, shared between layers.
         """
 
-    def end_vector(self) -> None:  # noqa: B027
+    def end_vector(self) -> None:
         """Called when the gradients of all uses have been added, for one or several vectors."""
+        for total in self.B.values():
+            total.end()
 
-    @abstractmethod
     def share(self, name: str, other: "Rule", others_name: str) -> None:
         """Add to the sums of another rule from now on, since both parameters are one tensor."""
+        for mine, others in ((self.A, other.A), (self.B, other.B)):
+            if name in mine:
+                mine[name] = others[others_name]
+        self._shared.add(name)
 
-    @abstractmethod
     def block_sums(self) -> dict[str, BlockSums]:
         """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
+        # The Gram matrices themselves, which later become the block in place, not copies.
+        found = {}
+        for name in self._own:
+            B = self.B[name].gram.total()
+            if name not in self.A:
+                found[name] = BlockSums(B)
+                continue
+            A, terms = self.A[name].gram.total(), self.A[name].num_terms
+            if not self.transposed:
+                found[name] = BlockSums(B, A, terms)
+                continue
+            # The rows are the inputs. The second factor is divided by the number of terms, in
+            # place: it must not be the tensor of another parameter's B.
+            alone = all(self.B[other] is not self.B[name] for other in self._own if other != name)
+            found[name] = BlockSums(A, B if alone else B.clone(), terms)
+        return found
+
+    def grams(self) -> dict[Gram, tuple[str, str]]:
+        """The sums of all factors -> (local name, "B" or "A"), to estimate their memory."""
+        found: dict[Gram, tuple[str, str]] = {}
+        for which, sums in (("B", self.B), ("A", self.A)):
+            for name in self._own:
+                if name in sums:
+                    found.setdefault(sums[name].gram, (name, which))
+        return found
+
+    @property
+    def _own(self) -> list[str]:
+        return [name for name in self.names if name not in self._shared]
 
     @abstractmethod
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
@@ -364,18 +326,10 @@ def summed_gradients(
 ) -> dict[str, Float[Tensor, " P"]]:
     """Local name -> the gradient summed over all rows, from one gradient in the layer's output."""
     positions = rule.position_gradients(use, b)  # (M, R, d_out)
-    return {
-        name: dense_gradients(_as_one_example(gradients), rule.transposed)[0, 0]
-        for name, gradients in rule.example_gradients(use.a, positions[:, :, None]).items()
-    }
-
-
-def _as_one_example(gradients: ExampleGradients) -> ExampleGradients:
-    """All examples' positions as those of one, whose gradient is the sum over the examples.
-
-    It is computed in one product, without an array (P,) for each example.
-    """
-    b, a = gradients
-    return ExampleGradients(
-        b.flatten(1, 2)[:, None], None if a is None else a.flatten(1, 2)[:, None]
-    )
+    found = {}
+    for name, (b, a) in rule.example_gradients(use.a, positions[:, :, None]).items():
+        # All examples' positions as those of one, in one product: no array (P,) for each example.
+        a = None if a is None else a.flatten(1, 2)[:, None]
+        as_one = ExampleGradients(b.flatten(1, 2)[:, None], a)
+        found[name] = dense_gradients(as_one, rule.transposed)[0, 0]
+    return found

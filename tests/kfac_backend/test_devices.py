@@ -153,7 +153,7 @@ def test_patches_have_the_same_gram_matrix_by_every_way(way, monkeypatch):
 
     def total(device, way):
         monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
-        gram = patch_gram.PatchGram((3, 3))
+        gram = patch_gram.PatchGram(layer.weight.to(device), (3, 3))
         for some in images.to(device).split(3):
             gram.add_images(some, *windows(layer, some))
         return gram.total().cpu()

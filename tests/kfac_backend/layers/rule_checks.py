@@ -6,7 +6,6 @@ from torch.testing import assert_close
 
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.rule import PositionSums
 from tests.positions import positions_of
 
 
@@ -25,7 +24,7 @@ def sums_of(
     rule.add_input(use)
     rule.end_forward()
     for b in vectors:
-        rule.add_gradient(use, b, PositionSums())
+        rule.add_gradient(use, b)
         rule.end_vector()
     return rule.block_sums()
 

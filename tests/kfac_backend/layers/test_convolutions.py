@@ -16,7 +16,6 @@ from kfac_backend.layers import Use, patch_gram
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
 from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.rule import PositionSums
 from kfac_backend.layers.window import windows
 from tests import oracles
 from tests.kfac_backend.block_checks import (
@@ -192,7 +191,7 @@ def test_unfolds_some_images_at_a_time(monkeypatch, groups):
 
     def gram(patch_bytes):
         monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
-        added, total = [], PatchGram(layer.kernel_size, groups)
+        added, total = [], PatchGram(layer.weight, layer.kernel_size, groups)
         monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]))
         total.add_images(images, *windows(layer, images))
         monkeypatch.undo()
@@ -257,7 +256,7 @@ def test_an_output_size_that_says_nothing_of_the_inputs_is_named():
     rule = ConvTransposeRule(layer, "expand", {"weight"})
     rule.add_input(Use(a))
     with pytest.raises(NotImplementedError, match="at least the stride, call it without output_s"):
-        rule.add_gradient(Use(a), layer(a, [7]).detach(), PositionSums())
+        rule.add_gradient(Use(a), layer(a, [7]).detach())
 
 
 @pytest.mark.parametrize(

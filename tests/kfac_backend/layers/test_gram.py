@@ -11,14 +11,13 @@ from tests.random_numbers import normal
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("d", [3, STRIP, STRIP + 1, 3 * STRIP - 5])
 def test_dense_gram(d, groups):
-    """Many rows, few that wait, a total in between, and more rows."""
-    gram, right = DenseGram(), torch.zeros(groups, d, d).double()
+    """No rows, many rows, few that wait, a total in between, and more rows."""
+    gram, right = DenseGram(torch.zeros(1).double(), groups, d), torch.zeros(groups, d, d).double()
+    assert_close(gram.total(), right)
     for number, M in enumerate((2 * d, 2, 7, d)):
         rows = normal(groups, M, d, seed=number)
         gram.add(rows)
-        for g in range(groups):
-            for row in rows[g]:
-                right[g] += torch.outer(row, row)
+        right += torch.einsum("gmi,gmj->gij", rows, rows)
         if number in (1, 3):
             total = gram.total()
             assert_close(total, right)
@@ -32,7 +31,7 @@ def test_products_of_tall_factors(M, monkeypatch):
     left, right = normal(M, 8), normal(M, 5, seed=1)
     assert is_tall(left)
     assert_close(tall_product(left, right), left.mT @ right)
-    gram = DenseGram()
+    gram = DenseGram(left, 1, 8)
     gram.add(left[None])
     gram.add(left[None])
     assert_close(gram.total(), 2 * (left.mT @ left)[None])

@@ -42,7 +42,7 @@ def possible(way, layer):
 def gram(layer, images, way, monkeypatch):
     """The Gram matrix of all images' patches, by one way alone."""
     monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
-    total = PatchGram(layer.kernel_size)
+    total = PatchGram(layer.weight.double(), layer.kernel_size)
     for image in images:
         total.add_images(image, *windows(layer, image))
     return total.total()[0]
@@ -123,7 +123,7 @@ def test_sizes_may_change_and_totals_be_asked_for_in_between(way, monkeypatch):
     layer = nn.Conv2d(3, 2, 3, padding=1)
     images = [torch.randn(2, 3, size, 6, dtype=torch.float64) for size in (5, 7, 7, 5)]
     monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
-    total, expected = PatchGram((3, 3)), torch.zeros(27, 27, dtype=torch.float64)
+    total, expected = PatchGram(layer.weight, (3, 3)), torch.zeros(27, 27, dtype=torch.float64)
     for image in images:
         total.add_images(image, *windows(layer, image))
         rows = unfolded(layer, image).flatten(0, 1)

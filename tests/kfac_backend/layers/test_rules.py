@@ -7,7 +7,6 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.layers.rule import PositionSums
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 
@@ -109,14 +108,3 @@ def test_scalars_of_any_shape_are_exact(shape, kfac_approx):
     exact = oracles.dense_ggn_blocks(model, x, "classification")
     for name in ("bias.bias", "scale.scale"):
         assert_close(factors.to_dense(name), exact[name], rtol=1e-10, atol=1e-14)
-
-
-def test_position_sums_are_taken_once_of_a_gradient_that_did_not_change():
-    sums, b = PositionSums(), torch.randn(4, 3, 2, 2)
-    first = sums(b, features=1)
-    assert_close(first, b.sum((2, 3)))
-    assert sums(b, features=1) is first
-    assert_close(sums(b, features=-1), b.sum((1, 2)))
-    sums(b, features=1)
-    b.mul_(2)  # as autograd adds up gradients in place
-    assert_close(sums(b, features=1), 2 * first)
