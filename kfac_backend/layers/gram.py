@@ -37,7 +37,7 @@ LARGEST_SQUARE = 2**19
 
 
 class Gram(ABC):
-    """A Gram matrix that is being summed up, for each of G groups, without memory until it has rows.
+    """A Gram matrix that is being summed up, for each of G groups; no memory before the first rows.
 
     Args:
         like: a tensor on its device, whose dtype it has, or float32 if that is more precise.

@@ -1,9 +1,12 @@
-"""Networks around each kind of layer, with inputs: what a way of computing has to get right."""
+"""Networks around each kind of layer, with inputs, and their blocks by the definition."""
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend import register_parameters
+from kfac_backend.layers import Bias, Scale
 from marglik.models import GraphNetwork
 from tests.kfac_backend.block_checks import randomize, with_statistics
 from tests.kfac_backend.layers import attention_models, padded_models, tied_models
@@ -16,7 +19,10 @@ from tests.kfac_backend.layers.padded_models import (
     PaddedTransformer,
 )
 from tests.marglik.some_graphs import some_graphs
+from tests.oracles import UsesByKey, layer_uses
+from tests.positions import LAYERS
 from tests.random_numbers import normal
+from tests.taps import uses_of
 
 
 class Around(nn.Module):
@@ -108,6 +114,12 @@ def graphs_of_edges():
 
 
 CASES = {
+    "Linear": layer(lambda: nn.Linear(3, 4), 3, 3),
+    "Linear, two shared axes": layer(lambda: nn.Linear(3, 4, bias=False), 3, 2, 3, 3),
+    "scalars": layer(lambda: nn.Sequential(Bias(), nn.Tanh(), Scale()), 3, 2, 3),
+    "scalars of images": layer(
+        lambda: nn.Sequential(nn.Conv2d(2, 2, 2), Bias(), nn.Tanh(), Scale()), 3, 2, 2, 3
+    ),
     "Conv1d": layer(lambda: nn.Conv1d(2, 4, 2, stride=2, padding=1, groups=2), 3, 2, 5),
     "Conv3d": layer(lambda: nn.Conv3d(2, 3, (1, 2, 2), dilation=(1, 1, 2)), 3, 2, 2, 3, 4),
     "Conv1d twice": layer(lambda: nn.Conv1d(2, 2, 3, padding=1), 3, 2, 4, times=2),
@@ -119,6 +131,7 @@ CASES = {
         lambda: nn.ConvTranspose2d(2, 2, 3, padding=1, bias=False), 3, 2, 2, 3, times=2
     ),
     "Embedding": embedding(4, 3),
+    "Embedding of grids": embedding(3, 2, 2),
     "Embedding with padding": embedding(4, 3, padding_idx=1),
     "LayerNorm": layer(lambda: nn.LayerNorm(3), 3, 2, 3),
     "LayerNorm twice": layer(lambda: nn.LayerNorm((2, 3)), 3, 4, 2, 3, times=2),
@@ -127,17 +140,30 @@ CASES = {
     "GroupNorm": layer(lambda: nn.GroupNorm(2, 4), 3, 4, 3),
     "InstanceNorm1d": layer(lambda: nn.InstanceNorm1d(2, affine=True), 3, 2, 4),
     "PReLU": layer(lambda: nn.PReLU(2), 3, 2, 4),
+    "InstanceNorm2d, running": layer(
+        lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True), 3, 2, 2, 2
+    ),
+    "BatchNorm1d, no positions": layer(lambda: nn.BatchNorm1d(3).eval(), 3, 3),
+    "PReLU, one slope": layer(nn.PReLU, 3, 2, 2, 2),
     "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
     "own parameters": lambda: (Own(), normal(4, 2, 3)),
     "two norms, one weight": lambda: (TwoNorms(), normal(4, 3, 3)),
     "no rule": lambda: (Bilinear(), normal(4, 3)),
     "attention": attention(attn_mask=CAUSAL),
+    "attention, mask per head": lambda: (
+        Attending(True, bias=False),
+        attention_models.batch_of(True, mask=normal(3, 2, 3, 4, seed=6) > 1),
+    ),
     "attention, sequence first": attention(batch_first=False),
     "attention, separate projections": attention(kdim=3, vdim=2),
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
     "transformer": lambda: (
         Layered(True, causal=True, batch_first=False),
         attention_models.batch_of(True, d=(4, 4, 4), padding_mask=PADDING),
+    ),
+    "transformer, norm first": lambda: (
+        Layered(True, norm_first=True, activation="gelu", bias=False),
+        attention_models.batch_of(True, d=(4, 4, 4)),
     ),
     "stack of encoder layers": lambda: (
         Stack(), attention_models.batch_of(True, padding_mask=PADDING)
@@ -155,10 +181,15 @@ CASES = {
     "embedded twice, read twice": tied(tied_models.EmbeddedTwice, 4, 3),
     "autoencoder": tied(tied_models.Autoencoder, 3, 4, 3),
     "counted positions": lambda: (Padded("mean", "counted"), padded_models.batch_of()),
+    "positions by their index": lambda: (Padded("mean", "index"), padded_models.batch_of()),
+    "means of rows": lambda: (Padded("mean", "rows, means"), padded_models.batch_of()),
     "rows in another order": lambda: (Padded("root", "rows"), padded_models.batch_of()),
     "sequence first": lambda: (Padded("sum", "sequence first"), padded_models.batch_of()),
     "padded transformer": lambda: (PaddedTransformer(), padded_models.batch_of()),
-    "padded tokens": lambda: (PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}),
+    "padded tokens": lambda: (PaddedTokens(None), {**padded_models.batch_of(), "x": TOKENS}),
+    "padded tokens, one of them padding": lambda: (
+        PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}
+    ),
     "graphs": graphs_of_edges,
     "graph network": lambda: (GraphNetwork(3, 2, 2, 3, 1), some_graphs()),
     "rows of images": lambda: (Folded(nn.Conv2d(2, 4, 2)), normal(3, 2, 2, 3, 3)),
@@ -172,3 +203,47 @@ def case(name: str):
     model = randomize(model)
     with_statistics(model)
     return model, x
+
+
+WITHOUT_USES = {"Conv1d twice", "ConvTranspose2d twice", "graph network"}
+"""Cases that no reference describes; the same kinds of layer are in others."""
+
+
+def uses_and_outputs(model: nn.Module, x: Tensor | Mapping) -> tuple[UsesByKey, list[Tensor]]:
+    """All linear uses of the model's weights, by brute force, and its outputs for each example.
+
+    They are read off a reference for one example, if the model has one; otherwise each layer of
+    torch is called once, and its positions are those of `tests.positions`.
+    """
+    reference, examples = reference_of(model, x)
+    if reference is not None:
+        return uses_of(reference, examples)
+    uses: UsesByKey = {}
+    for name, one in model.named_modules():
+        if isinstance(one, LAYERS):
+            uses |= layer_uses(model, name, x)
+    return uses, [model(x_n[None])[0].detach() for x_n in x]
+
+
+def reference_of(model: nn.Module, x: Tensor | Mapping) -> tuple[Callable | None, list[tuple]]:
+    """The reference of a model, and its arguments example by example; None if it has none."""
+    match model:
+        case tied_models.Pooled():
+            return model.reference, [(x_n,) for x_n in x]
+        case padded_models.Graphs():
+            return padded_models.graph_network, padded_models.graphs(model)[1]
+    for cls, reference in {
+        Attending: attention_models.attending,
+        Layered: attention_models.layered,
+        Stack: attention_models.stack,
+    }.items():
+        if isinstance(model, cls):
+            return reference, attention_models.examples_of(model, x)
+    for cls, reference in {
+        Padded: padded_models.padded,
+        PaddedTokens: padded_models.padded_tokens,
+        PaddedTransformer: padded_models.padded_transformer,
+    }.items():
+        if isinstance(model, cls):
+            return reference, padded_models.real_positions(model, x)
+    return None, []

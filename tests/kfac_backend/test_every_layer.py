@@ -1,7 +1,7 @@
-"""Each kind of layer: whichever way its blocks are computed, they are those of one plain pass.
+"""Each kind of layer: its blocks are those of the definition, whichever way they are computed.
 
-Tests in `layers` compare the blocks of a plain pass with oracles. Over the same cases,
-`test_eigenvalue_correction` and `covariance.test_output_covariance` have oracles of their own.
+Over the same cases, `test_eigenvalue_correction` and `covariance.test_output_covariance` have
+oracles of their own.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,24 @@ from kfac_backend import kronecker_factors
 from kfac_backend.model.batches import examples
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
-from tests.kfac_backend.block_checks import MODES, OTHER, assert_blocks
-from tests.kfac_backend.layer_cases import CASES, case
+from tests.kfac_backend.block_checks import MODES, OTHER, assert_blocks, assert_reference
+from tests.kfac_backend.layer_cases import (
+    CASES,
+    WITHOUT_USES,
+    case,
+    reference_of,
+    uses_and_outputs,
+)
+from tests.oracles import (
+    empirical_fisher_blocks,
+    ggn_blocks,
+    kfac_blocks_from_uses,
+    loss_hessians,
+)
 from tests.random_numbers import error
 
 ALIKE = {
+    "Linear", "scalars", "InstanceNorm2d, running", "BatchNorm1d, no positions", "PReLU, one slope",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
     "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
 }  # fmt: skip
@@ -30,12 +43,53 @@ pytestmark = [
 ]
 
 
+def labels_of(f: torch.Tensor) -> torch.Tensor:
+    return torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % f.shape[-1]
+
+
+LIKELIHOODS = ("classification", "regression", "bernoulli")
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_USES])
+def test_blocks_are_those_of_the_definition(name, fisher):
+    model, x = case(name)
+    f = model(x).detach()
+    reference, examples = reference_of(model, x)
+    if reference is not None:
+        assert_reference(reference, examples, f)
+    uses, outputs = uses_and_outputs(model, x)
+    # What is no linear use (norms, scalars, own parameters) has the exact block, in any mode.
+    if fisher == "exact":
+        likelihood = LIKELIHOODS[len(name) % 3]
+        y = labels_of(f) if likelihood == "classification" else f.sigmoid()
+        hessians = loss_hessians(outputs, likelihood)
+        exact = ggn_blocks(model, lambda run: run(x), likelihood)
+    else:  # the Hessian's place is taken by the label's own gradient, of each loss term apart
+        likelihood, y = "classification", labels_of(f)
+        terms = [
+            f_n.softmax(-1) - F.one_hot(y_n, f.shape[-1]) for f_n, y_n in zip(f, y, strict=True)
+        ]
+        hessians = [[torch.outer(g, g) for g in g_n.reshape(-1, f.shape[-1])] for g_n in terms]
+        exact = {} if isinstance(x, Mapping) else empirical_fisher_blocks(model, x, y, likelihood)
+    data = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
+    for mode in MODES:
+        options = {"kfac_approx": mode, "fisher": fisher, "unsupported": "diagonal"}
+        factors = kronecker_factors(model, data, likelihood, **options)
+        if name == "no rule":
+            exact["layer.weight"] = exact["layer.weight"].diag().diag()
+            exact["layer.bias"] = exact["layer.bias"].diag().diag()
+        expected = exact | kfac_blocks_from_uses(uses, hessians, mode)
+        assert fisher == "empirical" or set(expected) == set(factors.blocks)
+        assert_blocks(factors, expected)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_gives_the_same_blocks(name, mode):
     model, x = case(name)
     f = model(x).detach()
-    y = torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % f.shape[-1]
+    y = labels_of(f)
 
     def factors(*parts, **options):
         data = [
