@@ -39,6 +39,25 @@ class Around(nn.Module):
         return self.head(x.flatten(1))
 
 
+class LayerNorm2d(nn.LayerNorm):
+    """ConvNeXt's, over the channels of images (N, C, H, W)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class RMSNorm2d(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Residual(nn.LayerNorm):
+    """Another output than the class's, but the same derivative in weight and bias."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input)
+
+
 @register_parameters("token", "position", scale=(1, 1, -1), gain=(1, 1, 1))
 class Own(nn.Module):
     """Own parameters, one of them used twice."""
@@ -135,6 +154,9 @@ CASES = {
     "Embedding with padding": embedding(4, 3, padding_idx=1),
     "LayerNorm": layer(lambda: nn.LayerNorm(3), 3, 2, 3),
     "LayerNorm twice": layer(lambda: nn.LayerNorm((2, 3)), 3, 4, 2, 3, times=2),
+    "LayerNorm, as many channels as columns": layer(lambda: LayerNorm2d(3), 3, 3, 2, 3),
+    "LayerNorm in a derived layer": layer(lambda: Residual(4), 3, 3, 4),
+    "RMSNorm over channels": layer(lambda: RMSNorm2d(3), 3, 3, 2, 2),
     "RMSNorm": layer(lambda: nn.RMSNorm(3), 3, 2, 3),
     "BatchNorm2d": layer(lambda: nn.BatchNorm2d(2).eval(), 3, 2, 2, 3),
     "GroupNorm": layer(lambda: nn.GroupNorm(2, 4), 3, 4, 3),

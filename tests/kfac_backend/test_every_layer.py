@@ -33,6 +33,8 @@ from tests.random_numbers import error
 
 ALIKE = {
     "Linear", "scalars", "InstanceNorm2d, running", "BatchNorm1d, no positions", "PReLU, one slope",
+    "LayerNorm, as many channels as columns", "LayerNorm in a derived layer",
+    "RMSNorm over channels",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
     "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
 }  # fmt: skip

@@ -11,7 +11,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import Use, patch_gram
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
 from kfac_backend.layers.patch_gram import PatchGram
@@ -20,9 +19,7 @@ from kfac_backend.layers.window import windows
 from tests import oracles
 from tests.kfac_backend.block_checks import (
     MODES,
-    assert_blocks,
 )
-from tests.kfac_backend.covariance.posteriors import brute_force, posterior
 from tests.kfac_backend.layers.exact_models import PixelsLast
 from tests.kfac_backend.layers.rule_checks import (
     assert_gradients,
@@ -30,7 +27,6 @@ from tests.kfac_backend.layers.rule_checks import (
     some_vectors,
     sums_of,
 )
-from tests.oracles import kfac_blocks_from_uses, layer_blocks, layer_uses, loss_hessians
 from tests.positions import CONVOLUTIONS, TRANSPOSED
 from tests.random_numbers import error, normal
 
@@ -43,103 +39,6 @@ SIZES = {
     nn.ConvTranspose3d: (2, 2, 2),
 }
 RULES = {t: ConvTransposeRule if "Transpose" in t.__name__ else ConvolutionRule for t in SIZES}
-
-
-LINES = {
-    "no bias": {"kernel_size": 3, "bias": False},
-    "pointwise, strided": {"kernel_size": 1, "stride": 2},
-    "more padding than kernel": {"kernel_size": 2, "padding": 3},
-    "stride beyond the kernel": {"kernel_size": 2, "stride": 3},
-    "even kernel, same": {"kernel_size": 4, "padding": "same"},
-    "same, dilation": {"kernel_size": 2, "padding": "same", "dilation": 3},
-    "depthwise": {"kernel_size": 2, "groups": 4, "bias": False},
-    "replicate": {"kernel_size": 3, "padding": 2, "padding_mode": "replicate", "stride": 2},
-    "same, circular": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
-}
-IMAGES = {
-    "plain": {"kernel_size": 3},
-    "uneven stride": {"kernel_size": 3, "stride": (1, 3), "padding": (0, 2)},
-    "uneven dilation": {"kernel_size": (2, 3), "dilation": (2, 1)},
-    "patches side by side": {"kernel_size": 2, "stride": 2},
-    "uneven kernel, same, dilation": {"kernel_size": (2, 3), "padding": "same", "dilation": (3, 2)},
-    "groups": {"kernel_size": 3, "groups": 2, "padding": 1},
-    "reflect": {"kernel_size": 3, "padding": 2, "padding_mode": "reflect"},
-}
-VOLUMES = {
-    "uneven": {"kernel_size": (1, 2, 3), "stride": (2, 1, 2), "padding": (1, 0, 2)},
-    "same, dilation": {"kernel_size": (2, 1, 2), "padding": "same", "dilation": (3, 1, 2)},
-    "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "bias": False},
-    "circular": {"kernel_size": 2, "padding": 1, "padding_mode": "circular", "groups": 2},
-}
-OPTIONS = {
-    "plain": {"kernel_size": 2},
-    "kernel = stride": {"kernel_size": 2, "stride": 2},
-    "stride beyond the kernel": {"kernel_size": 2, "stride": 3},
-    "cropped": {"kernel_size": 3, "stride": 2, "padding": 1},
-    "cropped more than a kernel": {"kernel_size": 2, "stride": 3, "padding": 2},
-    "output padding": {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
-    "pixels beyond all patches": {"kernel_size": 1, "stride": 3, "output_padding": 2},
-    "output padding of two strides": {"kernel_size": 2, "dilation": 3, "output_padding": 2},
-    "output padding beyond the stride": {
-        "kernel_size": 2, "stride": 2, "dilation": 4, "output_padding": 3, "padding": 1,
-    },
-    "groups": {"kernel_size": 2, "groups": 2, "stride": 2, "padding": 1},
-    "groups, output padding": {
-        "kernel_size": 2, "groups": 2, "dilation": 3, "output_padding": 1, "bias": False,
-    },
-}  # fmt: skip
-UNEVEN = [
-    (1, {"kernel_size": (2, 3), "stride": (3, 1), "padding": (0, 1), "output_padding": (2, 0)}),
-    (1, {"kernel_size": (3, 1), "dilation": (2, 3), "output_padding": (1, 2)}),
-    (2, {"kernel_size": (1, 2, 3), "stride": (1, 3, 2), "padding": (0, 1, 2), "groups": 2}),
-]
-OF_MORE_AXES = ["cropped", "groups, output padding"]
-CASES = {
-    f"{layer_type.__name__}, {case}": (layer_type, options)
-    for layer_type, cases in zip(CONVOLUTIONS, (LINES, IMAGES, VOLUMES), strict=True)
-    for case, options in cases.items()
-}
-CASES |= {f"ConvTranspose1d, {case}": (TRANSPOSED[0], options) for case, options in OPTIONS.items()}
-CASES |= {
-    f"ConvTranspose{n}d, {case}": (TRANSPOSED[n - 1], OPTIONS[case])
-    for n in (2, 3)
-    for case in OF_MORE_AXES
-}
-CASES |= {f"uneven {i}": (TRANSPOSED[axis], options) for i, (axis, options) in enumerate(UNEVEN)}
-
-
-def network(layer):
-    """The layer as the third of a network, and images for it."""
-    size = SIZES[type(layer)]
-    pointwise = CONVOLUTIONS[len(size) - 1](2, layer.in_channels, 1)
-    model = nn.Sequential(
-        pointwise, nn.Tanh(), layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)
-    ).double()
-    x = normal(3, 2, *size)
-    model(x)
-    return model, x
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_blocks_and_covariances(case):
-    """Blocks are those of loops over positions.
-
-    Under reduce biases, which have one input, 1, are exact. The covariance of the outputs is that
-    of the dense Jacobian, by single examples and batched.
-    """
-    layer_type, options = CASES[case]
-    model, x = network(layer_type(4, 4, **options))
-    y, ggn = torch.arange(len(x)) % 2, oracles.dense_ggn_blocks(model, x, "classification")
-    for mode in MODES:
-        factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode)
-        assert_blocks(factors, layer_blocks(model, "2", x, "classification", mode))
-        if mode == "reduce":
-            assert_blocks(factors, {name: ggn[name] for name in ggn if name.endswith("bias")})
-    blocks, dense = posterior(model, x)
-    expected = brute_force(model, x, dense)
-    for way in ({"memory": 1}, {"memory": 2**30}):
-        covariance = OutputCovariance(model, blocks, **way)
-        assert_close(covariance(x)[1], expected, rtol=1e-10, atol=1e-12)
 
 
 @st.composite
@@ -284,65 +183,6 @@ def test_a_mode_for_rows_and_one_for_pixels(layer_type, of_pixels):
     expected = sums_of(rule_type, layer, of_pixels, *views)
     for name in expected:
         assert_close(found[name], expected[name])
-
-
-def uses_of_both(model, x, *layers):
-    """Of the weight that two layers share."""
-    return [layer_uses(model, name, x)[f"{name}.weight", 0][0] for name in layers]
-
-
-class Twice(nn.Module):
-    """Two layers of other options with one weight."""
-
-    def __init__(self, layer_type, first, second):
-        super().__init__()
-        self.first = layer_type(2, 2, 2, bias=False, **first)
-        self.second = layer_type(2, 2, 2, bias=False, **second)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))).square().flatten(2).mean(2)
-
-
-OPTIONS_OF_BOTH = {  # R of both is the same, as loops without rows want it
-    "convolution": ({"padding": 1}, {"dilation": 2, "padding": 1}),
-    "transposed": ({"stride": 2}, {"dilation": 2, "output_padding": 1}),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layer_type", SIZES)
-def test_one_weight_in_layers_of_other_options(layer_type, mode):
-    """Both uses are one more shared axis; each is unfolded by its own options."""
-    kind = "transposed" if RULES[layer_type] is ConvTransposeRule else "convolution"
-    model = Twice(layer_type, *OPTIONS_OF_BOTH[kind]).double()
-    x = normal(3, 2, *[2] * len(SIZES[layer_type]))
-    factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
-    uses = {("first.weight", 0): uses_of_both(model, x, "first", "second")}
-    hessians = loss_hessians(list(model(x).detach()), "regression")
-    assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("layer_type", "back", "outputs"),
-    [
-        (nn.Conv1d, nn.ConvTranspose1d, 6),
-        (nn.Conv2d, nn.ConvTranspose2d, 12),
-        (nn.Conv3d, nn.ConvTranspose3d, 24),
-    ],
-)
-def test_one_weight_in_a_convolution_and_in_a_transposed_one(layer_type, back, outputs, mode):
-    """As in an autoencoder: the nearest Kronecker product of both uses' blocks."""
-    encoder, decoder = layer_type(2, 3, 2, bias=False), back(3, 2, 2, bias=False)
-    decoder.weight = encoder.weight
-    model = nn.Sequential(encoder, nn.Tanh(), decoder, nn.Flatten(), nn.Linear(outputs, 2))
-    x = normal(3, 2, 3, *[2] * (len(SIZES[back]) - 1))
-    model = model.double()
-    factors = kronecker_factors(model, [(x, torch.zeros(3, 2))], "regression", kfac_approx=mode)
-    uses = {("0.weight", 0): uses_of_both(model, x, "0", "2")}
-    hessians = loss_hessians(list(model(x).detach()), "regression")
-    assert_blocks(factors, kfac_blocks_from_uses(uses, hessians, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)

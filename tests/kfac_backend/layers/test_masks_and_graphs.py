@@ -16,36 +16,14 @@ from tests.kfac_backend.block_checks import (
 from tests.kfac_backend.layers.padded_models import (
     IGNORED,
     MASK,
-    TOKENS,
-    WAYS,
-    Graphs,
     Padded,
-    PaddedTokens,
-    PaddedTransformer,
     batch_of,
-    graph_network,
-    graphs,
     padded,
-    padded_tokens,
-    padded_transformer,
     real_positions,
 )
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error
-from tests.taps import reference_blocks, reference_blocks_of_modes
-
-
-@pytest.mark.parametrize("aggregation", ["sum", "mean"])
-@pytest.mark.parametrize("way", WAYS)
-def test_blocks_are_those_of_the_positions_that_count(way, aggregation):
-    model, batch = randomize(Padded(aggregation, way)), batch_of()
-    examples = real_positions(model, batch)
-    assert_reference(padded, examples, model(batch))
-    blocks = reference_blocks_of_modes(padded, examples, "classification")
-    for mode, expected in blocks.items():
-        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
-        assert_blocks(factors, expected)
-    assert error(*(blocks[mode]["first.weight"] for mode in MODES)) > 0.1
+from tests.taps import reference_blocks
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -113,45 +91,3 @@ def test_reduce_is_exact_for_the_aggregation_of_its_scale(way, aggregation):
             assert error(factors.to_dense(name), exact[name]) > 0.05
         assert error(expand.to_dense(name), exact[name]) > 0.1
     assert_blocks(factors, {name: b for name, b in exact.items() if name.endswith("bias")})
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_padded_transformer_is_that_of_shorter_sequences(mode):
-    model, batch = randomize(PaddedTransformer()), batch_of()
-    examples = real_positions(model, batch)
-    assert_reference(padded_transformer, examples, model(batch))
-    expected = reference_blocks(padded_transformer, examples, "classification", mode)
-    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
-    assert_blocks(factors, expected)
-    exact = ggn_blocks(model, lambda run: run(batch), "classification")
-    assert_blocks(factors, {name: block for name, block in exact.items() if "norm" in name})
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padding_idx", [None, 0])
-def test_padded_tokens(padding_idx, mode):
-    # With padding_idx=0 there is a padding token at a position that counts, too: no position of
-    # the embedding, but one of the layer.
-    model, batch = randomize(PaddedTokens(padding_idx)), {**batch_of(), "x": TOKENS}
-    examples = real_positions(model, batch)
-    assert_reference(padded_tokens, examples, model(batch))
-    expected = reference_blocks(padded_tokens, examples, "classification", mode)
-    factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
-    assert_blocks(factors, expected)
-
-
-def test_graph_network():
-    model = randomize(Graphs())
-    batch, examples = graphs(model)
-    assert not batch["edges"][2].any()  # a batch of this graph alone has no edge
-    assert_reference(graph_network, examples, model(batch))
-    blocks = reference_blocks_of_modes(graph_network, examples, "classification")
-    exact = ggn_blocks(model, lambda run: run(batch), "classification")
-    norms = {k: block for k, block in exact.items() if k.startswith("norm")}
-    for mode, expected in blocks.items():
-        assert set(expected) | set(norms) == set(exact)
-        factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
-        assert_blocks(factors, expected | norms)
-        assert_same(factors_of(model, parts(batch, [1, 1, 1]), mode), factors)
-    for name in ("message.weight", "update.weight"):
-        assert error(*(blocks[mode][name] for mode in MODES)) > 0.1
