@@ -86,7 +86,7 @@ class ExactRule(Rule):
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """The gradients (V·M, P) in each of the parameters ``names``, from output gradients b."""
+        """The gradients (M, P) in each of the parameters ``names``, from output gradients b."""
 
     def add_input(self, use: Use) -> None:
         """Count the use; the block has no input factor."""
@@ -148,11 +148,10 @@ class ChannelsRule(ExactRule):
         gradients = {}
         if self.multiplier in self.names:
             z = at_least_float32(self.normalised(use.a))
-            by_vector = b.unflatten(0, (-1, len(z)))  # (V, M, ...)
-            if len(own):
-                gradients[self.multiplier] = _sum_over((by_vector * z).flatten(0, 1), axes)
-            else:
-                gradients[self.multiplier] = _inner_products(z, by_vector).view(-1, 1)
+            alone = not len(own)
+            gradients[self.multiplier] = (
+                _inner_products(z, b)[:, None] if alone else _sum_over(b * z, axes)
+            )
         if "bias" in self.names:
             gradients["bias"] = _sum_over(b, axes)
         return gradients
@@ -279,16 +278,16 @@ def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
-def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "V N ..."]) -> Tensor:
-    """a_n · b_vn, (V, N), with half the memory traffic of (a * b).sum().
+def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, " N"]:
+    """a_n · b_n, with half the memory traffic of (a * b).sum().
 
     It is the trace of a k×k product of a and b, each cut into k pieces.
     """
     if a.dim() == 1:
         return a * b
     if not a.is_contiguous():  # channels last: both in the order in memory
-        a, b = a.movedim(1, -1), b.movedim(2, -1)
-    a, b = a.flatten(1), b.flatten(2)
+        a, b = a.movedim(1, -1), b.movedim(1, -1)
+    a, b = a.flatten(1), b.flatten(1)
     k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
     a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
     return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1)

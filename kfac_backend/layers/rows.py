@@ -76,40 +76,32 @@ class Rows:
         return x.flatten(0, len(self.axes) - 1)
 
     def counting(self, x: Tensor) -> Tensor:
-        """The rows that belong to an example, of (V·M, ...)."""
-        if self.all_count:
-            return x
-        keep = self.index < self.num_examples
-        return self._by_vector(x)[:, keep].flatten(0, 1)
+        """The rows that belong to an example, of (M, ...)."""
+        return x if self.all_count else x[self.index < self.num_examples]
 
     def sums(self, x: Tensor) -> Tensor:
-        """Each example's sum over its rows: (V·M, ...) as (V·N, ...), in float32 at least."""
+        """Each example's sum over its rows: (M, ...) as (N, ...), in float32 at least."""
         # Entry N collects the rows that do not count, and is cut off, which needs no copy of x.
-        x = self._by_vector(at_least_float32(x))
-        total = x.new_zeros(x.shape[0], self.num_examples + 1, *x.shape[2:])
-        return total.index_add_(1, self.index, x)[:, :-1].flatten(0, 1)
+        x = at_least_float32(x)
+        total = x.new_zeros(self.num_examples + 1, *x.shape[1:])
+        return total.index_add_(0, self.index, x)[:-1]
 
     def padded(self, x: Tensor) -> Tensor:
-        """Each example's rows, padded with zeros at the end: (V·M, ...) as (V·N, K, ...)."""
-        x = self._by_vector(x)
+        """Each example's rows, padded with zeros at the end: (M, ...) as (N, K, ...)."""
         longest = int(self.counts.max()) if self.num_examples else 0
-        padded = x.new_zeros(x.shape[0], self.num_examples, max(longest, 1), *x.shape[2:])
+        padded = x.new_zeros(self.num_examples, max(longest, 1), *x.shape[1:])
         keep = self.index < self.num_examples
-        padded[:, self.index[keep], self._slots[keep]] = x[:, keep]
-        return padded.flatten(0, 1)
+        padded[self.index[keep], self._slots[keep]] = x[keep]
+        return padded
 
     def reduced(self, x: Tensor, *, mean: bool) -> Tensor:
         """`sums` of inputs (``mean``) or of gradients, scaled as reduce does."""
+        sums = self.sums(x)
         if not (mean or self.by_roots):
-            return self.sums(x)
-        sums = self.sums(x).unflatten(0, (-1, self.num_examples))
-        counts = self.counts.clamp(min=1).to(x.dtype)
+            return sums
+        counts = self.counts.clamp(min=1).to(sums.dtype)
         counts = counts.sqrt() if self.by_roots else counts
-        return (sums / counts.view(1, -1, *[1] * (sums.dim() - 2))).flatten(0, 1)
-
-    def _by_vector(self, x: Tensor) -> Tensor:
-        """(V·M, ...) as (V, M, ...); V = 1 if there are no rows to tell it from."""
-        return x.unflatten(0, (-1, len(self.index))) if len(self.index) else x[None]
+        return sums / counts.view(-1, *[1] * (sums.dim() - 1))
 
 
 @dataclass(frozen=True)

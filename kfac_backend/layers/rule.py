@@ -87,8 +87,8 @@ class FactorSum:
         self._by_roots: bool | None = None
         self._waiting: Tensor | None = None
 
-    def add_sums(self, sums: Float[Tensor, "G M d"]) -> None:
-        """Add one use's sums of each example for one or more vectors; they wait for other uses."""
+    def add_sums(self, sums: Float[Tensor, "G N d"]) -> None:
+        """Add one use's sums of each example for a vector; they wait for those of other uses."""
         if self.uses <= 1:
             self.gram.add(sums)
         else:
@@ -236,15 +236,15 @@ class Rule(ABC):
 
     @abstractmethod
     def add_gradient(self, use: Use, b: Tensor) -> None:
-        """Add the gradients of one or more backward vectors with respect to one use's output.
+        """Add the gradients of a backward vector with respect to one use's output.
 
         Args:
             use: the use; it has its input only if `needs_input`.
-            b: the gradients (V·N, ...), which is the output's shape for V = 1 vector.
+            b: the gradients, in the output's shape.
         """
 
     def end_vector(self) -> None:
-        """Called when the gradients of all uses have been added, for one or several vectors."""
+        """Called when a vector's gradients of all uses have been added."""
         for total in self.B.values():
             total.end()
 
@@ -292,8 +292,8 @@ class Rule(ABC):
         """Output gradients with a single axis of positions, as `example_gradients` takes them.
 
         Args:
-            use: the use, with its input (N, ...).
-            b: gradients (M, ...) of one or more vectors, M = V·N.
+            use: the use, with its input (M, ...).
+            b: gradients of a vector, in the output's shape.
         """
 
     @abstractmethod

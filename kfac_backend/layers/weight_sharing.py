@@ -143,7 +143,7 @@ class WeightSharingRule(Rule):
         `examples_of_rows` is used, the first named axis is that of the rows.
 
         Args:
-            x: the layer's input (M, ...), or gradients with respect to its output (V·M, ...).
+            x: the layer's input (M, ...), or gradients with respect to its output.
             rows: the rows' examples.
             mean: whether to take means over positions (an input) or sums (a gradient).
 
@@ -223,13 +223,10 @@ class WeightSharingRule(Rule):
             # Step 2, reduce: the sum over positions, and over the rows of each example.
             weight = name == "weight"
             sums = self.weight_gradient_sums(x) if weight else self.bias_gradient_sums(x)[None]
-            sums = sums if rows is None else _by_example(rows, sums)  # (G, V·N, d_out)
+            sums = sums if rows is None else _by_example(rows, sums)  # (G, N, d_out)
             # R_n counts the positions of all uses: it is known since the last input.
             roots = self.A["weight"].roots if weight else None
-            if roots is not None:
-                by_vector = sums.unflatten(1, (-1, len(roots)))
-                sums = (by_vector / roots.to(sums.dtype)).flatten(1, 2)
-            self.B[name].add_sums(sums)
+            self.B[name].add_sums(sums if roots is None else sums / roots.to(sums.dtype))
 
     def share(self, name: str, other: Rule, others_name: str) -> None:
         """Add to the sums of another layer's weight or bias."""
@@ -276,5 +273,5 @@ class TransposedLinearRule(LinearRule):
 
 
 def _by_example(rows: Rows, x: Float[Tensor, "G M d"]) -> Float[Tensor, "G N d"]:
-    """Each example's sum over its rows, for V vectors (G, V·M, d) as (G, V·N, d)."""
+    """Each example's sum over its rows."""
     return rows.sums(x.movedim(1, 0)).movedim(0, 1)
