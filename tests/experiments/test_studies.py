@@ -15,7 +15,12 @@ from experiments.exactness.networks import Config as Exactness
 from experiments.optimizers import optimizer_defaults, steps_to_target
 from experiments.optimizers.training import Method, Problem, Schedule
 from experiments.predictions import out_of_distribution, rivals
-from experiments.speed import bench_curvature, bench_predictive, transformer_timing
+from experiments.speed import (
+    bench_curvature,
+    bench_predictive,
+    bench_quick,
+    transformer_timing,
+)
 from experiments.speed import large_classes as classes
 from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
@@ -289,6 +294,17 @@ def test_the_smallest_run(name, monkeypatch, request):
     found, table = SMALL[name](monkeypatch)
     found = json.loads(json.dumps(found, allow_nan=False))
     assert table(found).count("|") > 10 and "nan" not in table(found)
+
+
+def test_the_quick_benchmark_warns_of_what_has_become_slower():
+    found = bench_quick.measure(repetitions=1, batch_size=1, width=1)
+    ratios = found["times_the_limit"]
+    assert set(ratios) == set(found["limits"]) and min(ratios.values()) > 0
+    slower = found | {"times_the_limit": {name: 1.06 * ratio for name, ratio in ratios.items()}}
+    assert "WARNING" in bench_quick.compare(slower, found)
+    assert "WARNING" not in bench_quick.compare(found, found)
+    other = found | {"measured_with": {"processor": "another"}}
+    assert "WARNING" not in bench_quick.compare(slower, other)
 
 
 @pytest.mark.slow  # two processes import everything
