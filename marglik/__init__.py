@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from marglik.prediction.links import Prediction
     from marglik.prediction.metrics import compute_metrics, reliability_curve
     from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+    from marglik.prediction.suspicious_labels import SuspiciousLabels, suspicious_labels
     from marglik.report import write_report
     from marglik.training.drop_in import marglik_training
     from marglik.training.learner import PriorLearner
@@ -44,6 +45,7 @@ __all__ = [
     "PriorGroups",
     "PriorLearner",
     "Schedule",
+    "SuspiciousLabels",
     "calibrate",
     "compute_metrics",
     "laplace_predictive",
@@ -58,6 +60,7 @@ __all__ = [
     "reliability_curve",
     "save_posterior",
     "settling_rate",
+    "suspicious_labels",
     "update_prior",
     "weight_decay_to_precision",
     "write_report",
@@ -76,6 +79,7 @@ _MODULES = {
     "PriorGroups": "posterior.prior",
     "PriorLearner": "training.learner",
     "Schedule": "training.schedule",
+    "SuspiciousLabels": "prediction.suspicious_labels",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
@@ -90,6 +94,7 @@ _MODULES = {
     "reliability_curve": "prediction.metrics",
     "save_posterior": "posterior.posterior_file",
     "settling_rate": "training.schedule",
+    "suspicious_labels": "prediction.suspicious_labels",
     "update_prior": "training.update",
     "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",

@@ -84,6 +84,8 @@ class MemoryBatches:
         self.generator = torch.Generator().manual_seed(seed)
         self._all = num_examples
         self._slices = shard.batches(num_examples, batch_size)
+        self.order: list[Tensor] = []
+        """The indices of each batch in the latest iteration."""
 
     @property
     def num_examples(self) -> int:
@@ -99,7 +101,8 @@ class MemoryBatches:
         n = self._all
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         order = order.to(device)
-        return [order[part] for part in self._slices]
+        self.order = [order[part] for part in self._slices]
+        return self.order
 
 
 class Examples(Dataset[Pair]):

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from kfac_backend.model.checks import check_module
 from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import versions
 from marglik.training.learner import PriorLearner
@@ -57,6 +58,8 @@ class OnlineResult:
     """One record per epoch and per update, in the order in which they were made."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) before every hyperparameter step."""
+    training_probabilities: TrainingProbabilities | None = None
+    """What the steps predicted for each training example; see `marglik.suspicious_labels`."""
     seconds: float = 0.0
     """Wall-clock time of the loop; of a run that was resumed, the sum over its parts."""
     kept: Hyperparameters | None = None
@@ -230,6 +233,7 @@ class OnlineTraining:
             self.learner.kept_epoch,
             self._records,
             self.learner.evidences_of_steps,
+            self.network.probabilities,
             self._seconds,
             self.learner.kept_hyperparameters(),
         )
@@ -249,6 +253,7 @@ class OnlineTraining:
             "learner": self.learner.state_dict(),
             "random": self._random_states(),
             "records": self._records,
+            "probabilities": self.network.probabilities.state_dict(),
             "seconds": self._seconds,
         }
 
@@ -266,6 +271,7 @@ class OnlineTraining:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
+        self.network.probabilities.load_state_dict(state["probabilities"])
         for record in state["records"]:  # the log is written again from its start
             self._report(record)
         # Last, so that nothing above draws from the restored generators. Another number of ranks

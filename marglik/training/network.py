@@ -33,6 +33,7 @@ from kfac_backend.model.checks import check_output
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
+from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
 from marglik.training.random_state import samplers_of
@@ -117,6 +118,7 @@ class NetworkTraining:
         self._forward, self.optimizer = fabric.setup(compiled, optimizer)
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
+        self.probabilities = TrainingProbabilities(loader, self.likelihood, ranks)
 
     def epoch(self, epoch: int) -> Record:
         """Take the steps of one epoch; returns its record.
@@ -139,7 +141,7 @@ class NetworkTraining:
         examples = 0
         self._tell_samplers(epoch)
         latest = None
-        for batch in each_batch(self.loader, f"Epoch {epoch}", self._progress):
+        for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self._progress):
             given = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
@@ -154,11 +156,12 @@ class NetworkTraining:
                 )
             x, y = latest
             y = self._targets(self.model, x, y)
-            totals += self._step(x, y, counts)
+            totals += self._step(x, y, which, counts)
             examples += len(y) if counts else 0
         if not examples:
             raise ValueError("The training data is empty: the loader yielded no batch.")
         self._targets_are_checked = True
+        self.probabilities.end_epoch()
         if self._ranks.size > 1:
             count = totals.new_tensor([examples])
             self._ranks.sum_([totals, count], "the sums of an epoch")
@@ -185,10 +188,11 @@ class NetworkTraining:
             record["clipped_steps"] = clipped
         return record
 
-    def _step(self, x: Any, y: Tensor, counts: bool = True) -> Tensor:
+    def _step(self, x: Any, y: Tensor, which: Tensor | None, counts: bool) -> Tensor:
         """Take one step; returns the batch's sums (4,) of losses, penalties, hits and labels.
 
-        ``counts`` is False where this rank has no example of the batch and runs on others.
+        ``which`` are the examples' indices, if they are known. ``counts`` is False where this rank
+        has no example of the batch and runs on others.
         """
         self.optimizer.zero_grad()
         # A copy, since a model may change its input in place, and batches may live for many epochs.
@@ -202,6 +206,8 @@ class NetworkTraining:
                 check_output(f)
                 check_targets(f, y, self.likelihood, may_ignore=self._targets.may_ignore)
             data_loss = loss_sum(f, y, self.likelihood)
+            if counts:
+                self.probabilities.add(which, f)
             objective = self._objective(data_loss, len(f), counts)
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
             # changes from step to step. The prior's gradient must get the same one: the hook

@@ -167,7 +167,7 @@ def run_until(stop: int, checkpoints: Checkpoints, case: str, seed: int) -> None
 def outcome(run: OnlineTraining, result: OnlineResult) -> dict[str, Any]:
     """All that a run leaves, but for times; and what would be drawn next."""
     state, laplace = run.state_dict(), result.laplace
-    parts = ("optimizer", "scheduler", "precision", "learner", "random", "epoch")
+    parts = ("optimizer", "scheduler", "precision", "learner", "random", "epoch", "probabilities")
     return {
         "parameters": dict(run.model.state_dict()),
         "laplace": [

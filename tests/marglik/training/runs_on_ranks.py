@@ -114,6 +114,7 @@ def outcome(run: OnlineTraining) -> dict[str, Any]:
         "evidence": learner.evidences[-1],
         "num_data": (run.num_data, learner.posterior.n_data),
         "records": records,
+        "probabilities": run.network.probabilities.state_dict(),
         "next": torch.rand(3),
     }
 

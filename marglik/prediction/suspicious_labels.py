@@ -1,0 +1,221 @@
+"""Suspicious labels: what the network predicted for each training example while it was trained.
+
+A network learns what most labels say before it learns single wrong ones, and under a learned weight
+decay it may never learn these. So p̄_n, the mean over epochs of the softmax p(·|x_n) that the
+training steps compute anyway, disagrees with a wrong label. The score is the surprise that the
+label is, over the surprise that p̄_n itself expects, the entropy:
+
+    s_n = −log p̄_n,y_n / −Σ_c p̄_nc log p̄_nc
+
+Without the denominator, honest labels of hard examples come before wrong labels of easy ones.
+Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over epochs, Swayamdipta et
+al. 2020 (arXiv:2009.10795) probabilities; the quotient was chosen by our own study.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from kfac_backend.options import Likelihood
+from kfac_backend.precision import at_least_float32
+from kfac_backend.ranks import Ranks
+from marglik.data.batches import MemoryBatches
+
+__all__ = ["SuspiciousLabels", "TrainingProbabilities", "suspicious_labels"]
+
+LARGEST_RECORD = 2**26
+"""Most numbers p̄ that a run keeps: 512 MiB, and as much in each checkpoint."""
+
+
+@dataclass(frozen=True)
+class SuspiciousLabels:
+    """All examples whose label could be judged, the most suspicious first; each field (M,)."""
+
+    index: Int64[Tensor, " M"]
+    """Positions in the training data."""
+    label: Int64[Tensor, " M"]
+    """The labels that were given."""
+    predicted: Int64[Tensor, " M"]
+    """The classes that the network preferred in the mean over epochs."""
+    score: Float[Tensor, " M"]
+    """The label's surprise, over what the network expects: near 1 for a draw from p̄."""
+
+    @property
+    def number(self) -> int:
+        """How many labels the network disagrees with: more than are wrong, as far as it errs."""
+        return int((self.predicted != self.label).sum())
+
+
+def suspicious_labels(labels: Tensor, probabilities: Tensor) -> SuspiciousLabels:
+    """The training examples in the order in which their labels should be looked at.
+
+    Use it on ``OnlineResult.training_probabilities.mean()``, or on probabilities that a loop of
+    your own keeps: the softmax of each example's outputs at each step, or of networks that were
+    trained on other folds.
+
+    Args:
+        labels: the given labels, (N,).
+        probabilities: of the classes, (N, C), or (epochs, N, C), of which the mean is taken.
+            Examples with NaN (never seen) are left out.
+
+    Raises:
+        ValueError: shapes that do not fit, or labels that are no classes.
+    """
+    p = probabilities.detach().double()
+    p = p.mean(0) if p.dim() == 3 else p
+    if p.dim() != 2 or labels.shape != p.shape[:1]:
+        raise ValueError(
+            f"Labels of shape {tuple(labels.shape)} and probabilities of shape "
+            f"{tuple(probabilities.shape)} do not fit; pass (N,) and (N, C) or (epochs, N, C)."
+        )
+    index = (~p.isnan().any(1)).nonzero().flatten()
+    p, label = p[index], labels.to(p.device)[index].long()
+    if len(label) and not 0 <= int(label.min()) <= int(label.max()) < p.shape[1]:
+        raise ValueError(
+            f"Labels reach from {int(label.min())} to {int(label.max())}, but the probabilities "
+            f"are of {p.shape[1]} classes; pass labels in 0..{p.shape[1] - 1}."
+        )
+    log_p = p.clamp_min(1e-12).log()  # (M, C)
+    surprise = -log_p.gather(1, label[:, None]).squeeze(1)
+    score = surprise / -(p * log_p).sum(1).clamp_max(-1e-12)
+    order = score.argsort(descending=True, stable=True)
+    return SuspiciousLabels(index[order], label[order], p.argmax(1)[order], score[order])
+
+
+class TrainingProbabilities:
+    """p̄ of each training example, added up from the outputs of the training steps.
+
+    Steps see examples in random order, so batches must come with indices: those of `MemoryBatches`
+    (marglik's own data), and of DataLoaders, whose sampler is asked on the way. Where they cannot
+    be known, nothing is kept, and `mean` says why.
+
+    Args:
+        loader: the training batches.
+        likelihood: of the targets; "classification" is supported.
+        ranks: the ranks that each have a part of the data.
+    """
+
+    def __init__(self, loader: Iterable[Any], likelihood: Likelihood, ranks: Ranks) -> None:
+        self._loader: Any = loader
+        self._ranks = ranks
+        self.unknown = _why_unknown(loader, likelihood, ranks)
+        """Why nothing is kept; empty if all is well."""
+        # (N, C + 1), Σ p over visits, then their number: of epochs that ended, on all ranks, ...
+        self._sums: Tensor | None = None
+        self._epoch: Tensor | None = None  # ... and of this rank in the present epoch
+
+    def mean(self) -> Tensor:
+        """p̄, (N, C) in the order of the data set; NaN for examples that were never seen.
+
+        Raises:
+            ValueError: the loader does not tell which examples it yields, or the likelihood or the
+                targets are not supported.
+        """
+        if self.unknown or self._sums is None:
+            why = self.unknown or "there was no epoch"
+            raise ValueError(f"Suspicious labels are not known: {why}.")
+        return self._sums[:, :-1] / self._sums[:, -1:]
+
+    def __len__(self) -> int:
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Any]]:
+        """One epoch of (indices, batch); indices are None if they are not known."""
+        loader, self._epoch = self._loader, None
+        if self.unknown:
+            return ((None, batch) for batch in loader)
+        if isinstance(loader, MemoryBatches):
+            batches = iter(self._loader)  # draws the order
+            return zip(loader.order, batches, strict=True)
+        # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
+        # copy shares all but the sampler with it, and so draws the same random numbers.
+        noting, given = copy(loader), deque()
+        noting.__dict__["batch_sampler"] = _Noting(loader.batch_sampler, given)
+        return ((self._indices(given.popleft()), batch) for batch in noting)
+
+    def _indices(self, keys: Any) -> Tensor | None:
+        """A sampler's batch as indices (B,); None, and nothing is kept, if it has other keys."""
+        size = len(self._loader.dataset)
+        if all(isinstance(key, Integral) and 0 <= int(key) < size for key in keys):
+            return torch.tensor([int(key) for key in keys])
+        self.unknown = "the sampler yields other keys than 0..N - 1"
+        return None
+
+    def add(self, indices: Tensor | None, f: Tensor) -> None:
+        """Add the outputs (B, C) of a step."""
+        if self.unknown or indices is None:
+            return
+        if f.dim() != 2:
+            self.unknown = "examples with several labels are not supported"
+        elif len(indices) != len(f):
+            self.unknown = f"the loader's collate_fn made {len(f)} examples of {len(indices)}"
+        elif len(self._loader.dataset) * (f.shape[1] + 1) > LARGEST_RECORD:
+            self.unknown = f"examples times classes exceed {LARGEST_RECORD:,}, too much memory"
+        else:
+            p = at_least_float32(f.detach()).softmax(-1)
+            visits = torch.cat([p, torch.ones_like(p[:, :1])], 1)
+            if self._epoch is None:
+                self._epoch = visits.new_zeros(len(self._loader.dataset), visits.shape[1])
+            self._epoch.index_add_(0, indices.to(f.device), visits)
+
+    def end_epoch(self) -> None:
+        """Add the epoch's sums to those of the earlier ones; collective."""
+        if self._ranks.size > 1:
+            whys = self._ranks.gather(self.unknown, "the sums of an epoch")
+            self.unknown = next(filter(None, whys), "")
+        if not self.unknown and self._epoch is not None:
+            self._ranks.sum_([self._epoch], "the sums of an epoch")
+            self._sums = self._epoch if self._sums is None else self._sums + self._epoch
+        self._epoch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept between epochs, the same on all ranks."""
+        return {"sums": self._sums, "unknown": self.unknown}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self._sums, self.unknown = state["sums"], state["unknown"]
+
+
+class _Noting:
+    """A batch sampler that also writes what it yields to a queue."""
+
+    def __init__(self, sampler: Any, given: deque[list[int]]) -> None:
+        self._sampler, self._given = sampler, given
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices in self._sampler:
+            self._given.append(indices)
+            yield indices
+
+
+def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
+    """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
+    if likelihood != "classification":
+        return f"the likelihood is {likelihood}, and only classification is supported"
+    if isinstance(loader, MemoryBatches):
+        return ""
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return f"a {kind} does not tell the indices of its examples; train with a DataLoader"
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return "the DataLoader has no batch sampler, which would tell the indices of examples"
+    if not hasattr(loader.dataset, "__len__"):
+        return f"the data set ({type(loader.dataset).__name__}) has no length"
+    if loader.persistent_workers or not getattr(loader, "in_order", True):
+        return "the DataLoader has persistent_workers, or in_order=False"
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    if ranks.size > 1 and not any(isinstance(one, DistributedSampler) for one in samplers):
+        return "on several ranks, indices are known with a DistributedSampler only"
+    return ""

@@ -1,0 +1,145 @@
+"""Probabilities of training, example by example; and whether wrong labels come first."""
+
+import math
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from marglik import OnlineTraining, PriorLearner, suspicious_labels
+from marglik.data import TensorBatches
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N, C, EPOCHS = 60, 3, 4
+WRONG = torch.arange(N) % 5 == 0
+
+
+TRUE = torch.arange(N) // 5 % C
+
+
+def data():
+    """Three clusters; a fifth of the labels is wrong."""
+    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
+    x[:, :C] += 4 * nn.functional.one_hot(TRUE, C)
+    return x, (TRUE + WRONG.long()) % C
+
+
+def training(loader, likelihood="classification", epochs=EPOCHS):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, C))
+    return OnlineTraining(
+        model,
+        torch.optim.SGD(model.parameters(), 0.3, momentum=0.9),
+        loader,
+        PriorLearner(likelihood, epochs=epochs, weight_decay=1 / N),
+        curvature_loader=[data()] if likelihood == "classification" else loader,
+    )
+
+
+def without_some(batch):
+    kept = [(x, y) for x, y in batch if x[0] > 0]
+    return torch.stack([x for x, _ in kept]), torch.stack([y for _, y in kept])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(*data(), strict=True))
+
+
+class Reversed(DataLoader):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+SET = TensorDataset(*data())
+SEEN = {
+    "marglik's own": lambda: TensorBatches(*data(), 8, shuffle=True),
+    "shuffled, without the rest": lambda: DataLoader(SET, 8, shuffle=True, drop_last=True),
+    "workers": lambda: DataLoader(SET, 8, shuffle=True, num_workers=2),
+    "drawn with replacement": lambda: DataLoader(
+        SET, 8, sampler=WeightedRandomSampler([1.0] * 30 + [0.0] * 30, 40)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_means_are_those_of_what_each_step_predicted(case):
+    """The example of each output is found by its input."""
+    run, x = training(SEEN[case]()), data()[0]
+    seen = [[] for _ in range(N)]
+
+    def look(module, inputs, f):
+        if module.training and torch.is_grad_enabled():
+            for one, p in zip(inputs[0], f.detach().softmax(-1), strict=True):
+                seen[int((x == one).all(1).nonzero())].append(p)
+
+    run.model.register_forward_hook(look)
+    mean = run.run().training_probabilities.mean()
+    nan = torch.full((C,), torch.nan)
+    expected = torch.stack([torch.stack(p).mean(0) if p else nan for p in seen])
+    assert_close(mean, expected, equal_nan=True)
+    assert sum(map(len, seen)) >= EPOCHS * 40
+    found = suspicious_labels(data()[1], mean)
+    assert len(found.index) == sum(map(bool, seen))  # what was never seen is not judged
+
+
+def test_wrong_labels_come_first_and_others_probabilities_tell_nothing():
+    mean = training(SEEN["marglik's own"](), epochs=20).run().training_probabilities.mean()
+    found = suspicious_labels(data()[1], mean)
+    assert roc_auc_score(WRONG[found.index], found.score) > 0.95
+    assert WRONG[found.index[: found.number]].float().mean() > 0.7
+    assert (found.predicted == TRUE[found.index])[WRONG[found.index]].float().mean() > 0.8
+    areas = []
+    for seed in range(20):
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+        of_others = suspicious_labels(data()[1], mean[order])
+        areas.append(roc_auc_score(WRONG[of_others.index], of_others.score))
+    assert abs(torch.tensor(areas).mean() - 0.5) < 0.06
+
+
+def test_scores_by_hand():
+    p = torch.tensor([[[0.6, 0.3, 0.1], [0.2, 0.7, 0.1]], [[0.2, 0.3, 0.5], [0.0, 0.9, 0.1]]])
+    found = suspicious_labels(torch.tensor([1, 1]), p)  # means .4 .3 .3 and .1 .8 .1
+    assert found.index.tolist() == [0, 1] and found.predicted.tolist() == [0, 1]
+    entropies = [-sum(q * math.log(q) for q in row) for row in ((0.4, 0.3, 0.3), (0.1, 0.8, 0.1))]
+    by_hand = [-math.log(q) / h for q, h in zip((0.3, 0.8), entropies, strict=True)]
+    assert_close(found.score, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert found.number == 1
+    sure = suspicious_labels(torch.tensor([0, 1]), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    assert sure.index.tolist() == [1, 0] and sure.score.isfinite().all() and sure.score[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("loader", "likelihood", "word"),
+    [
+        ([data()], "classification", "a list"),
+        (DataLoader(Stream(), 8), "classification", "no batch sampler"),
+        (Reversed(SET, 8), "classification", "a Reversed"),
+        (DataLoader(SET, 8, collate_fn=without_some), "classification", "collate_fn made"),
+        (
+            DataLoader(SET, 8, num_workers=1, persistent_workers=True),
+            "classification",
+            "persistent_workers",
+        ),
+        ([(data()[0], data()[0][:, :C])], "regression", "regression"),
+    ],
+)
+def test_where_examples_are_unknown_training_goes_on_and_the_question_is_refused(
+    loader, likelihood, word
+):
+    run = training(loader, likelihood, epochs=1)
+    probabilities = run.run().training_probabilities
+    with pytest.raises(ValueError, match=word):
+        probabilities.mean()
+
+
+@pytest.mark.parametrize(
+    ("labels", "shape"), [([0, 1], (3, C)), ([0, C], (2, C)), ([0, -1], (2, C)), ([0, 1], (2,))]
+)
+def test_labels_that_do_not_fit_are_refused(labels, shape):
+    with pytest.raises(ValueError, match="pass"):
+        suspicious_labels(torch.tensor(labels), torch.rand(shape))
