@@ -64,8 +64,9 @@ out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and ou
 default-options: $(INSTALLED)  ## default options on ten small networks beside no decay and a grid: an hour of a core; resumes
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.weight_decay.default_options
 
-weight-decay-study: $(INSTALLED)  ## learned weight decays beside a grid search and the default: digits, five seeds; resumes
-	$(BIN)/python -m experiments.weight_decay.weight_decay_study
+weight-decay-study: $(INSTALLED)  ## learned weight decays beside grids, ensembles, dropout, SWAG and IVON: an hour of a core; resumes
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.weight_decay.weight_decay_study
 
 ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and the share of communication: two minutes
 	$(BIN)/python -m experiments.speed.ranks_timing

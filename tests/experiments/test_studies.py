@@ -272,13 +272,22 @@ def small_presets(patch):
 
 
 def small_weight_decay_study(patch):
-    problem = replace(
-        weight_decay_study.PROBLEMS["digits"], make_model=lambda: MLP(64, (6,)), epochs={100: 3},
-        flipped=(0.0,),
-    )  # fmt: skip
-    patch.setitem(weight_decay_study.PROBLEMS, "digits", problem)
-    found = weight_decay_study.run(weight_decay_study.Config(size=100, weight_decays=(5e-4, 5e-1)))
-    assert len(found["rows"]) == 4
+    for name, value in {
+        "GRID": (1e-3, 1e-1),
+        "DROPOUT": (0.1,),
+        "SAMPLES": 2,
+        "MEMBERS": 2,
+    }.items():
+        patch.setattr(weight_decay_study, name, value)
+    problem = weight_decay_study.PROBLEMS["digits, MLP"]
+    small = replace(problem, training=replace(problem.training, epochs=6))
+    patch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
+    # IVON's package comes with [bench] alone.
+    patch.setattr(weight_decay_study.Ways, "ivon", lambda ways, *pair: ways.swag(1e-3))
+    found = weight_decay_study.run(weight_decay_study.Config("digits, MLP", 60, 0.2, 0, True))
+    trainings = {name: way["trainings"] for name, way in found["ways"].items()}
+    assert trainings["ensemble, grid's decay"] == trainings["dropout"] == 2 + 1
+    assert trainings["learned"] == 1
     return [found], weight_decay_study.table
 
 
