@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from kfac_backend.options import Likelihood
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
-from marglik.data.batches import MemoryBatches
 
 __all__ = ["SuspiciousLabels", "TrainingProbabilities", "suspicious_labels"]
 
@@ -132,7 +131,7 @@ class TrainingProbabilities:
         loader, self._epoch = self._loader, None
         if self.unknown:
             return ((None, batch) for batch in loader)
-        if isinstance(loader, MemoryBatches):
+        if _is_in_memory(loader):
             batches = iter(self._loader)  # draws the order
             return zip(loader.order, batches, strict=True)
         # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
@@ -204,7 +203,7 @@ def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
     if likelihood != "classification":
         return f"the likelihood is {likelihood}, and only classification is supported"
-    if isinstance(loader, MemoryBatches):
+    if _is_in_memory(loader):
         return ""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
@@ -219,3 +218,9 @@ def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
     if ranks.size > 1 and not any(isinstance(one, DistributedSampler) for one in samplers):
         return "on several ranks, indices are known with a DistributedSampler only"
     return ""
+
+
+def _is_in_memory(loader: Any) -> bool:
+    from marglik.data.batches import MemoryBatches  # here, since data of images loads Pillow
+
+    return isinstance(loader, MemoryBatches)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.options import CurvatureOptions, TargetOptions
+from kfac_backend.options import CurvatureOptions
 from marglik.data import TensorSplits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
@@ -116,7 +116,6 @@ def trained(ignore_index, y, steps_lr=0.1):
         [(data()[0], y)],
         learner,
         Fabric(accelerator="cpu"),
-        targets=TargetOptions(ignore_index=ignore_index),
     )
     return training.epoch(1), torch.cat([p.flatten() for p in model.parameters()])
 

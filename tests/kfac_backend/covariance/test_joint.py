@@ -62,6 +62,9 @@ MORE = {
     "tied": lambda: (Tied(), torch.randn(6, 6)),
     "low rank": lambda: (LowRank(), torch.randn(6, 6)),
     "attention": lambda: (Attention(), torch.randn(6, 5, 4)),
+    "wide": lambda: (
+        nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1)), torch.randn(6, 6)
+    ),
     "decides": lambda: (
         nn.Sequential(nn.Linear(6, 5), Decides(5), nn.Tanh(), nn.Linear(5, 3)),
         torch.randn(6, 6),

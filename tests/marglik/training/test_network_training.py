@@ -271,7 +271,10 @@ def test_a_monitor_looks_and_changes_nothing():
 def test_targets_are_looked_at_before_the_first_step():
     x, y = batch()
     network, parameters = training()
-    network.loader = [(x, y + 1)]
+    wrong = [(x, y + 1)]
+    network = NetworkTraining(
+        network.model, momentum(parameters), wrong, network.learner, network.fabric
+    )
     before = [p.detach().clone() for p in parameters]
     with pytest.raises(ValueError, match="Label 3 is out of range: the model has 3 outputs"):
         network.epoch(1)
