@@ -169,6 +169,7 @@ def _curve(
     curve = go.Scatter(name=of.label, x=[*x], y=[*y], mode="lines+markers")
     curve.line.color = color
     curve.marker = {"color": color, "symbol": symbol, "size": 6}
+    curve.hovertemplate = "%{y:.4f}<extra>%{fullData.name}</extra>"
     curve.update(**more)
     return curve
 
