@@ -86,11 +86,15 @@ def test_table_of_the_readme_is_that_of_the_results():
     batch = result("bench_curvature_cpu/batch_32")
     update = result("bench_curvature_cpu/evidence")["median_seconds"]
     of = {name: f"{value:.2f} s" for name, value in batch["median_seconds"].items()}
-    row = r"\| 400 \| 20 % \| 5 \| ([\w ]+) \| [^|]+\| ([\d.]+) ±"
     study = (RESULTS / "weight_decay_study/table.md").read_text()
-    nll = dict(re.findall(row, study)[:3])  # the first table: trained on all
-    row = r"\| 4,000 \| 0 % \| \d \| ([\w ,]+) \| [^|]+\| ([\d.]+) ±"
-    images = dict(re.findall(row, study)[:4])
+
+    def nll_of(problem: str) -> dict[str, str]:
+        row = rf"\| {re.escape(problem)} \| \d \| ([\w ,']+) \| ([\d.]+) ±"
+        return dict(re.findall(row, study))
+
+    mlp, convolutions = map(
+        nll_of, ("digits, MLP | 400 | 20%", "digits, convolutions | 1,000 | 20%")
+    )
     rivals = (RESULTS / "predictive_rivals/table.md").read_text().split("## ")[1]  # digits
     raw = dict(re.findall(r"^\| ([\w ,]+) \| ([\d.]+) ±", rivals, re.M))
     for row in (
@@ -100,9 +104,9 @@ def test_table_of_the_readme_is_that_of_the_results():
         f"the limit {of['limit, exact']} |",
         f"| {update['ours, expand']:.2f} s | laplace-torch "
         f"{update['laplace-torch, expand']:.2f} s |",
-        f"| {nll['learned']} | grid of seven {nll['grid of seven']}, default {nll['default']} |",
-        f"| {images['learned']} | grid of seven {images['grid of seven, by the scaled NLL']}, "
-        f"default {images['default']} |",
+        f"| {mlp['learned']} | grid of seven {mlp['grid']}, default {mlp['default']} |",
+        f"| {convolutions['learned']} | grid of seven {convolutions['grid']}, "
+        f"default {convolutions['default']} |",
         f"| {raw['marglik, probit, calibrated']} | its MAP {raw['marglik, MAP']}, uncalibrated "
         f"{raw['marglik, probit']} |",
         f"temperature scaling {raw['temperature scaling']}, MC dropout {raw['MC dropout']} |",

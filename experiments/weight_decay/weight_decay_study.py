@@ -361,7 +361,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 COLORS = {"default": "tab:gray", "grid": "tab:blue", "learned": "tab:orange"}
-SHOWN = {"digits, MLP": 800, "CIFAR-10 (JPEG), convolutions": 4000}
+SHOWN = {"digits, MLP": 800, "digits, convolutions": 1000}
 
 
 def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:

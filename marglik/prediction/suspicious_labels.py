@@ -105,7 +105,7 @@ class TrainingProbabilities:
     def __init__(self, loader: Iterable[Any], likelihood: Likelihood, ranks: Ranks) -> None:
         self._loader: Any = loader
         self._ranks = ranks
-        self.unknown = _why_unknown(loader, likelihood, ranks)
+        self.unknown: str = _why_unknown(loader, likelihood, ranks)
         """Why nothing is kept; empty if all is well."""
         # (N, C + 1), Σ p over visits, then their number: of epochs that ended, on all ranks, ...
         self._sums: Tensor | None = None
