@@ -209,7 +209,7 @@ class Ways:
 
     def ivon(self, decay: float, lr: float) -> Way:
         """Twenty networks of IVON's Gaussian."""
-        from ivon import IVON as Ivon
+        from ivon import IVON as Ivon  # pyright: ignore[reportMissingImports]
 
         torch.manual_seed(self.seed)
         started = time.process_time()

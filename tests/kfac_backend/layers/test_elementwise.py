@@ -35,7 +35,7 @@ def test_positions_as_examples_would_be_another_block():
     assert error(by_position, exact) > 0.1
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm twice", "PReLU"])
+@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm twice", "BatchNorm2d", "PReLU"])
 def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
     monkeypatch.setattr(gram, "LARGEST_DENSE", 1)
     model, x = case(name)
@@ -44,7 +44,8 @@ def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
     for parameter, block in exact.items():
         assert factors.blocks[parameter].B.shape == (len(block), 1, 1)
         assert_close(factors.to_dense(parameter), block.diagonal().diag(), rtol=1e-9, atol=1e-12)
-        assert error(factors.to_dense(parameter), block) > 0.02  # off the diagonal it is not zero
+        # Control: off the diagonal the block is not zero; of BatchNorm2d it is small, 0.019.
+        assert error(factors.to_dense(parameter), block) > 0.015
 
 
 @pytest.mark.parametrize("training", [False, True])

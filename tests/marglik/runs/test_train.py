@@ -104,6 +104,9 @@ def test_digits_preset_keeps_its_promise(tmp_path, capsys):
     # 0.03 nats, and cannot tell predictives apart that differ by a hundredth.
     nll = {name: values["test/cls/NLL"] for name, values in results["metrics"].items()}
     assert nll["learned, Laplace, probit"] <= nll["learned, MAP"] + 0.01
+    fit = results["calibration"]  # on the held-out data, which chose it
+    assert fit["nll"] < fit["nll_map"] < fit["nll_uncalibrated"]
+    assert fit["nll_scaled_map"] < fit["nll_map"]
     assert results["evidence"]["kept"] > results["evidence"]["first"]
     learned = [row["learned"] for row in results["weight_decay"].values()]
     assert len(set(learned)) == len(learned) == 10
