@@ -51,7 +51,7 @@ def _autoencoded(highest: float = 1.0) -> TensorSplits:
 
 
 def _concrete() -> Splits:
-    return hold_out(UCI("concrete", 0, data_file("uci.tar.gz")).load(), 0.15, 0)
+    return hold_out(UCI("concrete", 0, data_file("uci.tar.gz")).load(), 0.15, 0)[0]
 
 
 def _tanh_network(*widths: int) -> nn.Sequential:

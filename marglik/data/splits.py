@@ -76,8 +76,10 @@ def split_off_validation(
 AnySplits = TypeVar("AnySplits", ImageSplits, TensorSplits)
 
 
-def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
+def hold_out(splits: AnySplits, share: float, seed: int) -> tuple[AnySplits, Tensor]:
     """The same data with a random part of the training examples as its validation set.
+
+    Also returns the positions of those that remain, among all training examples.
 
     The part is stratified if each example has a class. Mean and standard deviation of images are
     not computed again.
@@ -102,9 +104,11 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> AnySplits:
         chosen, rest = order[:size].sort().values, order[size:].sort().values
     if isinstance(splits, ImageSplits):
         images = splits.train
-        return replace(splits, train=images.select(rest), validation=images.select(chosen))
-    x, _ = splits.train
-    return replace(splits, train=(x[rest], y[rest]), validation=(x[chosen], y[chosen]))
+        parts = images.select(rest), images.select(chosen)
+    else:
+        x, _ = splits.train
+        parts = (x[rest], y[rest]), (x[chosen], y[chosen])
+    return replace(splits, train=parts[0], validation=parts[1]), rest
 
 
 def split_off(

@@ -342,12 +342,18 @@ def _most_uncertain(prediction: Prediction, splits: ImageSplits) -> list[dict[st
     ]
 
 
-def data_uri(image: Tensor) -> str:
-    """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out."""
+def data_uri(image: Tensor, largest: int | None = None) -> str:
+    """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out.
+
+    ``largest`` is the height and width (pixels) that larger images are shrunk to.
+    """
     from PIL import Image
 
     channels = 3 if len(image) >= 3 else 1
     pixels = image[:channels].permute(1, 2, 0).squeeze(-1).cpu().numpy()
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
+    picture = Image.fromarray(pixels)
+    if largest is not None:
+        picture.thumbnail((largest, largest))
+    picture.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -45,12 +45,22 @@ class SuspiciousLabels:
     predicted: Int64[Tensor, " M"]
     """The classes that the network preferred in the mean over epochs."""
     score: Float[Tensor, " M"]
-    """The label's surprise, over what the network expects: near 1 for a draw from p̄."""
+    """The label's surprise, over what the network expects: 1 on average for draws from p̄, at most
+    1 where the network agrees with the label."""
 
     @property
     def number(self) -> int:
-        """How many labels the network disagrees with: more than are wrong, as far as it errs."""
-        return int((self.predicted != self.label).sum())
+        """How many scores are above 1: labels that the network contradicts, and not for doubt.
+
+        Of a network that predicts most labels well, nearly all of them are wrong. Others are hard
+        examples, of which it is wrongly sure.
+        """
+        return int((self.score > 1).sum())
+
+    @property
+    def agreement(self) -> float:
+        """Share of the labels that the network predicts in the mean over epochs."""
+        return (self.predicted == self.label).double().mean().item()
 
 
 def suspicious_labels(labels: Tensor, probabilities: Tensor) -> SuspiciousLabels:

@@ -21,10 +21,11 @@ from marglik.report.tables import (
     differences_table,
     number,
     of_evaluation_and_results,
+    percentage,
     summary_table,
 )
 
-__all__ = ["SECTIONS", "Confusion", "Gallery", "Note"]
+__all__ = ["SECTIONS", "Confusion", "Gallery", "Note", "Suspects"]
 
 INTERVALS = (
     "In small print: 95 % confidence intervals over the choice of test examples. They are Wilson's "
@@ -59,6 +60,14 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Suspects:
+    """Training images with their labels, as results.json has them."""
+
+    title: str
+    examples: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Confusion:
     """Counts of labels (rows) by predictions (columns), as a table coloured by them."""
 
@@ -67,7 +76,7 @@ class Confusion:
     counts: Sequence[Sequence[int]]
 
 
-Blocks = list[Note | Gallery | Confusion | Table | list[charts.Chart]]
+Blocks = list[Note | Gallery | Suspects | Confusion | Table | list[charts.Chart]]
 
 
 def _summary(runs: Sequence[Run]) -> Blocks:
@@ -244,6 +253,34 @@ def _uncertain(runs: Sequence[Run]) -> Blocks:
     return [*galleries, *_without(runs, [one.run for one in series], "images")]
 
 
+def _suspicious(runs: Sequence[Run]) -> Blocks:
+    blocks: Blocks = []
+    for run in runs:
+        who = "" if run.alone else f"{run.label}: "
+        found = run.results.get("suspicious_labels", {})
+        if "number" not in found:
+            why = f"{run.folder} has no results of a training with this version of marglik."
+            blocks.append(Note(f"{who}{found.get('unknown', why)}"))
+            continue
+        text = (
+            f"{who}{found['number']:,} of {found['judged']:,} labels have a score above 1. The "
+            f"network predicted {percentage(found['agreement'], 1)} of the labels, on average over "
+            "the epochs."
+        )
+        blocks.append(Note(text))
+        examples, title = found["examples"], f"{who}The most suspicious"
+        if examples and "image" in examples[0]:
+            blocks.append(Suspects(title, examples))
+        elif examples:
+            rows = [
+                Row(str(e["index"]), [e["label"], e["predicted"], number(e["score"], 2)])
+                for e in examples
+            ]
+            columns = ["Training example", "label", "predicted", "score"]
+            blocks.append(Table(title, columns, rows, has_words=True))
+    return blocks
+
+
 def _options(runs: Sequence[Run]) -> Blocks:
     names = list(dict.fromkeys(name for run in runs for name in run.options))
     different = differing([run.options for run in runs])
@@ -299,6 +336,7 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "entropy": _entropy,
     "shift": _shift,
     "uncertain": _uncertain,
+    "suspicious": _suspicious,
     "options": _options,
     "versions": _versions,
 }

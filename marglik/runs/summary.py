@@ -10,6 +10,7 @@ from marglik.runs.terminal import print_paragraph, print_table
 __all__ = ["print_evaluation", "print_fit", "print_summary"]
 
 LAYERS_SHOWN = 20
+SUSPICIOUS_SHOWN = 3
 
 
 def print_summary(results: dict[str, Any], report: Path) -> None:
@@ -34,6 +35,7 @@ def print_summary(results: dict[str, Any], report: Path) -> None:
     if fit and any(key.startswith("validation/") for m in results["metrics"].values() for key in m):
         print_paragraph(IN_SAMPLE)
     _print_calibration(fit)
+    _print_suspicious(results.get("suspicious_labels", {}))
     print(f"\nWritten to {results['output']}; the report is {report}")
 
 
@@ -109,6 +111,21 @@ def _print_calibration(fit: dict[str, Any] | None, begin: str = "C") -> None:
         f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
         f"Laplace {fit['nll_uncalibrated']:.4f}."
     )
+
+
+def _print_suspicious(found: dict[str, Any]) -> None:
+    """Print the first of the labels that may be wrong; nothing if there are none."""
+    if not found.get("number"):
+        return
+    print()
+    print_paragraph(
+        f"Training labels to look at, wrong or hard: {found['number']} of {found['judged']} have "
+        f"a score above 1. The network predicted {100 * found['agreement']:.0f} % of all, on "
+        "average over training."
+    )
+    shown = found["examples"][:SUSPICIOUS_SHOWN]
+    rows = [[str(e["index"]), e["label"], e["predicted"], f"{e['score']:.1f}"] for e in shown]
+    print_table(["example", "label", "predicted", "score"], rows)
 
 
 def _print_positions(number: int | None) -> None:

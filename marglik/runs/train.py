@@ -7,19 +7,21 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from kfac_backend.files import parse_json, sha256_of_tensors
 from kfac_backend.options import Likelihood
-from marglik.data import DataSource, ImageData, ImageSplits
+from marglik.data import DataSource, ImageData, ImageSplits, Splits
 from marglik.data.images.out_of_distribution import out_of_distribution_images
 from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups, precision_to_weight_decay
-from marglik.prediction.evaluation_record import compared
+from marglik.prediction.evaluation_record import compared, data_uri
 from marglik.prediction.predictive import PredictiveConfig
+from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.runs.build import build_fabric, build_from_spec, check_same_on_ranks
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.model_check import check_model
@@ -40,6 +42,10 @@ NOT_OF_THE_RESULT = (
     "output", "overwrite", "resume", "accelerator", "devices", "rank_timeout", "progress",
 )  # fmt: skip
 """Options of the run that do not affect its results, and may differ when it is resumed."""
+MOST_SUSPICIOUS = 10
+"""Number of training labels that the results list at most."""
+LARGEST_PICTURE = 48
+"""Height and width (pixels) of their pictures at most: a few kilobytes each."""
 
 
 def train(
@@ -116,11 +122,11 @@ def train(
     model = fabric.to_device(model)
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)
-    held_out = 0
+    given = len(tensors_in(splits.train)[-1])
+    kept = torch.arange(given)  # positions of the examples to train on, among those of the data
     if run.held_out and predictive.is_calibrated and splits.validation is None:
-        whole = len(tensors_in(splits.train)[-1])
-        splits = hold_out(splits, run.held_out, run.seed)
-        held_out = whole - len(tensors_in(splits.train)[-1])
+        splits, kept = hold_out(splits, run.held_out, run.seed)
+    held_out = given - len(kept)
     setup = TrainingSetup(
         splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
         fabric, ranks, likelihood,
@@ -193,6 +199,7 @@ def train(
         "held_out": held_out,
         "calibration": learned.laplace.calibrations.get(predictive.label),
         "num_positions": found["num_positions"],
+        "suspicious_labels": _suspicious_labels(learned, splits, kept),
         "seconds": learned.seconds + sum(beside.values()),
         "seconds_beside": beside,
         "complete": not run.baseline,
@@ -295,6 +302,39 @@ def _results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
         },
         "sigma_noise": float(laplace.sigma_noise) if is_regression else None,
         "weight_decay": _weight_decays(laplace, prior),
+    }
+
+
+def _suspicious_labels(learned: OnlineResult, splits: Splits, kept: Tensor) -> dict[str, Any]:
+    """The training labels that look most wrong; where none can be judged, why.
+
+    ``kept`` are the positions (N,) of the examples that the network was trained on, in the data.
+    """
+    y = tensors_in(splits.train)[-1].cpu()
+    try:
+        assert learned.training_probabilities is not None
+        p = learned.training_probabilities.mean().cpu()
+    except ValueError as error:
+        return {"unknown": str(error)}
+    ignored = splits.targets.ignore_index
+    counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
+    found = suspicious_labels(y[counts], p[counts])
+    examples = []
+    for i in range(min(found.number, MOST_SUSPICIOUS)):
+        here = int(counts[found.index[i]])
+        names = [
+            str(int(k)) if splits.classes is None else splits.classes[int(k)]
+            for k in (found.label[i], found.predicted[i])
+        ]
+        example = {"index": int(kept[here]), "label": names[0], "predicted": names[1]}
+        examples.append(example | {"score": found.score[i].item()})
+        if isinstance(splits, ImageSplits):
+            examples[-1]["image"] = data_uri(splits.train.images[here], LARGEST_PICTURE)
+    return {
+        "judged": len(found.index),
+        "number": found.number,
+        "agreement": found.agreement,
+        "examples": examples,
     }
 
 

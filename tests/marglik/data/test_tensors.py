@@ -132,7 +132,8 @@ def test_what_does_not_fit(case):
 
 def test_held_out_examples_keep_the_shares_of_classes():
     whole = Digits().load()
-    parts = hold_out(whole, 0.1, seed=3)
+    parts, kept = hold_out(whole, 0.1, seed=3)
+    assert torch.equal(parts.train.images, whole.train.images[kept])
     assert parts.validation is not None
     assert (len(parts.train), len(parts.validation)) == (1294, 144)
     assert (parts.mean, parts.std, parts.test) == (whole.mean, whole.std, whole.test)
@@ -140,7 +141,7 @@ def test_held_out_examples_keep_the_shares_of_classes():
     assert (counts - whole.train.labels.bincount() / 10).abs().max() < 1
     together = torch.cat([parts.train.images, parts.validation.images]).flatten(1)
     assert torch.equal(together.unique(dim=0), whole.train.images.flatten(1).unique(dim=0))
-    other = hold_out(whole, 0.1, seed=4)
+    other, _ = hold_out(whole, 0.1, seed=4)
     assert other.validation is not None
     assert not torch.equal(other.validation.images, parts.validation.images)
 
@@ -149,12 +150,14 @@ def test_held_out_tensors_and_graphs():
     x = torch.arange(40.0)[:, None]
     for classes in (None, ("no", "yes")):
         y = (x[:, 0] >= 30).long() if classes else x.clone()
-        parts = hold_out(TensorSplits((x, y), None, (x, y), "numbers", classes), 0.2, seed=0)
+        whole = TensorSplits((x, y), None, (x, y), "numbers", classes)
+        parts, kept = hold_out(whole, 0.2, seed=0)
         (x_train, y_train), (x_held, y_held) = parts.train, parts.validation
         assert len(x_held) == 8 and sorted([*x_train[:, 0], *x_held[:, 0]]) == x[:, 0].tolist()
+        assert torch.equal(x_train, x[kept])
         assert torch.equal(y_held, y[x_held[:, 0].long()]) and len(y_train) == 32
         assert not classes or y_held.sum() == 2  # a quarter, as of all
-    parts = hold_out(of_graphs(number=20), 0.2, seed=0)
+    parts, _ = hold_out(of_graphs(number=20), 0.2, seed=0)
     assert parts.validation is not None
     assert len(parts.validation[0]) == 4 and len(parts.train[0].nodes) == 32
     few = TensorSplits((x[:4], x[:4]), None, (x, x), "numbers")

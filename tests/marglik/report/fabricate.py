@@ -93,6 +93,7 @@ def write_run(
         },
         "config": {"run": {"epochs": 40, "seed": 0}},
         "intervals": {"learned, MAP": {"test/cls/accuracy": [0.9495, 0.9848]}},
+        "suspicious_labels": suspicious(model != "MLP"),
         "differences": {"MAP": {"test/cls/NLL": [-0.02, -0.03, 0.0001]}},
         "seconds_beside": {"start": 1.0, "calibration": 0.5, "evaluation": 0.25, "baseline": 2.0},
         "seconds": 10.7,
@@ -262,6 +263,16 @@ def _examples(random, classes, count=24):
     return examples
 
 
+def suspicious(images=True):
+    """Two training labels that results.json lists."""
+    found = [
+        {"index": i, "label": CLASSES[i], "predicted": "9", "score": 4.5 - i} for i in range(2)
+    ]
+    if images:
+        found = [e | {"image": png(load_digits().images[e["index"]] / 16)} for e in found]
+    return {"judged": NUM_DATA, "number": 2, "agreement": 0.975, "examples": found}
+
+
 def png(pixels):
     """A greyscale image in [0, 1] as a data URI."""
     stream = io.BytesIO()
@@ -345,6 +356,7 @@ def inject(folder):
     def rename(results):
         results |= {"data": EVIL, "model": EVIL, "device": EVIL}
         results["weight_decay"] = {EVIL: next(iter(results["weight_decay"].values()))}
+        results["suspicious_labels"]["examples"][0] |= {"label": EVIL, "predicted": EVIL}
 
     changed(folder / "results.json", rename)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from marglik.report import write_report
-from tests.marglik.report.fabricate import EVIL, SHOWN, inject, write_fit, write_run
+from tests.marglik.report.fabricate import EVIL, SHOWN, changed, inject, write_fit, write_run
 
 WITH_ADDRESS = {"src", "href", "action", "data", "poster", "srcset", "formaction"}
 MEBIBYTE = 2**20
@@ -116,7 +116,7 @@ def test_links_and_headings_lead_through_the_page(page):
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert len(set(ids)) == len(ids)
     targets = [a["href"][1:] for a in page.having("a")]
-    assert len(targets) == 13 and set(targets) <= set(ids)
+    assert len(targets) == 14 and set(targets) <= set(ids)
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
@@ -138,12 +138,15 @@ def test_what_a_page_says(page):
         "95 % confidence intervals over the choice of test examples",
         "Confusion matrix: MAP; Laplace, probit",
         "Confusion matrix: Laplace, mc",
+        "2 of 1,438 labels have a score above 1. The network predicted 97.5 % of the labels",
+        "label 0 predicted 9 score 4.50 example 0",
         "curvature.kfac_approx",
         "cpu (x86_64)",
     ):
         assert text in page.text, text
     images = page.having("img")
-    assert len(images) == 24
+    assert len(images) == 24 + 2
+    assert images[-1]["alt"] == "Training image 1: labelled 1, predicted as 9"
     assert re.fullmatch(r"Test image 0: 0, predicted as \d", images[0]["alt"])
 
 
@@ -153,6 +156,16 @@ def test_a_fitted_posterior_has_a_page(tmp_path):
     assert "a posterior that was fitted to a trained network has no epochs" in page.text
     assert len(page.figures()) == 2  # weight decay at the end, effective parameters
     assert "covariances times 0.25, outputs divided by 0.5" in page.text
+
+
+def test_suspicious_labels_of_other_data_are_a_table(tmp_path):
+    folder = write_run(tmp_path / "run", model="MLP")
+    page = page_of(folder)
+    assert len(page.having("img")) == 24 and "1 1 9 3.50" in page.text
+    changed(folder / "results.json", lambda r: r["suspicious_labels"].update(number=0, examples=[]))
+    assert "0 of 1,438 labels have" in page_of(folder).text
+    changed(folder / "results.json", lambda r: r.update(suspicious_labels={"unknown": "A list."}))
+    assert "A list." in page_of(folder).text
 
 
 def test_what_differs_stands_out(folder, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from marglik.runs.summary import print_evaluation, print_fit, print_summary
 from marglik.runs.terminal import print_paragraph, print_table
-from tests.marglik.report.fabricate import CONFIG, classification, regression
+from tests.marglik.report.fabricate import CONFIG, classification, regression, suspicious
 
 TERMINAL = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
 LONG = "encoder.layers.11.attention.output.projection.parametrizations.weight"
@@ -53,6 +53,7 @@ def results():
         "intervals": {f"learned, {name}": values for name, values in ends.items()},
         "differences": {name: DIFFERENCES for name in metrics},
         "calibration": CALIBRATION,
+        "suspicious_labels": suspicious(),
         "output": "runs/digits",
     }
 
@@ -66,6 +67,7 @@ def test_train(width, capsys):
     assert "5.0e-04 -> 3.00e-02" in words and "1234567.8 / 1000000024" in words
     assert "... and 5 smaller ones" in words
     assert "Their NLL: 0.1000; MAP 0.2000" in words
+    assert "2 of 1438 have a score above 1" in words and "0 0 9 4.5 1 1 9 3.5" in words
     assert "-0.0200..+0.0010" in words and "coverage50" not in words
     assert "Learned minus initial weight decay, on the same test examples" in words
     # Six predictives: in blocks that fit, or all beside each other.

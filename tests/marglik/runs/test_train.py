@@ -13,7 +13,7 @@ from marglik.data import Digits
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
-from marglik.runs.config import RunConfig
+from marglik.runs.config import PriorConfig, RunConfig
 from marglik.runs.train import train
 from marglik.storage.record_file import read_posterior
 from marglik.storage.run_folder import read_log
@@ -130,11 +130,29 @@ def test_a_line_for_each_step_where_there_is_no_terminal(tmp_path, capsys):
     assert list(metrics(tmp_path)) == names
 
 
-def test_train_is_a_function_too(tmp_path):
-    run = RunConfig(epochs=1, output=str(tmp_path), progress=False)
-    results = train(MLP(64, hidden=(4,)), Digits(test_fraction=0.8), run=run)
+class WrongDigits(Digits):
+    """Every twentieth training label is the next digit."""
+
+    def load(self):
+        splits = super().load()
+        splits.train.labels[::20] = (splits.train.labels[::20] + 1) % 10
+        return splits
+
+
+def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
+    run = RunConfig(epochs=6, batch_size=32, output=str(tmp_path), progress=False)
+    prior = PriorConfig(updates=3)
+    results = train(MLP(64, hidden=(16,)), WrongDigits(test_fraction=0.6), prior=prior, run=run)
     assert results["metrics"]["learned, MAP"]["test/cls/NLL"] > 0
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
+    found = results["suspicious_labels"]
+    assert found["judged"] == results["num_data"] and 20 <= found["number"] <= 50
+    # Positions in the data, of which a part was held out.
+    assert sum(example["index"] % 20 == 0 for example in found["examples"]) >= 8
+    digits = Digits(test_fraction=0.6).load().train.labels
+    first = next(e for e in found["examples"] if e["index"] % 20 == 0)
+    assert first["label"] == str(int(digits[first["index"]] + 1) % 10)
+    assert max(len(example["image"]) for example in found["examples"]) < 4000
 
 
 def test_training_that_diverges_is_one_line(tmp_path, capsys):
