@@ -165,6 +165,9 @@ class CurvaturePass:
     _keeps_inputs = False
     """Whether gradients come with their layer's inputs, also where its rule does not need them."""
 
+    _differentiable = False
+    """Whether inputs and gradients keep their graphs, so that they can be differentiated again."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -210,7 +213,9 @@ class CurvaturePass:
         self._labels = self._generator
         if self._options.fisher == "mc" and self.ranks.size > 1:
             self._labels = self.ranks.generator(self._common_generator())
-        self._vectors = BackwardVectors(self._likelihood, self._options, self._labels)
+        self._vectors = BackwardVectors(
+            self._likelihood, self._options, self._labels, self._differentiable
+        )
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = self._num_loss_terms = 0
         # In float64, since it has many terms. It stays on the device until the end, so that no
@@ -300,6 +305,7 @@ class CurvaturePass:
             self._add_gradient,
             channels_last=self._proof.plan.channels_last,
             keep_inputs=self._keeps_inputs,
+            differentiable=self._differentiable,
         )
         with counting(mask), capture:
             # One forward pass: A, and all that a gradient will need.
@@ -317,7 +323,7 @@ class CurvaturePass:
                 # One backward pass for each vector: B.
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
-            self._end_part()
+            self._end_part(f, y)
         if self._assignment.diagonal:
             self._add_diagonal(x, y)
         # Counted last: a part that failed must not count.
@@ -395,9 +401,11 @@ class CurvaturePass:
     def _rules(self) -> dict[TrackedLayer, Rule]:
         """All layers' rules, which hold the sums; made with the first batch."""
         if self._made_rules is None:
-            modes = self._modes(self._kfac_approx)
-            self._made_rules = make_rules(self._assignment, modes, self._options)
+            self._made_rules = self._make_rules()
         return self._made_rules
+
+    def _make_rules(self) -> dict[TrackedLayer, Rule]:
+        return make_rules(self._assignment, self._modes(self._kfac_approx), self._options)
 
     def _modes(self, kfac_approx: KfacApprox) -> dict[str, Approximation]:
         """Each layer's mode."""
@@ -499,8 +507,8 @@ class CurvaturePass:
         for rule in self._rules.values():
             rule.end_vector()
 
-    def _end_part(self) -> None:
-        """Called when a part's last vector has been propagated back."""
+    def _end_part(self, f: Tensor, y: Tensor) -> None:
+        """Called when a part's last vector has been propagated back, with outputs and targets."""
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         # Loaded only where parameters without a rule ask for it.

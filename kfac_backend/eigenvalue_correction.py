@@ -234,7 +234,7 @@ class CorrectionPass(CurvaturePass):
         if self._held_bytes + of_one > self._memory:
             self._add_held()
 
-    def _end_part(self) -> None:
+    def _end_part(self, f: Tensor, y: Tensor) -> None:
         with self._no_autocast():
             self._add_held()
         # Inputs were rotated several times. With parts smaller by that factor, once is enough.

@@ -81,7 +81,8 @@ def loss_hessian_root(
     if likelihood == "regression":
         scale = torch.ones_like(f)
     else:
-        scale = (torch.sigmoid(f) * torch.sigmoid(-f)).sqrt()
+        tiny = torch.finfo(f.dtype).tiny
+        scale = (torch.sigmoid(f) * torch.sigmoid(-f)).clamp(min=tiny).sqrt()
     for c in range(f.shape[-1]):
         column = torch.zeros_like(f)
         column[..., c] = scale[..., c]
@@ -102,9 +103,10 @@ def _categorical_root(f: Float[Tensor, "*terms C"]) -> Iterator[Float[Tensor, "*
     for j in range(p.shape[-1] - 1):
         p_j, t_j, t_next = p[..., j], t[..., j], t[..., j + 1]
         column = torch.zeros_like(p)
-        column[..., j] = (p_j * (t_next / t_j.clamp(min=tiny))).sqrt()
+        first = (p_j * (t_next / t_j.clamp(min=tiny))).clamp(min=tiny).sqrt()[..., None]
         ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
-        column[..., j + 1 :] = -ratio * column[..., j : j + 1]
+        column[..., j : j + 1] = first
+        column[..., j + 1 :] = -ratio * first
         # Back to the order of the classes.
         yield torch.zeros_like(p).scatter(-1, order, column)
 
@@ -207,17 +209,20 @@ class BackwardVectors:
         likelihood: of the targets.
         options: the options of the pass, of which ``fisher`` and ``mc_samples`` decide the vectors.
         generator: source of labels.
+        differentiable: whether the vectors keep their graph in f. A label that is drawn has no
+            derivative, so "mc" draws S ε instead, with normal numbers ε.
     """
 
     likelihood: Likelihood
     options: CurvatureOptions = CurvatureOptions()
     generator: torch.Generator | None = None
+    differentiable: bool = False
 
     def __call__(
         self, f: Float[Tensor, "N *terms C"], y: Tensor
     ) -> Iterator[Float[Tensor, "N *terms C"]]:
         """The vectors at outputs f and targets y."""
-        f = at_least_float32(f.detach())
+        f = at_least_float32(f if self.differentiable else f.detach())
         counted = counted_terms(y, self.likelihood)
         if counted is not None and not counted.any():
             yield torch.zeros_like(f)  # so that the layers' gradients are zero and not missing
@@ -225,7 +230,7 @@ class BackwardVectors:
         if self.options.fisher == "mc":
             samples = self.options.mc_samples
             for _ in range(samples):
-                sampled = self._sampled_gradient(f)
+                sampled = self._drawn_root(f) if self.differentiable else self._sampled_gradient(f)
                 yield _only(counted, sampled.div_(samples**0.5) if samples > 1 else sampled)
         elif self.options.fisher == "empirical":
             yield from _one_term_at_a_time(self._label_gradient(f, y, counted), counted)
@@ -262,11 +267,24 @@ class BackwardVectors:
         p = torch.sigmoid(f)
         return p - torch.bernoulli(p, generator=self.generator)
 
+    def _drawn_root(self, f: Tensor) -> Tensor:
+        """S ε with E[S ε εᵀ Sᵀ] = Λ, per loss term; (diag(√p) − p √pᵀ) ε for classes."""
+        noise = torch.randn(f.shape, generator=self.generator, dtype=f.dtype, device=f.device)
+        if self.likelihood == "regression":
+            return noise
+        tiny = torch.finfo(f.dtype).tiny  # the root of 0 has no derivative
+        if self.likelihood == "bernoulli":
+            return (torch.sigmoid(f) * torch.sigmoid(-f)).clamp(min=tiny).sqrt() * noise
+        p = torch.softmax(f, dim=-1)
+        scaled = p.clamp(min=tiny).sqrt() * noise
+        return scaled - p * scaled.sum(-1, keepdim=True)
+
     def _label_gradient(self, f: Tensor, y: Tensor, counted: Tensor | None) -> Tensor:
         """∇_f ℓ(y, f) at the label, zero where it does not count; in the shape of f."""
         if self.likelihood == "classification":
             label = y.long() if counted is None else y.long().where(counted, 0)
-            return _only(counted, _less_one_hot(torch.softmax(f, dim=-1), label))
+            p = torch.softmax(f, dim=-1)
+            return _only(counted, _less_one_hot(p.clone() if self.differentiable else p, label))
         if self.likelihood == "regression":
             return f - y.to(f)
         return torch.sigmoid(f) - y.to(f)

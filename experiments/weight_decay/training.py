@@ -25,7 +25,6 @@ from marglik import (
     settling_rate,
     weight_decay_to_precision,
 )
-from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.training.update import update_prior
 
@@ -227,7 +226,7 @@ class Training:
             model,
             optimizer,
             loader,
-            PriorLearner("classification", CURVATURE, hyperparameters=hyper, epochs=self.epochs),
+            learner := PriorLearner("classification", CURVATURE, epochs=self.epochs),
             scheduler=scheduler,
         ).run()
         seconds = time.process_time() - started
@@ -236,8 +235,7 @@ class Training:
             "weight_decay": updates[-1]["weight_decay"],
             "evidence_per_example": [of["evidence_per_example"] for of in updates],
         }
-        learned = precision_to_weight_decay(hyper.prior_precision, N)
-        return Trained(model.eval(), learned, seconds, record)
+        return Trained(model.eval(), learner.weight_decays(), seconds, record)
 
     def warm_up(self, split: Split) -> None:
         """Train for a moment, so that no timed training loads code first."""

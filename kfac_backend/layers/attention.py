@@ -162,14 +162,17 @@ def _rows_of(
     A declaration of rows with other axes is about other sequences, and ignored here.
     """
     N, R = x.shape[:2]
-    rows, index, by_roots = current_rows(), None, False
+    rows, index, weights, by_roots, examples = current_rows(), None, None, False, N
     if rows is not None and rows.axes == ((N, R) if layer.batch_first else (R, N)):
         index = rows.as_given if layer.batch_first else rows.as_given.T
         by_roots = rows.by_roots
+    elif rows is not None and rows.axes == (N,):  # whole sequences are an example's rows
+        index, examples = rows.as_given[:, None].expand(N, R), rows.num_examples
+        weights = None if rows.weights is None else rows.weights[:, None]
     if padding is not None:
         hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
         if index is None:
             index = torch.arange(N, device=x.device)[:, None].expand(N, R)
         index = index.masked_fill(hidden, -1)
-    with examples_of_rows(index, N, by_roots=by_roots):
+    with examples_of_rows(index, examples, by_roots=by_roots, weights=weights):
         yield

@@ -81,9 +81,8 @@ class ConvolutionRule(ImageRule):
 
     def add_input_rows(self, a: Tensor) -> int:
         """Add all patches to A; returns R."""
-        axes, gram = windows(self.layer, a), self.A["weight"].gram
-        assert isinstance(gram, PatchGram)
-        gram.add_images(a, *axes)
+        axes = windows(self.layer, a)
+        self.A["weight"].gram.add_images(a, *axes)
         return _num_positions(axes)
 
 
@@ -168,9 +167,7 @@ class ConvTransposeRule(ImageRule):
 
     def add_gradient_rows(self, b: Tensor) -> None:
         """Add the patches of output gradients."""
-        gram = self.B["weight"].gram
-        assert isinstance(gram, PatchGram)
-        gram.add_images(b, *self.axes(b))
+        self.B["weight"].gram.add_images(b, *self.axes(b))
 
     def weight_gradient_sums(self, b: Tensor) -> Float[Tensor, "G M d_out"]:
         """The sums of all patches, without unfolding them."""

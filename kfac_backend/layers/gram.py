@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kfac_backend.layers.window import Window, patches
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -53,6 +54,10 @@ class Gram(ABC):
     @abstractmethod
     def add(self, rows: Tensor) -> None:
         """Add the outer products of rows (G, M, d)."""
+
+    def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
+        """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
+        self.add(patches(image, self.groups, *axes).flatten(1, 2))
 
     @abstractmethod
     def total(self) -> Float[Tensor, "G d d"]:

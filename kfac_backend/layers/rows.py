@@ -44,6 +44,8 @@ class Rows:
     """Whether reduce scales both sums by 1/√R_n; otherwise the inputs' sum alone, by 1/R_n."""
     of_positions: bool = False
     """Whether layers whose input has another shape are ignored instead of raising an error."""
+    weights: Tensor | None = None
+    """(M,): each row's weight in the mean of its example's inputs; None if all are 1."""
 
     def on(self, device: torch.device) -> "Rows":
         """The same, with the index on a device."""
@@ -86,6 +88,12 @@ class Rows:
         total = x.new_zeros(self.num_examples + 1, *x.shape[1:])
         return total.index_add_(0, self.index, x)[:-1]
 
+    def weighted(self, x: Tensor) -> Tensor:
+        """Inputs (M, ...) times the rows' weights."""
+        if self.weights is None:
+            return x
+        return x * self.weights.to(x).view(-1, *[1] * (x.dim() - 1))
+
     def padded(self, x: Tensor) -> Tensor:
         """Each example's rows, padded with zeros at the end: (M, ...) as (N, K, ...)."""
         longest = int(self.counts.max()) if self.num_examples else 0
@@ -96,7 +104,7 @@ class Rows:
 
     def reduced(self, x: Tensor, *, mean: bool) -> Tensor:
         """`sums` of inputs (``mean``) or of gradients, scaled as reduce does."""
-        sums = self.sums(x)
+        sums = self.sums(self.weighted(x) if mean else x)
         if not (mean or self.by_roots):
             return sums
         counts = self.counts.clamp(min=1).to(sums.dtype)
@@ -144,6 +152,7 @@ class _Declared:
     num_examples: int
     by_roots: bool
     of_positions: bool
+    weights: Tensor | None = None
 
     @cached_property
     def rows(self) -> Rows:
@@ -161,7 +170,8 @@ class _Declared:
             )
         known = torch.where(flat < 0, N, flat)
         shape = tuple(index.shape)
-        return Rows(shape, known, N, smallest >= 0, self.by_roots, self.of_positions)
+        weights = None if self.weights is None else self.weights.expand(shape).flatten()
+        return Rows(shape, known, N, smallest >= 0, self.by_roots, self.of_positions, weights)
 
 
 _current: ContextVar[_Declared | None] = ContextVar("kfac_backend.layers.rows", default=None)
@@ -188,7 +198,11 @@ def current_rows() -> Rows | None:
 
 @contextmanager
 def examples_of_rows(
-    index: Tensor | None, num_examples: int = 0, *, by_roots: bool = True
+    index: Tensor | None,
+    num_examples: int = 0,
+    *,
+    by_roots: bool = True,
+    weights: Tensor | None = None,
 ) -> Iterator[None]:
     """Say to which example each row of the layers called inside belongs.
 
@@ -206,8 +220,13 @@ def examples_of_rows(
         by_roots: False divides the sum of inputs by R_n and keeps the sum of gradients, as reduce
             does for equal numbers of positions. In a linear network that is exact if the network
             takes the mean over an example's rows; True is exact if it divides their sum by √R_n.
+        weights: in the shape of the index, with mean 1 over each example's rows: the weight of each
+            row in the mean of inputs that reduce takes, for a network that takes weighted means.
     """
-    with _declared(None if index is None else _Declared(index, num_examples, by_roots, False)):
+    declared = None
+    if index is not None:
+        declared = _Declared(index, num_examples, by_roots, False, weights)
+    with _declared(declared):
         yield
 
 

@@ -248,6 +248,9 @@ class Rule(ABC):
         for total in self.B.values():
             total.end()
 
+    def separate(self) -> None:  # noqa: B027
+        """Give each parameter sums of its own, where two had the same so far."""
+
     def share(self, name: str, other: "Rule", others_name: str) -> None:
         """Add to the sums of another rule from now on, since both parameters are one tensor."""
         for mine, others in ((self.A, other.A), (self.B, other.B)):

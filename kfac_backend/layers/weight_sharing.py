@@ -58,7 +58,7 @@ class WeightSharingRule(Rule):
             self.B["weight"] = FactorSum(self.gradient_gram())
         if "bias" in names:
             # With one group, B of weight and bias are usually sums over the same rows: they are one
-            # sum until something comes that tells them apart (`_separate`).
+            # sum until something comes that tells them apart (`separate`).
             one = "weight" in names and self.groups == 1 and self.same_gradients
             self.B["bias"] = self.B["weight"] if one else FactorSum(self._bias_gram())
 
@@ -172,7 +172,7 @@ class WeightSharingRule(Rule):
             x = x.mean(axes) if mean else x.sum(axes)
         return x, None, "expand"
 
-    def _separate(self) -> None:
+    def separate(self) -> None:
         """Give the bias a B of its own, which begins with what both have in common so far."""
         if "bias" in self.B and self.B["bias"] is self.B.get("weight"):
             self.B["bias"] = deepcopy(self.B["weight"])
@@ -182,7 +182,7 @@ class WeightSharingRule(Rule):
         if use.rows is not None and use.rows.by_roots and self.mode != "expand":
             # Reduce divides the weight's sums by √R_n, but not the bias's, which has no input
             # factor that would take the other √R_n.
-            self._separate()
+            self.separate()
         self.count_use()
         if "weight" not in self.names:
             return
@@ -200,7 +200,8 @@ class WeightSharingRule(Rule):
         if rows is None:
             A.add_input_sums(sums, R, by_roots=False)
         else:
-            A.add_input_sums(_by_example(rows, sums), rows.counts * R, rows.by_roots)
+            of_example = rows.sums(rows.weighted(sums.movedim(1, 0))).movedim(0, 1)
+            A.add_input_sums(of_example, rows.counts * R, rows.by_roots)
 
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add to B: per group for the weight, over all outputs for the bias."""
@@ -223,7 +224,8 @@ class WeightSharingRule(Rule):
             # Step 2, reduce: the sum over positions, and over the rows of each example.
             weight = name == "weight"
             sums = self.weight_gradient_sums(x) if weight else self.bias_gradient_sums(x)[None]
-            sums = sums if rows is None else _by_example(rows, sums)  # (G, N, d_out)
+            if rows is not None:
+                sums = rows.sums(sums.movedim(1, 0)).movedim(0, 1)  # (G, N, d_out)
             # R_n counts the positions of all uses: it is known since the last input.
             roots = self.A["weight"].roots if weight else None
             self.B[name].add_sums(sums if roots is None else sums / roots.to(sums.dtype))
@@ -233,7 +235,7 @@ class WeightSharingRule(Rule):
         # A shared weight need not have a shared bias: their sums go over different uses now.
         for rule in (self, other):
             assert isinstance(rule, WeightSharingRule)
-            rule._separate()
+            rule.separate()
         super().share(name, other, others_name)
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
@@ -270,8 +272,3 @@ class TransposedLinearRule(LinearRule):
     """A layer y = x W + b whose weight is stored (d_in, d_out), as GPT-2's Conv1D."""
 
     transposed = True
-
-
-def _by_example(rows: Rows, x: Float[Tensor, "G M d"]) -> Float[Tensor, "G N d"]:
-    """Each example's sum over its rows."""
-    return rows.sums(x.movedim(1, 0)).movedim(0, 1)

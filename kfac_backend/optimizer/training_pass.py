@@ -304,7 +304,6 @@ class TrainingPass(CurvaturePass):
             self._end_vector()
         forward.capture.check_runs()
         forward.capture.forget()
-        self._end_part()
 
     def _drop(self) -> None:
         """Forget a forward pass without a backward pass, such as one of evaluation.

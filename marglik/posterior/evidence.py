@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
+from kfac_backend.factor_gradients import BlockDerivative
 from kfac_backend.options import Likelihood, check_positive
 
 __all__ = [
     "EvidenceTerms",
+    "derivatives_in_factors",
     "effective_parameters",
     "log_det_posterior_precision",
     "log_likelihood",
@@ -129,6 +131,48 @@ def log_det_posterior_precision(
     """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable in all three hyperparameters."""
     delta, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
     return (terms.spectra.log_det_ratio(ratio) + terms.sizes * delta.log()).sum()
+
+
+def derivatives_in_factors(
+    factors: KroneckerFactors,
+    prior_precision: Tensor | float,
+    sigma_noise: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
+) -> dict[str, BlockDerivative]:
+    """∂/∂B and ∂/∂A of the evidence for each block, at fixed θ, δ, σ and T.
+
+    With r = 1/(σ²T) and D_ij = r / (r β_i α_j + δ), for −½ log det(r B ⊗ A + δI):
+    −½ Q_B diag_i(Σ_j D_ij α_j) Q_Bᵀ and −½ Q_A diag_j(Σ_i D_ij β_i) Q_Aᵀ.
+
+    Args:
+        factors: at σ = 1.
+        prior_precision: δ, a scalar or one per block.
+        sigma_noise: σ.
+        temperature: T.
+    """
+    delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
+    r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
+    found = {}
+    for (name, block), d in zip(factors.blocks.items(), delta.tolist(), strict=True):
+        eigen = block.decompose()
+        beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
+        if alpha is None or eigen.Q_A is None:
+            found[name] = BlockDerivative(_in_basis(eigen.Q_B, -0.5 * r / (r * beta + d)))
+            continue
+        D = -0.5 * r / (r * beta[..., :, None] * alpha[..., None, :] + d)
+        of_alpha = (D * beta[..., :, None]).sum(-2)
+        if alpha.dim() < beta.dim():  # groups that share one A
+            of_alpha = of_alpha.sum(0)
+        found[name] = BlockDerivative(
+            _in_basis(eigen.Q_B, (D * alpha[..., None, :]).sum(-1)),
+            _in_basis(eigen.Q_A, of_alpha),
+        )
+    return found
+
+
+def _in_basis(Q: Tensor, diagonal: Tensor) -> Tensor:
+    """Q diag Qᵀ."""
+    return (Q * diagonal.to(Q)[..., None, :]) @ Q.mT
 
 
 def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:

@@ -12,7 +12,7 @@ examples.
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from copy import copy, deepcopy
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -33,6 +33,7 @@ from kfac_backend.options import (
     check_positive,
 )
 from kfac_backend.ranks import Ranks
+from marglik.augmentation.ranges import RangeLearner
 from marglik.eval_mode import eval_mode
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior, parameter_vector
@@ -68,6 +69,12 @@ LARGEST_INVARIANT_DECAY = 0.1
 """Of scale-invariant weights in training. Measured in `experiments.weight_decay.default_options`:
 without a limit three of ten networks broke down after some updates, on clean labels; a limit of
 1e-3 instead costs 0.2 nats after LayerNorm with wrong labels."""
+LARGEST_START = 1e-2
+"""Of weights trained by SGD for classification, see `PriorLearner._raise_start`. Measured in
+`experiments.weight_decay.default_options`: convolutions gain 0.02 to 0.05 nats where labels are
+wrong, and nothing else loses; a transformer trained by Adam would lose 0.02."""
+LARGEST_DECLINE = 0.5
+"""By how much that decay may shrink log ‖w‖ before the first update."""
 OBSERVED_STEPS = 10
 """Number of steps in which that cosine is looked at."""
 FEW_VECTORS = 10_000
@@ -92,7 +99,8 @@ class PriorLearner:
     Args:
         likelihood: likelihood of the loss: "classification", "regression" or "bernoulli".
         curvature: all options of the curvature pass.
-        weight_decay: initial weight decay of all groups.
+        weight_decay: initial weight decay of all groups. From the default SGD goes on with up to
+            1e-2 for a classifier's weights, once it is known which of them matter in length.
         structure: the groups of parameters that share a weight decay, see `PriorGroups.from_model`.
         method: "adam" or "mackay".
         lr: Adam's step size on the logarithm of the precision.
@@ -251,6 +259,7 @@ class PriorLearner:
         self._gradient_norm: Tensor | None = None
         self._objective_then: float | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
+        self._ranges = RangeLearner(model)
         self._terms_per_example = self._look_at_data(sums_terms)
         if self._state is not None:
             self._load(self._state)
@@ -339,6 +348,8 @@ class PriorLearner:
         if self._steps < OBSERVED_STEPS:
             self._invariant = [name for name in self._invariant if self._may_be_invariant(name)]
         self._steps += 1
+        if self._steps == OBSERVED_STEPS:
+            self._raise_start()
         self._highest_rate = max(self._highest_rate, self._rate)
         gradient_scale = self.gradient_scale
         rates = [gradient_scale, *(float(group["lr"]) for group in self._optimizer.param_groups)]
@@ -432,6 +443,43 @@ class PriorLearner:
                 min(decay, LARGEST_INVARIANT_DECAY) if name in self._invariant else decay
                 for name, decay in zip(self._named, self._decays, strict=True)
             ]
+
+    def _raise_start(self) -> None:
+        """Raise decays that begin at the default, where the network could fit wrong labels.
+
+        A label that is fitted has no curvature, whether it is right or wrong, and then the evidence
+        cannot tell. So a classifier's decays come down to their values rather than up to them. Not
+        those of scale-invariant weights, whose decay acts on the learning rate alone; nor with
+        optimisers that divide gradients by their size, and the pull of the decays with them; nor so
+        far that the weights would have vanished before the first update.
+        """
+        groups, schedule = self.hyperparameters.groups, self.schedule
+        inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)  # Fabric's wrapper
+        if (
+            self.likelihood != "classification"
+            or not isinstance(inner, torch.optim.SGD)
+            or groups.diagonal
+            or not isinstance(self._loader, Sized)
+        ):
+            return
+        epochs = range(1, (schedule.epochs or 1) + 1)
+        first = next((epoch for epoch in epochs if schedule.is_due(epoch)), None)
+        if first is None:
+            return
+        momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
+        rate = self._rate / max(1 - momentum, 1e-3)
+        start = min(LARGEST_START, LARGEST_DECLINE / (rate * first * len(self._loader)))
+        decays = self.weight_decays()
+        raised = decays.clone()
+        for g in range(len(decays)):
+            members = [p for p, group in zip(self._named, groups.index, strict=True) if group == g]
+            if abs(decays[g].item() / WEIGHT_DECAY - 1) < 1e-6 and all(
+                self._named[name].dim() > 1 and name not in self._invariant for name in members
+            ):
+                raised[g] = max(start, WEIGHT_DECAY)
+        delta = weight_decay_to_precision(raised, self.num_data, self.temperature)
+        self.hyperparameters.set(delta, self.hyperparameters.sigma_noise)
+        self._set_decays()
 
     @property
     def _rate(self) -> float:
@@ -559,6 +607,10 @@ class PriorLearner:
             }
         found = {"log_marginal_likelihood_per_example": self.record["evidence_per_example"]}
         found |= {f"weight_decay/{name}": wd for name, wd in self.record["weight_decay"].items()}
+        ranges = self._ranges.ranges()
+        if ranges:
+            self.record["ranges"] = ranges
+        found |= {f"range/{name}": value for name, value in ranges.items()}
         if "sigma_noise" in self.record:
             found["sigma_noise"] = self.record["sigma_noise"]
         return found
@@ -591,7 +643,7 @@ class PriorLearner:
             torch.manual_seed(self._epoch)
             # Not on several ranks, whose batches correspond; laplace-torch wants its data set.
             merges = self._ranks.size == 1 and isinstance(laplace, Posterior)
-            return update_prior(
+            found = update_prior(
                 hyper,
                 laplace,
                 MergedBatches(self._loader) if merges else self._loader,
@@ -601,6 +653,9 @@ class PriorLearner:
                 ranks=self._ranks,
                 dict_key_y=self.curvature.dict_key_y,
             )
+            if not is_last:  # the last posterior is that of the ranges as they are
+                self._ranges.learn(laplace, self._loader, self.num_data)
+            return found
 
     # --- what it says while it runs ---
 
@@ -668,6 +723,7 @@ class PriorLearner:
             "identity": self._identity(),
             "hyperparameters": self.hyperparameters.state_dict(),
             "average": self._average.state_dict(),
+            "ranges": self._ranges.state_dict(),
             **{name.strip("_"): copy(getattr(self, name)) for name in self.STATE},
         }
 
@@ -700,6 +756,7 @@ class PriorLearner:
                 )
         self.hyperparameters.load_state_dict(state["hyperparameters"])
         self._average.load_state_dict(state["average"], list(self._named.values()))
+        self._ranges.load_state_dict(state["ranges"])
         for name in self.STATE:
             setattr(self, name, copy(state[name.strip("_")]))
 

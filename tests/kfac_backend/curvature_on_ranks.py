@@ -8,12 +8,14 @@ from torch.utils.data import DataLoader
 
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import compute_eigenvalues, decompose_on_ranks
+from kfac_backend.factor_gradients import BlockDerivative, factor_gradients
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from kfac_backend.model.batches import examples
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.test_factor_gradients import Moved
 
 THE_SAME_IN_BOTH_MODES = (
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
@@ -96,6 +98,10 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     found["log det"] = factors.log_det(0.3)
     for name, values in factors.eigenvalues().items():
         found[f"eigenvalues, {name}"] = values
+    moved = Moved(model)
+    of_moved = kronecker_factors(moved, batches, "classification")
+    weights = {name: BlockDerivative(b.B, b.A) for name, b in of_moved.blocks.items()}
+    (found["gradient"],) = factor_gradients(of_moved, moved, batches, [moved.eta], weights, 0.5)
     eigen = decompose_on_ranks(factors.blocks.values(), ranks)
     for name, block in factors.blocks.items():
         spectrum = eigen[name].spectrum()

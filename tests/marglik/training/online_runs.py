@@ -23,6 +23,7 @@ from marglik import (
     PriorLearner,
     Schedule,
 )
+from marglik.augmentation import Affine, LearnedAugmentation
 from marglik.data import ImageBatches
 from marglik.data.images.image_set import ImageSet
 from marglik.storage.checkpoint import Checkpoints
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "the loader's generator": {"shuffle": "generator"},
     "the sampler's generator": {"shuffle": "sampler"},
     "images": {"images": True},
+    "ranges": {"images": True, "augmented": True, "keep": "last"},
     "the last": {"keep": "last"},
     "averaged": {"keep": "last", "average": "last", "epochs": 6, "norm": True},
     "exponential average": {"keep": "last", "average": "ema"},
@@ -79,7 +81,9 @@ def make(
     else:
         norm = [nn.BatchNorm1d(6)] if options.get("norm") else []
         layers = [nn.Linear(4, 6), *norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3)]
-    model = nn.Sequential(*layers).to(dtype)
+    model: nn.Module = nn.Sequential(*layers).to(dtype)
+    if options.get("augmented"):
+        model = LearnedAugmentation(model, [Affine("rotate", "shear")], copies=2)
     loader, curvature_loader = _loaders(options, dtype, seed)
 
     def make_laplace(delta: Any, sigma: Any) -> KronLaplace:

@@ -110,6 +110,7 @@ DROPPED = {
     "best so far": ("the first is the best", part_of_learner("best")),
     "exponential average": ("exponential average", part_of_learner("average")),
     "records": ("SGD", part("records")),
+    "Adam of the ranges": ("ranges", part_of_learner("ranges")),
     "evidences": ("SGD", part_of_learner("evidences_of_steps")),
 }
 

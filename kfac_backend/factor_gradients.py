@@ -1,0 +1,262 @@
+"""`factor_gradients`: how a function of the factors changes with what the model's inputs depend on.
+
+An augmentation with a learned range moves all inputs, and with them the factors A and B of every
+layer. To learn the range by the evidence, its derivative must be taken through them. Source: Immer
+et al. 2022 (arXiv:2202.10638), who differentiate the evidence whole; here it is the chain rule.
+With the derivatives G_A = ∂F/∂A and G_B = ∂F/∂B of a function F of the factors,
+
+    dF/dη = Σ_layers (⟨G_A, dA/dη⟩ + ⟨G_B, dB/dη⟩),
+
+and since A is a mean of outer products a aᵀ, and B a sum of outer products b bᵀ, these are
+derivatives of Σ aᵀ G_A a and Σ bᵀ G_B b at G held fixed. So one more pass suffices, batch by batch,
+which differentiates its backward passes once more. No factor is summed up in it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.curvature import CurvaturePass
+from kfac_backend.layers import Rule
+from kfac_backend.layers.gram import Gram
+from kfac_backend.layers.rule import FactorSum
+from kfac_backend.loss import loss_sum
+from kfac_backend.model.batches import each_batch, split_batch
+from kfac_backend.model.calls import plain_attention
+from kfac_backend.model.rule_assignment import TrackedLayer
+from kfac_backend.options import CurvatureOptions
+from kfac_backend.ranks import PassSums, ProcessGroupOption
+
+__all__ = ["BlockDerivative", "FactorGradientPass", "factor_gradients"]
+
+
+class BlockDerivative(NamedTuple):
+    """The derivative of a function in one block's factors, in their shapes."""
+
+    B: Tensor
+    A: Tensor | None = None
+
+
+def factor_gradients(
+    factors: KroneckerFactors,
+    model: nn.Module,
+    data: Iterable[Any],
+    tensors: Sequence[Tensor],
+    of_factors: Mapping[str, BlockDerivative],
+    of_loss: float = 0.0,
+    options: CurvatureOptions | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+    process_group: ProcessGroupOption = "default",
+) -> list[Tensor]:
+    """The gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
+
+    The loss Hessian Λ changes with the outputs, too, and is differentiated: by the columns of its
+    root S; with fisher="mc" by draws S ε of normal numbers ε, which are unbiased. Held fixed: the
+    model's parameters, and the blocks of parameters without a rule.
+
+    Args:
+        factors: of the model, at which F was differentiated.
+        model: the model, in the mode in which the factors were computed.
+        data: batches, of all the data of the factors or of a random part of it, whose gradient is
+            scaled by the share of the examples.
+        tensors: leaves from which the model computes inputs of its layers, such as buffers; they
+            need not require a gradient. No parameters of layers.
+        of_factors: ∂F/∂B and ∂F/∂A of each block, by name; blocks that are left out do not count.
+        of_loss: c.
+        options: those of the factors by default.
+        generator: source of fisher="mc"'s draws.
+        progress: whether to show a progress bar over the batches.
+        process_group: the ranks that have a shard of the data each, as of `kronecker_factors`.
+
+    Returns:
+        For each tensor its gradient, summed over the data and the ranks.
+
+    Raises:
+        ValueError: no data, or a tensor that no input depends on.
+        NotImplementedError: a tensor that two layers use in different ways; and as in
+            `kronecker_factors`.
+    """
+    found = FactorGradientPass(
+        factors, model, tensors, of_factors, of_loss, options,
+        generator=generator, process_group=process_group,
+    )  # fmt: skip
+    for batch in each_batch(data, "Gradient of the factors", progress):
+        found.add(*split_batch(batch, found.dict_key_y))
+    return found.gradients()
+
+
+class FactorGradientPass(CurvaturePass):
+    """Differentiates Σ ⟨G, x xᵀ⟩ over all rows x that a `CurvaturePass` would sum up.
+
+    Args:
+        factors: see `factor_gradients`, as for the others.
+        model: the model.
+        tensors: what to differentiate in.
+        of_factors: ∂F/∂B and ∂F/∂A.
+        of_loss: c.
+        options: those of the factors by default.
+        generator: source of labels.
+        process_group: the ranks that have a shard of the data each.
+    """
+
+    _differentiable = True
+
+    def __init__(
+        self,
+        factors: KroneckerFactors,
+        model: nn.Module,
+        tensors: Sequence[Tensor],
+        of_factors: Mapping[str, BlockDerivative],
+        of_loss: float = 0.0,
+        options: CurvatureOptions | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
+    ) -> None:
+        if not all(tensor.is_leaf and tensor.is_floating_point() for tensor in tensors):
+            raise ValueError(
+                "The gradient is asked for in a tensor that is computed from others, or of "
+                "integers; pass the leaves from which the model computes its layers' inputs."
+            )
+        self._factors, self._of_factors, self._of_loss = factors, of_factors, of_loss
+        self._tensors = list(tensors)
+        super().__init__(
+            model,
+            factors.likelihood,
+            factors.options if options is None else options,
+            generator=generator,
+            process_group=process_group,
+        )
+        self.dict_key_y = self._options.dict_key_y
+        """The targets' key in batches that are mappings."""
+
+    def reset(self) -> None:
+        """Forget the batches seen so far, and any failure."""
+        super().reset()
+        self._gradients = [torch.zeros_like(tensor) for tensor in self._tensors]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient over all batches, scaled to the factors' data; the pass is reset."""
+        self._check_whole()
+        sums = self._total_sums()
+        if not sums.num_data:
+            raise ValueError("The data is empty: no batch was added.")
+        self.reset()
+        scale = self._factors.num_data / sums.num_data
+        return [scale * sums.others[str(k)] for k in range(len(self._tensors))]
+
+    def _sums(self) -> PassSums:
+        sums = self._without_data()
+        sums.others = {str(k): gradient for k, gradient in enumerate(self._gradients)}
+        return sums
+
+    def add(self, x: Any, y: Any) -> None:
+        """Add one batch, as `CurvaturePass.add` does."""
+        # The proof looks at how outputs depend on layers alone.
+        with _requiring(self._tensors, False):
+            super().add(x, y)
+
+    def _add(self, x: Any, y: Any) -> None:
+        # Fused attention cannot be differentiated twice.
+        with _requiring(self._tensors, True), plain_attention.held():
+            super()._add(x, y)
+
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        """Add nothing: the blocks of parameters without a rule are held fixed."""
+
+    def _make_rules(self) -> dict[TrackedLayer, Rule]:
+        """The rules, whose sums become scalars."""
+        self._scalars: list[Tensor] = []
+        rules = super()._make_rules()
+        for rule in rules.values():
+            rule.separate()
+        weights: dict[FactorSum, Tensor] = {}
+        of_slot: dict[tuple[str, tuple[int, int]], FactorSum] = {}
+        for tracked, rule in rules.items():
+            for local, name in tracked.parameters.items():
+                index, count = slot = tracked.slots.get(local, (0, 1))
+                if of_slot.setdefault((name, slot), rule.B[local]) is not rule.B[local]:
+                    raise NotImplementedError(
+                        f"Parameter '{name}' is used in different ways, and its block, the nearest "
+                        "product of both, cannot be differentiated. Use separate tensors, or "
+                        "freeze it (requires_grad_(False))."
+                    )
+                if name not in self._of_factors:
+                    continue
+                G, terms = self._of_factors[name], self._factors.blocks[name].num_terms
+                of_B = G.B if count == 1 else G.B[index : index + 1]
+                if G.A is None:
+                    weights[rule.B[local]] = of_B
+                    continue
+                of_A = G.A if count == 1 else G.A[index : index + 1]
+                # The factor over the columns is a mean over its terms.
+                terms = terms[index] if isinstance(terms, tuple) else terms
+                rows, columns = rule.B[local], rule.A[local]
+                rows, columns = (columns, rows) if rule.transposed else (rows, columns)
+                weights |= {rows: of_B, columns: of_A / max(terms, 1)}
+        for rule in rules.values():
+            for total in (*rule.A.values(), *rule.B.values()):
+                total.gram = _Paired(total.gram, weights.get(total), self._scalars)
+        return rules
+
+    def _end_part(self, f: Tensor, y: Tensor) -> None:
+        value = self._of_loss * loss_sum(f, y, self._likelihood)
+        value = torch.stack([value.double(), *(s.double() for s in self._scalars)]).sum()
+        self._scalars.clear()
+        if not value.requires_grad:
+            raise ValueError(
+                "The model's outputs do not depend on the tensors in which the gradient is asked "
+                "for. Compute the layers' inputs from them in the model's forward."
+            )
+        found = torch.autograd.grad(value, self._tensors, allow_unused=True)
+        for total, gradient in zip(self._gradients, found, strict=True):
+            if gradient is not None:
+                total += gradient
+
+
+@contextmanager
+def _requiring(tensors: Sequence[Tensor], required: bool) -> Iterator[None]:
+    """A context in which tensors require a gradient, or do not."""
+    before = [tensor.requires_grad for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_(required)
+        yield
+    finally:
+        for tensor, former in zip(tensors, before, strict=True):
+            tensor.requires_grad_(former)
+
+
+class _Paired(Gram):
+    """In place of a Gram matrix Σ x xᵀ: its inner product with a matrix G, with its graph.
+
+    Args:
+        gram: the Gram matrix, for its sizes.
+        weight: G, (groups, d, d) or (d, d) for all groups; None leaves it out.
+        scalars: where the inner products of rows that are added go.
+    """
+
+    def __init__(self, gram: Gram, weight: Tensor | None, scalars: list[Tensor]) -> None:
+        super().__init__(gram.like, gram.groups, gram.size)
+        self._weight, self._scalars = weight, scalars
+
+    def add(self, rows: Tensor) -> None:
+        """Add Σ xᵀ G x over the rows; rows that depend on nothing have no derivative."""
+        if self._weight is None or not rows.requires_grad:
+            return
+        weight = self._weight.to(rows)
+        if len(rows) != self.groups:  # a diagonal, each entry of the rows a group
+            paired = rows.square() * weight.flatten()
+        else:
+            paired = (rows @ weight) * rows
+        self._scalars.append(paired.sum())
+
+    def total(self) -> Tensor:
+        """Zeros: nothing is summed up."""
+        return self.zeros()

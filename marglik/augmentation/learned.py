@@ -1,0 +1,127 @@
+"""`LearnedAugmentation`: a network that averages its outputs over transformed copies of an input.
+
+f̄(x) = 1/S Σ_s f(T(x; η, u_s)). The copies share all weights: they are one more axis over which
+K-FAC's reduce sums, and for which it is exact in a deep linear network with a Gaussian likelihood.
+The ranges η are hyperparameters. The likelihood alone would lower them to zero; the evidence
+raises them as far as the data is invariant, since a network whose inputs vary less in each
+direction that it must tell apart has fewer parameters to determine. Source: Immer et al. 2022
+(arXiv:2202.10638).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kfac_backend import examples_of_rows
+from marglik.augmentation.transforms import Transform
+
+__all__ = ["START", "LearnedAugmentation"]
+
+START = 0.05
+"""Where ranges begin, as a share of the largest: the network must see what a range does."""
+
+
+class LearnedAugmentation(nn.Module):
+    """A network whose outputs are means over transformed copies, with ranges that can be learned.
+
+    Train it as any network: `PriorLearner`, and with it every loop, command and callback of this
+    package, learns the ranges beside the weight decays. In train mode the copies of each example
+    are drawn anew, one from each S-th of the range; in eval mode all examples have the same copies,
+    so that predictions are the same each time. A forward pass costs S of the network's own.
+
+    Args:
+        model: the network; its outputs are logits, or means for regression.
+        transforms: applied in their order to each copy.
+        copies: S.
+        ranges: initial η of each range, by name; those that are left out begin at a share of
+            `START` of the largest.
+
+    Raises:
+        ValueError: no transform, two ranges of one name, or a range that is unknown, negative or
+            too large.
+    """
+
+    ranges: Tensor
+    """η (K,): a buffer, which is saved with the network, and no weight: no optimiser steps on it,
+    it has no decay and no block in the posterior."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transforms: Sequence[Transform],
+        copies: int = 4,
+        ranges: dict[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.transforms, self.copies = model, list(transforms), copies
+        self.names = [name for transform in self.transforms for name in transform.names]
+        """The names of all ranges."""
+        if not self.names or len(set(self.names)) < len(self.names) or copies < 1:
+            raise ValueError(
+                f"LearnedAugmentation needs transforms with ranges of different names and at least "
+                f"one copy, not {self.transforms} and copies={copies}."
+            )
+        self.largest = torch.tensor([v for t in self.transforms for v in t.largest])
+        """The largest value of each range, (K,)."""
+        start = START * self.largest
+        for name, value in (ranges or {}).items():
+            if name not in self.names or not 0 <= value <= self.largest[self.names.index(name)]:
+                known = {n: v for t in self.transforms for n, v in t.known.items() if n in t.names}
+                raise ValueError(
+                    f"The range {name}={value} is not supported; there are "
+                    + ", ".join(f"{n} from 0 to {v:.4g}" for n, v in known.items())
+                    + "."
+                )
+            start[self.names.index(name)] = value
+        self.register_buffer("ranges", start)
+
+    def forward(self, x: Float[Tensor, "N ..."]) -> Tensor:
+        """The mean output (N, ..., C) over the copies."""
+        N, S = len(x), self.copies
+        rows, weights = self.transformed(x).flatten(0, 1), self._weights()
+        if weights is None:  # the curvature finds out by itself that the copies are one example's
+            return self.model(rows).unflatten(0, (N, S)).mean(1)
+        index = torch.arange(N, device=x.device).repeat_interleave(S)
+        with examples_of_rows(index, N, by_roots=False, weights=weights.repeat(N)):
+            f = self.model(rows).unflatten(0, (N, S))
+        return (f * weights.view(-1, *[1] * (f.dim() - 2))).mean(1)
+
+    def transformed(self, x: Float[Tensor, "N ..."]) -> Float[Tensor, "N S ..."]:
+        """The copies of each example."""
+        N, S = len(x), self.copies
+        rows, start = x.repeat_interleave(S, 0), 0
+        for transform in self.transforms:
+            eta = self.ranges[start : start + len(transform.names)].to(x)
+            rows = transform(rows, eta, self._numbers(N, transform.numbers(x), x))
+            start += len(transform.names)
+        return rows.unflatten(0, (N, S))
+
+    def _weights(self) -> Tensor | None:
+        """The weight of each copy, (S,), whose mean is 1."""
+        total, start = None, 0
+        for transform in self.transforms:
+            eta = self.ranges[start : start + len(transform.names)]
+            weights = transform.weights(eta, self.copies)
+            if weights is not None:
+                total = weights if total is None else total * weights
+            start += len(transform.names)
+        return total
+
+    def _numbers(self, N: int, k: int, like: Tensor) -> Float[Tensor, "M k"]:
+        """Numbers in [-1, 1] for each copy, one in each S-th of it, in an order of their own."""
+        S = self.copies
+        if self.training:
+            order = torch.rand(N, S, k, device=like.device).argsort(1)
+            place = torch.rand(N, S, k, device=like.device, dtype=like.dtype)
+        else:
+            generator = torch.Generator().manual_seed(k)
+            order = torch.rand(1, S, k, generator=generator).argsort(1).to(like.device)
+            order, place = order.expand(N, S, k), like.new_tensor(0.5)
+        return (2 * (order + place) / S - 1).flatten(0, 1).to(like)
+
+    def extra_repr(self) -> str:
+        """The transforms, and the ranges as they are now."""
+        ranges = zip(self.names, self.ranges.tolist(), strict=True)
+        return f"{self.copies} copies, " + ", ".join(f"{name} {eta:.3g}" for name, eta in ranges)

@@ -1,0 +1,131 @@
+"""How the evidence raises the ranges of a `LearnedAugmentation`."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.factor_gradients import FactorGradientPass
+from kfac_backend.model.batches import split_batch
+from kfac_backend.options import CurvatureOptions
+from marglik.augmentation.learned import LearnedAugmentation
+from marglik.eval_mode import eval_mode
+from marglik.posterior.evidence import derivatives_in_factors
+from marglik.posterior.posterior import Posterior
+
+__all__ = ["RangeLearner", "evidence_gradient"]
+
+
+def evidence_gradient(
+    posterior: Posterior,
+    parts: Iterable[Iterable[Any]],
+    tensors: Sequence[Tensor],
+    options: CurvatureOptions | None = None,
+) -> Iterator[list[Tensor]]:
+    """The gradient of the evidence in tensors from which the network computes its layers' inputs.
+
+    At fixed θ, δ, σ and T; `kfac_backend.factor_gradients` says what else is held fixed. The
+    factors are those of the fit, also after the tensors have changed between two parts.
+
+    Args:
+        posterior: a fitted posterior.
+        parts: batches of all the training data, or of a random part of it; several, one after the
+            other, for several gradients.
+        tensors: leaves, such as buffers.
+        options: of the pass; those of the posterior by default.
+    """
+    factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
+    of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
+    of_loss = -1 / (float(sigma) ** 2 * T)
+    curvature = FactorGradientPass(
+        factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
+    )
+    for batches in parts:
+        with eval_mode(posterior.model):
+            for batch in batches:
+                curvature.add(*split_batch(batch, posterior.options.dict_key_y))
+        yield curvature.gradients()
+
+
+STEPS = 2
+"""Steps on the ranges in each update of the prior."""
+EXAMPLES = 200
+"""Number of examples, at least, that the gradient of a step is computed from."""
+LR = 0.1
+"""Adam's step size, as a share of the largest range."""
+
+
+class RangeLearner:
+    """Adam's steps on the evidence, on ranges as shares of the largest.
+
+    Args:
+        model: a network; the ranges of all `LearnedAugmentation` in it are changed in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [m for m in model.modules() if isinstance(m, LearnedAugmentation)]
+        if not self.modules:
+            return
+        self._shares = [(m.ranges / m.largest.to(m.ranges)).requires_grad_() for m in self.modules]
+        self._adam = torch.optim.Adam(self._shares, lr=LR)
+
+    def learn(self, posterior: Any, data: Iterable[Any], num_data: int) -> None:
+        """Some steps at a fitted posterior's factors, each on other batches of the data.
+
+        Args:
+            posterior: fitted to the training data.
+            data: batches of the training data; read once for each step.
+            num_data: N.
+
+        Raises:
+            TypeError: a posterior of laplace-torch.
+        """
+        if not self.modules:
+            return
+        if not isinstance(posterior, Posterior):
+            raise TypeError(
+                f"The ranges of a LearnedAugmentation are learned by marglik's Posterior, not by "
+                f"{type(posterior).__name__}. Leave make_posterior out."
+            )
+        parts = (_some_batches(data, EXAMPLES / num_data) for _ in range(STEPS))
+        # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
+        options = posterior.options
+        if options.fisher == "exact":
+            options = options.but(fisher="mc", mc_samples=1)
+        ranges = [module.ranges for module in self.modules]
+        for found in evidence_gradient(posterior, parts, ranges, options):
+            for module, share, gradient in zip(self.modules, self._shares, found, strict=True):
+                largest = module.largest.to(gradient)
+                share.data.copy_(module.ranges / largest)  # a checkpoint may have changed them
+                share.grad = -gradient * largest
+            self._adam.step()
+            with torch.no_grad():
+                for module, share in zip(self.modules, self._shares, strict=True):
+                    module.ranges.copy_(share.clamp_(0.0, 1.0) * module.largest.to(share))
+
+    def ranges(self) -> dict[str, float]:
+        """Name -> η, of all augmentations."""
+        return {
+            name: value
+            for module in self.modules
+            for name, value in zip(module.names, module.ranges.tolist(), strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adam's state; the ranges themselves are in the network's."""
+        return self._adam.state_dict() if self.modules else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, at the network's present ranges."""
+        if self.modules:
+            self._adam.load_state_dict(state)
+
+
+def _some_batches(data: Iterable[Any], share: float) -> Iterator[Any]:
+    """A random share of the batches, at least one."""
+    batches = list(data)
+    number = min(len(batches), math.ceil(share * len(batches)))
+    for index in torch.randperm(len(batches))[:number].tolist():
+        yield batches[index]

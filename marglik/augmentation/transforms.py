@@ -1,0 +1,189 @@
+"""Random transforms of inputs, differentiable in their ranges.
+
+A transform maps inputs (M, ...), its ranges η (K,) and numbers u (M, k) in [-1, 1] to inputs
+(M, ...). A range of zero leaves an input as it is; at η the transform is drawn from −η to η. The
+matrix exponential of an affine transform is that of Benton et al. 2020 (arXiv:2010.11882).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["Affine", "Color", "Flip", "Noise", "TimeShift", "Transform"]
+
+
+class Transform(ABC):
+    """A random transform with K ranges; derive your own from it.
+
+    Args:
+        names: which of the transform's ``known`` ranges to use; all by default.
+
+    Raises:
+        ValueError: a name that the transform doesn't know.
+    """
+
+    known: ClassVar[dict[str, float]]
+    """The name of each range -> its largest value. All learning starts at `START` of it."""
+
+    def __init__(self, *names: str) -> None:
+        unknown = [name for name in names if name not in self.known]
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__} has no range {unknown[0]!r}; it has "
+                f"{', '.join(map(repr, self.known))}."
+            )
+        self.names = names or tuple(self.known)
+        """The names of its ranges."""
+
+    @property
+    def largest(self) -> list[float]:
+        """The largest value of each range."""
+        return [self.known[name] for name in self.names]
+
+    def numbers(self, x: Tensor) -> int:
+        """k, how many random numbers each row of x takes; one for each range by default."""
+        return len(self.names)
+
+    def weights(self, eta: Float[Tensor, " K"], copies: int) -> Tensor | None:
+        """The weight (S,) of each copy in the mean over S copies; None if all are 1."""
+        return None
+
+    @abstractmethod
+    def __call__(
+        self, x: Float[Tensor, "M ..."], eta: Float[Tensor, " K"], u: Float[Tensor, "M k"]
+    ) -> Float[Tensor, "M ..."]:
+        """Transform each row of x by its own numbers."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.names))})"
+
+
+class Affine(Transform):
+    """Moves, turns, scales and shears images (M, C, H, W); what comes in repeats the border.
+
+    x' = exp(Σ_k u_k η_k G_k) x in coordinates from -1 to 1. Ranges: moves in halves of the image,
+    angles in radians, scales and shears as logarithms.
+    """
+
+    known = {
+        "move x": 1.0, "move y": 1.0, "rotate": math.pi, "scale x": 1.0, "scale y": 1.0,
+        "shear": 1.0,
+    }  # fmt: skip
+    _entries = {  # of the generator, a matrix (3, 3): (row, column, value)
+        "move x": [(0, 2, 1.0)],
+        "move y": [(1, 2, 1.0)],
+        "rotate": [(0, 1, -1.0), (1, 0, 1.0)],
+        "scale x": [(0, 0, 1.0)],
+        "scale y": [(1, 1, 1.0)],
+        "shear": [(0, 1, 1.0), (1, 0, 1.0)],
+    }
+
+    def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
+        """The images at their transformed coordinates, interpolated linearly."""
+        if x.dim() != 4:
+            raise ValueError(f"Affine needs images (N, C, H, W), not shape {tuple(x.shape)}.")
+        generators = x.new_zeros(len(self.names), 3, 3)
+        for k, name in enumerate(self.names):
+            for row, column, value in self._entries[name]:
+                generators[k, row, column] = value
+        algebra = torch.einsum("mk,kij->mij", u * eta, generators)
+        grid = F.affine_grid(torch.matrix_exp(algebra)[:, :2], list(x.shape), align_corners=False)
+        return F.grid_sample(x, grid, padding_mode="border", align_corners=False)
+
+
+class TimeShift(Transform):
+    """Shifts and stretches signals (M, C, L); a shift of 1 is half of the length."""
+
+    known = {"shift": 1.0, "stretch": 1.0}
+
+    def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
+        """The signals at their transformed times, interpolated linearly."""
+        if x.dim() != 3:
+            raise ValueError(f"TimeShift needs signals (N, C, L), not shape {tuple(x.shape)}.")
+        moved = dict(zip(self.names, (u * eta).unbind(1), strict=True))
+        zero = x.new_zeros(len(x))
+        stretch, shift = moved.get("stretch", zero).exp(), moved.get("shift", zero)
+        matrix = torch.stack([stretch, zero, shift, zero, torch.ones_like(zero), zero], 1)
+        grid = F.affine_grid(matrix.view(-1, 2, 3), [*x.shape[:2], 1, x.shape[2]], False)
+        return F.grid_sample(x[:, :, None], grid, padding_mode="border", align_corners=False)[
+            :, :, 0
+        ]
+
+
+class Color(Transform):
+    """Changes the colours of images (M, 3, H, W), or brightness and contrast with other channels.
+
+    Brightness is added; contrast and saturation multiply the distance from the image's mean and
+    from grey, as logarithms; hue turns colours about grey, in radians.
+    """
+
+    known = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": math.pi}
+
+    def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
+        """The images in other colours."""
+        by = {
+            name: value.view(-1, 1, 1, 1)
+            for name, value in zip(self.names, (u * eta).unbind(1), strict=True)
+        }
+        if ("saturation" in by or "hue" in by) and (x.dim() != 4 or x.shape[1] != 3):
+            raise ValueError(
+                f"Saturation and hue need images (N, 3, H, W), not shape {tuple(x.shape)}; take "
+                "Color('brightness', 'contrast')."
+            )
+        if "contrast" in by:
+            mean = x.mean((1, 2, 3), keepdim=True)
+            x = mean + (x - mean) * by["contrast"].exp()
+        if "saturation" in by or "hue" in by:
+            grey = x.mean(1, keepdim=True)
+            chroma = x - grey
+            if "hue" in by:  # a rotation about (1, 1, 1), in whose plane the chroma lies
+                across = (chroma.roll(1, 1) - chroma.roll(-1, 1)) / math.sqrt(3)
+                chroma = chroma * by["hue"].cos() + across * by["hue"].sin()
+            if "saturation" in by:
+                chroma = chroma * by["saturation"].exp()
+            x = grey + chroma
+        return x + by["brightness"] if "brightness" in by else x
+
+
+class Flip(Transform):
+    """Mirrors every second copy of images; the range is the weight p of the mirrored ones.
+
+    The mean over copies gives the mirrored ones p and the others 1 − p, which can be differentiated
+    as a draw could not. p = 1/2 is the usual flip.
+    """
+
+    known = {"flip": 0.5}
+
+    def numbers(self, x: Tensor) -> int:
+        """None: which copies are mirrored is not drawn."""
+        return 0
+
+    def weights(self, eta: Tensor, copies: int) -> Tensor:
+        """2(1 − p) and 2p in turn."""
+        if copies % 2:
+            raise ValueError(f"Flip needs an even number of copies, not {copies}.")
+        return torch.stack([2 - 2 * eta[0], 2 * eta[0]]).repeat(copies // 2)
+
+    def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
+        """Rows 1, 3, ... mirrored along the last axis."""
+        mirrored = torch.arange(len(x), device=x.device) % 2 == 1
+        return torch.where(mirrored.view(-1, *[1] * (x.dim() - 1)), x.flip(-1), x)
+
+
+class Noise(Transform):
+    """Adds η times a number of variance 1 to each feature of inputs (M, ...)."""
+
+    known = {"noise": 1.0}
+
+    def numbers(self, x: Tensor) -> int:
+        """One for each feature."""
+        return x[0].numel()
+
+    def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
+        """The inputs with uniform noise."""
+        return x + math.sqrt(3) * eta[0] * u.view_as(x)

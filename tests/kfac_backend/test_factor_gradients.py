@@ -1,0 +1,160 @@
+"""The derivative of a function of the factors is that of central differences, for every layer."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_backend import kronecker_factors
+from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.factor_gradients import BlockDerivative, factor_gradients
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.layer_cases import CASES, case
+from tests.kfac_backend.test_every_layer import labels_of
+from tests.random_numbers import error
+
+DELTA = 0.7
+
+TOKENS = {
+    "Embedding", "Embedding of grids", "Embedding with padding", "language model",
+    "language model with padding", "embedded twice, read twice", "padded tokens",
+    "padded tokens, one of them padding", "graph network",
+}  # fmt: skip
+"""Cases whose inputs are integers, or graphs."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
+    pytest.mark.filterwarnings("ignore:No (K-FAC rule for|hook sees)"),
+]
+
+
+class Moved(nn.Module):
+    """A model whose inputs depend on a buffer of two numbers."""
+
+    eta: Tensor
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.register_buffer("eta", torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def forward(self, x: Tensor | Mapping) -> Tensor:
+        if isinstance(x, Mapping):
+            return self.model({key: self.moved(value) for key, value in x.items()})
+        return self.model(self.moved(x))
+
+    def moved(self, x: Tensor) -> Tensor:
+        return x * (1 + self.eta[0]) + self.eta[1] * x.sin() if x.is_floating_point() else x
+
+
+def evidence(factors: KroneckerFactors) -> float:
+    """−loss − ½ Σ log det(B ⊗ A + δI), from dense blocks."""
+    value = -factors.loss
+    for block in factors.blocks.values():
+        dense = block.to_dense()
+        value -= 0.5 * torch.linalg.slogdet(dense + DELTA * torch.eye(len(dense)))[1].item()
+    return value
+
+
+def derivatives(factors: KroneckerFactors) -> dict[str, BlockDerivative]:
+    """∂/∂B and ∂/∂A of that log determinant, by autograd through the eigenvalues."""
+    found = {}
+    for name, block in factors.blocks.items():
+        leaves = [F.clone().requires_grad_() for F, _ in block.named_factors()]
+        values = [torch.linalg.eigvalsh(F) for F in leaves]
+        of_block = values[0]
+        if len(values) == 2:
+            of_block = values[0][..., :, None] * values[1][..., None, :]
+        value = -0.5 * (of_block.clamp(min=0.0) + DELTA).log().sum()
+        found[name] = BlockDerivative(*torch.autograd.grad(value, leaves))
+    return found
+
+
+def differences(model: Moved, function) -> Tensor:
+    """The derivative in each entry of eta, from four values each (an error of fourth order)."""
+    h, found = 1e-4, []
+    for k in range(2):
+        values = []
+        for step in (h, -h, 2 * h, -2 * h):
+            model.eta[k] += step
+            values.append(function())
+            model.eta[k] -= step
+        found.append((8 * (values[0] - values[1]) - (values[2] - values[3])) / (12 * h))
+    return torch.tensor(found)
+
+
+def problem(name: str, likelihood: str):
+    """A case in float64 whose inputs depend on eta, and its data."""
+    model, x = case(name)
+    model = Moved(model).double().train(model.training)
+    if isinstance(x, Mapping):
+        x = {k: v.double() if v.is_floating_point() else v for k, v in x.items()}
+    else:
+        x = x.double()
+    f = model(x).detach()
+    y = labels_of(f) if likelihood == "classification" else f.sigmoid()
+    return model, [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - TOKENS - {"no rule", "autoencoder"}))
+def test_gradient_is_that_of_differences(name, mode):
+    likelihood = ("classification", "regression")[len(name) % 2]
+    model, data = problem(name, likelihood)
+
+    def factors() -> KroneckerFactors:
+        return kronecker_factors(model, data, likelihood, kfac_approx=mode)
+
+    of_factors = derivatives(factors())
+    (found,) = factor_gradients(factors(), model, data, [model.eta], of_factors, of_loss=-1.0)
+    assert error(found, differences(model, lambda: evidence(factors()))) < 1e-6
+    assert not model.eta.requires_grad
+    # Control: gradients depend on eta, too, so the derivative of B is needed.
+    only_A = {
+        name: BlockDerivative(torch.zeros_like(of.B), of.A) for name, of in of_factors.items()
+    }
+    (without,) = factor_gradients(factors(), model, data, [model.eta], only_A, of_loss=-1.0)
+    assert error(without, found) > 1e-3
+
+
+def test_random_part_of_the_data_is_scaled_and_batches_add_up():
+    model, [(x, y)] = problem("Conv1d", "classification")
+    whole = kronecker_factors(model, [(x, y)], "classification")
+    parts = [(x[:1], y[:1]), (x[1:], y[1:])]
+    of_factors = derivatives(whole)
+    (expected,) = factor_gradients(whole, model, [(x, y)], [model.eta], of_factors, -1.0)
+    (found,) = factor_gradients(whole, model, parts, [model.eta], of_factors, -1.0)
+    assert error(found, expected) < 1e-12
+    of_parts = [
+        factor_gradients(whole, model, [part], [model.eta], of_factors, -1.0)[0] for part in parts
+    ]
+    shares = [len(part[1]) / len(y) for part in parts]
+    mean = torch.stack([share * of for share, of in zip(shares, of_parts, strict=True)]).sum(0)
+    assert error(mean, expected) < 1e-12
+    assert error(of_parts[0], expected) > 1e-2
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_draws_are_unbiased(likelihood):
+    torch.manual_seed(0)
+    model, data = problem("Linear", likelihood)
+    factors = kronecker_factors(model, data, likelihood, kfac_approx="reduce")
+    of_factors = derivatives(factors)
+    options = factors.options.but(fisher="mc", mc_samples=100)
+    (exact,) = factor_gradients(factors, model, data, [model.eta], of_factors)
+    draws = [
+        factor_gradients(factors, model, data, [model.eta], of_factors, options=options)[0]
+        for _ in range(20)
+    ]
+    mean, spread = torch.stack(draws).mean(0), torch.stack(draws).std(0) / math.sqrt(len(draws))
+    assert ((mean - exact).abs() < 4 * spread).all()
+    assert (spread < 0.1 * exact.abs()).all()
+
+
+def test_two_uses_of_a_tensor_are_refused():
+    model, data = problem("autoencoder", "regression")
+    factors = kronecker_factors(model, data, "regression")
+    with pytest.raises(NotImplementedError, match="encode.weight"):
+        factor_gradients(factors, model, data, [model.eta], derivatives(factors))
