@@ -22,8 +22,8 @@ import torch
 from matplotlib.figure import Figure
 
 from kfac_backend.files import write_file
-from marglik.runs.terminal import progress_lines
-from marglik.storage.record_file import write_json
+from marglik.runs.printing import progress_lines
+from marglik.storage.run_folder import write_json
 
 __all__ = [
     "SHIPPED",

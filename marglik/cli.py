@@ -1,26 +1,35 @@
-"""The command `marglik`: options are the functions' own arguments, read by jsonargparse."""
+"""The command `marglik`: the options of its four commands, and the call of what they do.
 
+Options are fields of dataclasses, whose docstrings are their help, read by jsonargparse. What a
+command needs is imported when it is asked for, since torch takes seconds.
+"""
+
+import inspect
+import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import MISSING, fields
 from importlib.metadata import version
-from typing import Any
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser
-
-from marglik.runs.commands import (
-    ADD_OPTIONS,
-    RUN,
-    HelpFormatter,
-    is_another_rank,
-    start_ranks,
-    whole_names,
+from docstring_parser import parse as parse_docstring
+from jsonargparse import (
+    ActionConfigFile,
+    ActionYesNo,
+    ArgumentError,
+    ArgumentParser,
+    DefaultHelpFormatter,
 )
-from marglik.runs.terminal import progress_lines
 
-__all__ = ["main"]
+from marglik.runs.printing import progress_lines
+from marglik.storage.provenance import Provenance
+
+__all__ = ["main", "preset_names"]
 
 COMMANDS = {
     "train": "train on images, sequences, graphs, tensors; learn the weight decays",
@@ -28,8 +37,7 @@ COMMANDS = {
     "evaluate": "compute metrics on test, shifted and out-of-distribution data",
     "report": "write a page about one run, or several side by side",
 }
-
-ARGUMENTS = {"evaluate": "PATH [OPTIONS]", "report": "FOLDERS [OPTIONS]"}
+ARGUMENTS = {"evaluate": "FOLDER [OPTIONS]", "report": "FOLDERS [OPTIONS]"}
 DESCRIPTION = (
     "Learn a weight decay per layer while the network trains, and get calibrated predictions "
     "afterwards."
@@ -42,6 +50,53 @@ LONGEST = 500
 
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
+
+# Title -> prefix and fields of a config; what matters first comes first. A prefix is the name of
+# an argument of `train` or `fit`; without one, the fields are the run's.
+TRAIN = {
+    "the run": {
+        "": ("epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline"),
+        "optimizer": ("name", "lr"),
+        "prior": ("weight_decay",),
+    },
+    "training": {
+        "": ("augment", "held_out", "monitor", "seed"),
+        "optimizer.kfac": ("damping",),
+    },
+    "how the weight decays are learned": {
+        "prior": (
+            "structure", "every", "burn_in", "steps", "method", "average", "keep",
+            "curvature_from",
+        ),
+    },
+    "the curvature": {
+        "curvature": ("kfac_approx", "fisher", "batch_size", "unsupported", "backward_precision"),
+    },
+    "predictions": {
+        "predictive": ("method",),
+    },
+    "the machine": {
+        "": (
+            "accelerator", "devices", "rank_timeout", "precision", "compile", "progress",
+        ),
+    },
+}  # fmt: skip
+FIT = {
+    "the run": {
+        "": ("output", "overwrite", "batch_size", "seed"),
+        "prior": ("method", "structure", "weight_decay", "temperature", "sigma_noise", "layers"),
+    },
+    "the curvature": {
+        "curvature": (
+            "kfac_approx", "fisher", "mc_samples", "corrected", "batch_size", "unsupported",
+            "diagonal_above", "backward_precision",
+        ),
+    },
+    "predictions": {
+        "predictive": ("method", "networks", "layers", "batch_size", "calibration"),
+    },
+    "the machine": {"": ("accelerator", "devices", "rank_timeout", "progress")},
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,43 +128,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(f"error: {said}. See marglik{f' {command}' if command else ''} --help.")
         return 2
     except Exception as error:
-        if not _is_named(error) or os.environ.get(TRACEBACK_VARIABLE) == "1":
+        from kfac_backend.files import DiskFullError  # late: imports torch
+        from kfac_backend.ranks import RankError
+
+        # Errors with a message that is written for users, who can act on it.
+        named = ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RankError
+        if not isinstance(error, named) or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        _print_error(f"error: {error}{way_out if _ends_good_work(error) else ''}")
+        # A full disk or a lost rank ends good work, which can go on.
+        way_out = way_out if isinstance(error, DiskFullError | RankError) else ""
+        _print_error(f"error: {error}{way_out}")
         return 2
 
 
 def _run(command: str | None, arguments: list[str]) -> None:
     parser, own = _parsers(command)
-    options: Any = parser.parse_args(whole_names(arguments) if command else arguments)
+    options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
-    start_ranks(options[command], arguments)
+    _start_ranks(options[command], arguments)
     # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
     progress = options[command].get("progress", False)
-    lines = progress and not sys.stderr.isatty() and not is_another_rank()
+    lines = progress and not sys.stderr.isatty() and not _is_another_rank()
     with progress_lines() if lines else nullcontext():
         RUN[command](own[command], options[command])
 
 
-def _is_named(error: Exception) -> bool:
-    """Whether an error's message is written for users, who can act on it."""
-    from kfac_backend.ranks import RankError  # late: imports torch, slow for marglik --help
-
-    named = ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RankError
-    return isinstance(error, named)
-
-
-def _ends_good_work(error: Exception) -> bool:
-    """Whether nothing is wrong with what was asked for: the disk is full, or a rank was lost."""
-    from kfac_backend.files import DiskFullError
-    from kfac_backend.ranks import RankError
-
-    return isinstance(error, DiskFullError | RankError)
-
-
 def _print_error(message: str) -> None:
-    which = f"rank {os.environ['RANK']}: " if is_another_rank() else ""
+    which = f"rank {os.environ['RANK']}: " if _is_another_rank() else ""
     print(f"marglik: {which}{' '.join(message.split())}", file=sys.stderr)
 
 
@@ -145,6 +191,326 @@ def _parsers(command: str | None) -> tuple[ArgumentParser, dict[str, ArgumentPar
             ADD_OPTIONS[name](own[name])
         commands.add_subcommand(name, own[name], help=summary)
     return parser, own
+
+
+# The commands: their options, and what they do
+
+
+def _add_train(parser: ArgumentParser) -> None:
+    from marglik.data import ImageData
+    from marglik.training.optimizers import KfacConfig
+
+    _add_network_and_data(parser)
+    parser.add_argument(
+        "--ood",
+        type=ImageData | None,
+        default=None,
+        help="Class of out-of-distribution images, on which the predictives should be uncertain.",
+    )
+    _add_groups(parser, TRAIN, _train_configs() | {"optimizer.kfac": KfacConfig})
+
+
+def _train_configs() -> dict[str, type]:
+    from marglik.prediction.predictive import PredictiveConfig
+    from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+    from marglik.training.optimizers import OptimizerConfig
+
+    return {
+        "": RunConfig,
+        "optimizer": OptimizerConfig,
+        "prior": PriorConfig,
+        "curvature": CurvatureConfig,
+        "predictive": PredictiveConfig,
+    }
+
+
+def _train(parser: ArgumentParser, options: Any) -> None:
+    import torch
+
+    from marglik.runs.config import check_seed
+    from marglik.runs.train import train
+    from marglik.training.optimizers import KfacConfig
+
+    provenance = _provenance(parser, options)
+    # Before `instantiate`, which draws the model's initial parameters.
+    check_seed(options.seed)
+    torch.manual_seed(options.seed)
+    arguments: Any = parser.instantiate(options).as_dict()
+    arguments["optimizer"]["kfac"] = KfacConfig(**arguments["optimizer"]["kfac"])
+    _report_on(train(**_made(arguments, _train_configs()), provenance=provenance))
+
+
+def _add_fit(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=str,
+        required=True,
+        help="File with the network's parameters: safetensors, or a state dict that torch.save has "
+        "written.",
+    )
+    _add_network_and_data(parser)
+    _add_groups(parser, FIT, _fit_configs())
+
+
+def _fit_configs() -> dict[str, type]:
+    from marglik.prediction.predictive import PredictiveConfig
+    from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
+
+    return {
+        "": PostHocRunConfig,
+        "prior": PostHocConfig,
+        "curvature": PostHocCurvatureConfig,
+        "predictive": PredictiveConfig,
+    }
+
+
+def _fit(parser: ArgumentParser, options: Any) -> None:
+    from marglik.runs.fit import fit
+
+    provenance = _provenance(parser, options)
+    arguments: Any = parser.instantiate(options).as_dict()
+    _report_on(fit(**_made(arguments, _fit_configs()), provenance=provenance))
+
+
+def _add_evaluate(parser: ArgumentParser) -> None:
+    from marglik.runs.evaluate import evaluate_run
+
+    _add_config(parser)
+    parser.add_function_arguments(evaluate_run, as_positional=True)
+
+
+def _evaluate(parser: ArgumentParser, options: Any) -> None:
+    from marglik.runs.evaluate import evaluate_run
+
+    options.pop("config", None)
+    _report_on(evaluate_run(**parser.instantiate(options).as_dict()))
+
+
+def _report_on(results: dict[str, Any]) -> None:
+    """Write the page about a run, and print its results; rank 0 alone."""
+    if not _is_another_rank():
+        from marglik.report import write_report
+        from marglik.runs.printing import print_evaluation, print_results
+
+        show = print_evaluation if "predictives" in results else print_results
+        show(results, write_report([results["output"]]))
+
+
+def _add_report(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=str,
+        help="Folders that marglik train, fit or evaluate has written; several are compared.",
+    )
+    parser.add_argument(
+        "--output",
+        type=str | None,
+        default=None,
+        help="File to write the page to; null writes report.html into the first folder.",
+    )
+
+
+def _report(parser: ArgumentParser, options: Any) -> None:
+    from marglik.report import write_report
+
+    print(f"Written to {write_report(options.folders, options.output)}")
+
+
+ADD_OPTIONS = {
+    "train": _add_train,
+    "fit": _add_fit,
+    "evaluate": _add_evaluate,
+    "report": _add_report,
+}
+RUN = {"train": _train, "fit": _fit, "evaluate": _evaluate, "report": _report}
+
+
+def _add_network_and_data(parser: ArgumentParser) -> None:
+    from torch import nn
+
+    from kfac_backend.options import Likelihood
+    from marglik.data import DataSource
+
+    _add_config(parser)
+    parser.add_argument(
+        "--model",
+        type=nn.Module,
+        required=True,
+        help="Class of the network, whose outputs are logits, or means for regression: one of "
+        "marglik.models, such as LeNet, or the path of any class, such as my_net.MyNet.",
+    )
+    parser.add_argument(
+        "--data",
+        type=DataSource,
+        required=True,
+        help="Class of the data, of marglik.data: such as Digits or CIFAR10, an ImageFolder, or a "
+        "TensorFile for any tensors. fit takes what the network was trained on.",
+    )
+    parser.add_argument(
+        "--likelihood",
+        type=Likelihood,
+        default="classification",
+        help="Distribution of the targets: classification; regression with Gaussian noise, which "
+        "is learned; or bernoulli for independent yes-or-no outputs.",
+    )
+
+
+# How options are made of dataclasses, and files of options are read
+
+
+def preset_names() -> list[str]:
+    """The presets, which --config accepts by name."""
+    return sorted(
+        Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
+    )
+
+
+def _add_config(parser: ArgumentParser) -> None:
+    names = ", ".join(preset_names())
+    parser.add_argument(
+        "--config",
+        action=PresetOrFile,
+        help=f"YAML file of options, or the name of a preset: {names}.",
+    )
+    for action in parser._actions:  # jsonargparse's --print_config has a backspace in it
+        if isinstance(action.metavar, str):
+            action.metavar = action.metavar.replace("\b", "")
+
+
+class PresetOrFile(ActionConfigFile):
+    """--config: a YAML file, or the name of a preset that the package ships."""
+
+    def __call__(
+        self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        """Read the file, as jsonargparse's own action does."""
+        if values in preset_names():
+            values = str(files("marglik.presets") / f"{values}.yaml")
+        elif not Path(values).is_file():
+            raise FileNotFoundError(
+                f"--config {values or repr('')}: no such file or preset; the presets are "
+                f"{', '.join(preset_names())}."
+            )
+        super().__call__(parser, cfg, values, option_string)
+
+
+def _whole_names(arguments: Sequence[str]) -> list[str]:
+    """The arguments with --model NAME as the path of our class: torchvision has an MLP, too."""
+    from marglik import models
+
+    found: list[str] = []
+    for argument in arguments:
+        name = argument.removeprefix("--model=")
+        follows = name != argument or found[-1:] == ["--model"]
+        is_ours = follows and name in models.__all__
+        found.append(f"{argument[: -len(name)]}marglik.models.{name}" if is_ours else argument)
+    return found
+
+
+class HelpFormatter(DefaultHelpFormatter):
+    """Help without the list of the hundreds of subclasses of torch.nn.Module.
+
+    They are not searched for either: that would import packages that happen to be installed, such
+    as transformers, and take tens of seconds.
+    """
+
+    def _get_help_string(self, action: Any) -> str:
+        # Compared as text, since importing torch takes seconds.
+        if "torch.nn.modules.module.Module" in str(getattr(action, "_typehint", "")):
+            action.extra_help = str  # a function that returns an empty text
+        return super()._get_help_string(action)
+
+
+def _add_groups(parser: ArgumentParser, groups: Any, configs: dict[str, type]) -> None:
+    """Add the fields of configs, by prefix, under the titles of ``groups``."""
+    for title, names_of in groups.items():
+        group = parser.add_argument_group(title)
+        for prefix, names in names_of.items():
+            _add_fields(group, configs[prefix], prefix, names)
+
+
+def _add_fields(group: Any, config: type, prefix: str, names: Collection[str]) -> None:
+    """Add fields of a dataclass to a group of options, with their help from its docstring.
+
+    Args:
+        group: the group.
+        config: the dataclass.
+        prefix: the name of the dataclass among the options; empty if its fields are options of
+            their own, whose booleans then are --name and --no_name.
+        names: the fields; others keep their defaults, and can be set from Python alone.
+    """
+    hints, help_of = get_type_hints(config), _help_of(config)
+    for field in fields(config):
+        if field.name in names:
+            kind: dict[str, Any] = {"type": hints[field.name]}
+            if isinstance(field.default, bool) and not prefix:
+                kind = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
+            default = None if field.default is MISSING else field.default
+            name = f"--{prefix}.{field.name}" if prefix else f"--{field.name}"
+            group.add_argument(name, default=default, help=help_of[field.name], **kind)
+
+
+def _help_of(config: Any) -> dict[str, str]:
+    """Field -> its help, from the docstrings of the dataclass and of those that it extends."""
+    found: dict[str, str] = {}
+    for base in reversed(inspect.getmro(config)):
+        for param in parse_docstring(base.__doc__ or "").params:
+            found[param.arg_name] = " ".join((param.description or "").split())
+    return found
+
+
+def _made(arguments: dict[str, Any], configs: dict[str, type[Any]]) -> dict[str, Any]:
+    """The arguments of a command's function: its options, with configs in place of their fields."""
+    arguments = dict(arguments)
+    for prefix, config in configs.items():
+        if prefix:
+            arguments[prefix] = config(**arguments.pop(prefix, {}))
+        else:
+            names = [field.name for field in fields(config) if field.name in arguments]
+            arguments["run"] = config(**{name: arguments.pop(name) for name in names})
+    return arguments
+
+
+def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
+    """The options as YAML, the preset, and how to build network and data.
+
+    Removes --config from the options: its content is among them already.
+    """
+    shipped = {str(files("marglik.presets") / f"{name}.yaml"): name for name in preset_names()}
+    given = [shipped.get(str(path)) for path in options.pop("config", None) or ()]
+    preset = ", ".join(name for name in given if name) or None
+    plain = json.loads(parser.dump(options, format="json_compact"))
+    return Provenance(parser.dump(options), plain.get("model"), plain.get("data"), preset)
+
+
+# Several ranks of one machine
+
+
+def _is_another_rank() -> bool:
+    """Whether this process is a rank other than the first, as torchrun's environment says."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _start_ranks(options: Any, arguments: Sequence[str]) -> None:
+    """If ``--devices`` asks for several ranks, become torchrun, which runs this command on each.
+
+    Raises:
+        ValueError: a number of devices that is not possible on this machine.
+    """
+    devices = options.get("devices")
+    # A process that torchrun has started is a rank already.
+    if devices in (None, 1) or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    from marglik.runs.build import number_of_ranks
+    from marglik.runs.config import check_devices
+
+    check_devices(devices, options.rank_timeout)
+    number = str(number_of_ranks(devices, options.accelerator))
+    # Ranks that each used all cores would slow each other down. A user's own setting has priority.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(number))))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "--", "marglik", *arguments])
 
 
 if __name__ == "__main__":

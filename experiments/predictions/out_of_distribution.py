@@ -53,7 +53,7 @@ from marglik.prediction.metrics import compute_metrics, out_of_distribution_metr
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
 from marglik.runs.build import build_from_spec
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import read_posterior
+from marglik.storage.run_folder import read_posterior
 
 __all__ = ["PROBLEMS", "Config", "Row", "predict_rows", "rows_of", "run", "table"]
 

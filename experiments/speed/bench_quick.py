@@ -41,7 +41,7 @@ from marglik.data import ImageBatches, ImageSet
 from marglik.models import GPT, VisionTransformer
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import write_json
+from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
 from marglik.training.network import NetworkTraining

@@ -20,13 +20,13 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from experiments.data import default_source, specification
 from experiments.studies import markdown, mean_with_error, study
-from kfac_backend.files import parse_json
 from marglik.cli import main as marglik
-from marglik.storage.run_folder import RESULTS, RunFolder, read_log
+from marglik.storage.run_folder import RESULTS, read_log, read_record
 
 __all__ = ["PROTOCOLS", "Config", "Protocol", "gains", "main", "run", "table"]
 
@@ -121,7 +121,7 @@ def run(config: Config) -> dict[str, Any]:
     """Train and evaluate, or read a finished training; returns the results."""
     if status := marglik(["train", *config.options(), "--no_progress"]):
         raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
-    results = parse_json(RunFolder(config.folder).read(RESULTS) or b"{}")
+    results = read_record(Path(config.folder) / RESULTS)
     updates = [r["seconds"] for r in read_log(config.folder) if r["kind"] == "update"]
     parts = ("pass", "eigenvalues", "steps") if updates else ()
     seconds = {part: statistics.median(update[part] for update in updates) for part in parts}

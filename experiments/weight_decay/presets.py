@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from experiments.studies import markdown, mean_with_error, study
-from kfac_backend.files import parse_json
 from marglik.cli import main as marglik
 from marglik.storage.provenance import environment
-from marglik.storage.run_folder import RESULTS, RunFolder
+from marglik.storage.run_folder import RESULTS, read_record
 
 PRESETS = Path(__file__).parents[1] / "presets"
 NAMES = {
@@ -54,7 +53,7 @@ def run(config: Config) -> dict[str, Any]:
     options = ["--seed", str(config.seed), "--output", config.folder, "--resume", "--no_progress"]
     if status := marglik(["train", "--config", preset, *options]):
         raise RuntimeError(f"marglik train --config {preset} ended with status {status}.")
-    found = parse_json(RunFolder(config.folder).read(RESULTS) or b"{}")
+    found = read_record(Path(config.folder) / RESULTS)
     kept = (
         "num_data",
         "held_out",

@@ -27,11 +27,10 @@ from marglik.storage.model_state import (
     tensors_of_others,
 )
 from marglik.storage.provenance import environment
-from marglik.storage.record_file import (
+from marglik.storage.run_folder import (
     FACTORS,
     MODEL,
     POSTERIOR,
-    POSTERIOR_FORMAT,
     read_posterior,
     write_record,
 )
@@ -85,7 +84,6 @@ def save_posterior(
     names = list(factors.blocks)
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {
-        "format": POSTERIOR_FORMAT,
         "likelihood": laplace.likelihood,
         "num_data": factors.num_data,
         "num_outputs": factors.num_outputs,

@@ -31,11 +31,9 @@ from marglik.prediction.calibration import HeldOut, fit_sharpness
 from marglik.prediction.links import Prediction, predict_from_outputs
 from marglik.prediction.predictive import outputs_of
 from marglik.storage.model_state import check_state, tensors_of
-from marglik.storage.record_file import ENSEMBLE, MEMBERS, read_record, write_record
+from marglik.storage.run_folder import ENSEMBLE, MEMBERS, read_record, write_record
 
 __all__ = ["Ensemble"]
-
-FORMAT = "marglik.ensemble"
 
 
 class Ensemble:
@@ -148,7 +146,6 @@ class Ensemble:
             for name, tensor in tensors_of(model).items()
         }
         record = {
-            "format": FORMAT,
             "members": len(self.models),
             "likelihood": self.likelihood,
             "sigma_noise": self.sigma_noise,
@@ -176,13 +173,12 @@ class Ensemble:
             FileNotFoundError: there is no ensemble.
             ValueError: a file that was altered, or a network of another architecture.
         """
-        path = Path(folder) / ENSEMBLE
-        if not path.is_file():
+        record = read_record(Path(folder) / ENSEMBLE)
+        if not record:
             raise FileNotFoundError(
                 f"No ensemble in {folder} ({ENSEMBLE} is missing); marglik train --members 5 "
                 "writes one."
             )
-        record = read_record(path, FORMAT, "Train again.")
         tensors, _ = read_tensors(Path(folder) / MEMBERS, what="ensembles")
         models = []
         for k in range(record["members"]):

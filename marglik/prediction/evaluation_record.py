@@ -51,7 +51,7 @@ from marglik.prediction.predictive import (
 )
 from marglik.storage.provenance import environment
 
-__all__ = ["IN_SAMPLE", "compared", "data_uri", "evaluate", "evaluate_network"]
+__all__ = ["compared", "data_uri", "evaluate", "evaluate_network"]
 
 _logger = logging.getLogger(__name__)
 
@@ -173,8 +173,6 @@ def evaluate(
     y = None if images is not None else splits.test[1]  # pyright: ignore
     is_sequence = y is not None and likelihood == "classification" and y.dim() > 1
     return {
-        "format": "marglik.evaluation",
-        "version": 1,
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
@@ -196,11 +194,9 @@ def evaluate(
 
 
 def evaluate_network(
-    map_: Predictive,
-    laplace: Posterior | None,
+    laplace: Posterior,
     configs: Sequence[PredictiveConfig],
     splits: Splits,
-    likelihood: Likelihood,
     *,
     seed: int = 0,
     ensemble: Ensemble | None = None,
@@ -212,19 +208,17 @@ def evaluate_network(
     too; a posterior predictive without one is labelled "uncalibrated".
 
     Args:
-        map_: the predictive of the network at its parameters.
-        laplace: the posterior, if there is one.
+        laplace: the posterior.
         configs: the ways in which the posterior predicts, evaluated one after the other.
         splits: see `evaluate`.
-        likelihood: likelihood of the predictives.
         seed: seed of sampling, the same for each way of predicting.
         ensemble: an ensemble whose first member is the network.
         options: further arguments of `evaluate`.
     """
-    predictives: dict[str, Predictive] = {"MAP": map_}
+    likelihood, sigma = laplace.likelihood, laplace.sigma_noise
+    predictives: dict[str, Predictive] = {"MAP": map_predictive(laplace.model, likelihood, sigma)}
     calibrations = {}
     for config in configs:
-        assert laplace is not None
         found, label = remembered_calibration(laplace, config), config.label
         if found is None:
             label = f"{label}, uncalibrated"
@@ -233,7 +227,7 @@ def evaluate_network(
             predictives["MAP, temperature-scaled"] = map_predictive(
                 laplace.model,
                 likelihood,
-                scaled.sigma_noise or laplace.sigma_noise,
+                scaled.sigma_noise or sigma,
                 scaled.output_temperature,
             )
         generator = torch.Generator(options["device"]).manual_seed(seed)
@@ -249,7 +243,7 @@ def evaluate_network(
     for label, calibration in calibrations.items():
         record["predictives"][label]["calibration"] = calibration
     in_sample = bool(calibrations) and splits.validation is not None
-    return record | {"in_sample": in_sample}
+    return record | {"in_sample": IN_SAMPLE if in_sample else ""}
 
 
 def compared(

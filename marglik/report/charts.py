@@ -23,7 +23,7 @@ from plotly.colors import sample_colorscale
 from plotly.io.json import to_json_plotly
 
 from marglik.prediction.intervals import share_interval
-from marglik.report.contents import Layer, Predictive, Run
+from marglik.report.contents import Predictive, Run
 from marglik.report.tables import METRICS, NOTHING, Row, Table, duration, interval, number
 from marglik.report.tables import percentage as percent
 
@@ -313,13 +313,14 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
     shows that group alone.
     """
     values = [value for run in runs for u in run.updates for value in u["weight_decay"].values()]
-    values += [run.initial_weight_decay or 0.0 for run in runs]
+    initial = [next((row["initial"] for row in run.layers.values()), None) for run in runs]
+    values += [value or 0.0 for value in initial]
     logs = [math.log10(value) for value in values if 0 < value < math.inf] or [-1.0, 1.0]
     margin = 0.05 * (max(logs) - min(logs)) + 0.05
     charts = []
-    for run in runs:
+    for run, first in zip(runs, initial, strict=True):
         groups = list(run.updates[0]["weight_decay"])
-        start = [] if run.initial_weight_decay is None else [run.initial_weight_decay]
+        start = [] if first is None else [first]
         epochs = [0] * len(start) + [update["epoch"] for update in run.updates]
         depths = [0.62 * position / max(len(groups) - 1, 1) for position in range(len(groups))]
         curves = []
@@ -346,33 +347,34 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
 
 def final_weight_decay_chart(runs: Sequence[Run]) -> Chart:
     """The final weight decay of each tensor, with runs side by side."""
-    return _layer_chart("Weight decay at the end", "weight decay", runs, "weight_decay")
+    return _layer_chart("Weight decay at the end", "weight decay", runs, "learned")
 
 
 def effective_chart(runs: Sequence[Run]) -> Chart:
     """Effective parameters γ of each tensor, beside how many it has, on a logarithmic axis."""
-    return _layer_chart("Effective and all parameters", "number of parameters", runs, "effective")
+    title = "Effective and all parameters"
+    return _layer_chart(title, "number of parameters", runs, "effective_parameters")
 
 
-def _layer_chart(title: str, axis: str, runs: Sequence[Run], attribute: str) -> Chart:
+def _layer_chart(title: str, axis: str, runs: Sequence[Run], key: str) -> Chart:
     """A row for each tensor, with a dot per run."""
     names, traces = list(dict.fromkeys(name for run in runs for name in run.layers)), []
-    layers = [[run.layers.get(name, Layer(0, None, None)) for name in names] for run in runs]
-    if attribute == "effective":
+    layers = [[run.layers.get(name, {"parameters": 0}) for name in names] for run in runs]
+    if key == "effective_parameters":
         # Of runs with different networks, the larger tensor of a name.
-        sizes = [max(layer.parameters for layer in of) for of in zip(*layers, strict=True)]
+        sizes = [max(layer["parameters"] for layer in of) for of in zip(*layers, strict=True)]
         all_of = _dots(runs[0], names, sizes, "%{x:,} parameters", name="all parameters")
         line = {"color": MUTED, "width": 2}
         all_of.marker = {"symbol": "line-ns", "size": 12, "color": MUTED, "line": line}
         traces.append(all_of)
     for run, of in zip(runs, layers, strict=True):
-        values = [getattr(layer, attribute) for layer in of]
+        values = [layer.get(key) for layer in of]
         values = [v if v is not None and math.isfinite(v) else None for v in values]
         dots = _dots(run, names, values, "%{x:.3g}")
-        if attribute == "effective":
+        if key == "effective_parameters":
             dots.name = "effective parameters" if run.alone else run.label
             pairs = zip(values, of, strict=True)
-            shares = [None if v is None else v / max(layer.parameters, 1) for v, layer in pairs]
+            shares = [None if v is None else v / max(layer["parameters"], 1) for v, layer in pairs]
             dots.customdata = ["" if share is None else percent(share, 1) for share in shares]
         traces.append(dots)
     return _chart(title, traces, (axis, ""), rows=names, show=number, wide=True, xaxis=LOGARITHMIC)

@@ -2,16 +2,14 @@
 
 All that the page relies on in a run's files. They may hold more, and lack what is in brackets:
 
-- results.json: data, model, num_data, metrics {predictive: {key: value}}, [intervals, differences,
-  evidence {kept, epoch}, weight_decay {tensor: {parameters, [initial, learned,
-  effective_parameters]}}, suspicious_labels {unknown} or {judged, number, agreement, examples
-  [{index, label, predicted, score, [image]}]}, config, seconds, seconds_beside, device, threads,
-  ranks, python, versions]
+- results.json: data, model, num_data, seconds, evidence {kept, epoch}, weight_decay {tensor:
+  {parameters, initial, learned, effective_parameters}}, [metrics {predictive: {key: value}},
+  intervals, differences, calibration, suspicious_labels {unknown} or {judged, number, agreement,
+  examples [{index, label, predicted, score, [image]}]}, seconds_beside, device, threads, ranks,
+  python, versions]
 - log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
   epoch, evidence_per_example, weight_decay, seconds {part: value}, [evidence_before]
 - evaluation.json: what `marglik.prediction.evaluation_record.evaluate` returns
-- posterior.json: prior_precision, num_data, effective_parameters, parameters, [temperature,
-  evidence, calibrations, model {class_path}, data {name}, device, threads, python, versions]
 - config.yaml: options
 """
 
@@ -24,32 +22,18 @@ from typing import Any
 
 import yaml
 
-from kfac_backend.files import parse_json
-from marglik.storage.record_file import POSTERIOR
-from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, RunFolder, read_log
+from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, read_log, read_record
 
-__all__ = ["MISSING", "Layer", "Predictive", "Run", "differing", "predictives", "read_runs"]
+__all__ = ["MISSING", "Predictive", "Run", "differing", "predictives", "read_runs"]
 
-MAIN_NAMES = (RESULTS, POSTERIOR, LOG, EVALUATION)
+MAIN_NAMES = (RESULTS, LOG, EVALUATION)
 """A folder with one of these files is a run; the first of them that exists gives its date."""
-EVALUATION_FORMAT = {"format": "marglik.evaluation", "version": 1}
 
 MISSING = "(not set)"
 """Text for an option that a run does not have, but another has."""
 WITHOUT_EFFECT = {"output", "overwrite", "progress", "config"}
 """Options that do not affect the numbers of a run."""
 MOST_IN_LABEL, LONGEST_LABEL = 3, 48
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A parameter tensor at the end of a run; None where the run does not say."""
-
-    parameters: int
-    effective: float | None
-    """γ, the number of directions that the data determines."""
-    weight_decay: float | None
-    """T·δ/N."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +47,8 @@ class Run:
     updates: list[dict[str, Any]]
     """The log's updates of the hyperparameters."""
     evaluation: dict[str, Any]
-    posterior: dict[str, Any]
     options: dict[str, Any]
-    """Dotted name -> value, from config.yaml or, without it, from results.json."""
+    """Dotted name -> value, from config.yaml."""
     date: datetime
     """When the run's main file was last written (UTC)."""
     label: str = ""
@@ -79,15 +62,12 @@ class Run:
     def data(self) -> str | None:
         """Name of the data."""
         named = self.results.get("data") or self.evaluation.get("data")
-        named = named or (self.posterior.get("data") or {}).get("name")
         return named or _last_part(self.options.get("data.class_path"))
 
     @property
     def model(self) -> str | None:
         """Class of the network."""
-        path = (self.posterior.get("model") or {}).get("class_path")
-        path = path or self.options.get("model.class_path")
-        return self.results.get("model") or _last_part(path)
+        return self.results.get("model") or _last_part(self.options.get("model.class_path"))
 
     @property
     def name(self) -> str:
@@ -98,45 +78,25 @@ class Run:
     @property
     def num_data(self) -> int | None:
         """N, the number of training examples."""
-        return (self.results or self.posterior).get("num_data")
+        return self.results.get("num_data")
 
     @property
     def evidence_per_example(self) -> float | None:
         """Log marginal likelihood of the update that was kept, divided by N (nats)."""
-        kept = self.results.get("evidence", {}).get("kept", self.posterior.get("evidence"))
-        return kept / self.num_data if kept is not None and self.num_data else None
-
-    @property
-    def initial_weight_decay(self) -> float | None:
-        """The weight decay that all groups start with."""
-        rows = self.results.get("weight_decay", {}).values()
-        of_options = self.options.get("prior.weight_decay")
-        return next((row["initial"] for row in rows if "initial" in row), of_options)
-
-    @property
-    def temperature(self) -> float:
-        """T of the likelihood, 1 if no file has it."""
-        return self.posterior.get("temperature", 1.0)
+        return self.results["evidence"]["kept"] / self.results["num_data"] if self.results else None
 
     @property
     def is_fit(self) -> bool:
         """Whether it is a posterior that was fitted to a trained network, which has no log."""
-        return bool(self.posterior) and not (self.results or self.epochs or self.updates)
+        return bool(self.results) and not self.epochs
 
     @property
-    def layers(self) -> dict[str, Layer]:
-        """Tensor name -> its final state; from the input to the output."""
-        if self.results or not self.posterior:
-            return {
-                name: Layer(row["parameters"], row.get("effective_parameters"), row.get("learned"))
-                for name, row in self.results.get("weight_decay", {}).items()
-            }
-        delta, gamma = self.posterior["prior_precision"], self.posterior["effective_parameters"]
-        scale = self.temperature / self.posterior["num_data"]
-        return {
-            name: Layer(count, gamma.get(name), delta[name] * scale if name in delta else None)
-            for name, count in self.posterior["parameters"].items()
-        }
+    def layers(self) -> dict[str, dict[str, float]]:
+        """Tensor name -> "parameters", "effective_parameters", "learned" weight decay at the end.
+
+        From the input to the output.
+        """
+        return self.results.get("weight_decay", {})
 
 
 @dataclass(frozen=True)
@@ -205,40 +165,21 @@ def _read_run(folder: Path) -> Run:
             f"{folder} is not the folder of a run: it has none of {', '.join(MAIN_NAMES)}. Pass "
             "the folder that marglik train wrote to (--output)."
         )
-    run, records = RunFolder(folder), read_log(folder)
-    results, evaluation = (_parsed(run, n) for n in (RESULTS, EVALUATION))
-    version = {key: evaluation.get(key) for key in EVALUATION_FORMAT}
-    if evaluation and version != EVALUATION_FORMAT:
-        raise ValueError(
-            f"{folder / EVALUATION} is {version}, and this marglik reads "
-            f"{EVALUATION_FORMAT}. Write it again: marglik evaluate {folder}."
-        )
-    options = _flat(_parsed(run, CONFIG)) or {
-        name.removeprefix("run."): value for name, value in _flat(results.get("config", {})).items()
-    }
+    results, records, config = read_record(folder / RESULTS), read_log(folder), folder / CONFIG
+    try:
+        options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
+    except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())  # in one line
+        raise ValueError(f"{config} cannot be read: {why}. Run it again.") from error
     return Run(
         folder=folder,
         results=results,
         epochs=[record for record in records if record["kind"] == "epoch"],
         updates=[record for record in records if record["kind"] == "update"],
-        evaluation=evaluation,
-        posterior=run.posterior() or {},
-        options=options,
+        evaluation=read_record(folder / EVALUATION),
+        options=_flat(options),
         date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
     )
-
-
-def _parsed(run: RunFolder, name: str) -> dict[str, Any]:
-    """The content of a JSON or YAML file, verified by its sum; empty if there is none."""
-    content = run.read(name)
-    if content is None:
-        return {}
-    try:
-        found = yaml.safe_load(content) if name.endswith(".yaml") else parse_json(content)
-    except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())  # in one line
-        raise ValueError(f"{run.path / name} cannot be read: {why}. Run it again.") from error
-    return found or {}
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -102,7 +102,9 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _facts_of(run: Run) -> dict[str, str]:
     layers = run.layers.values()
-    total, effective = sum(of.parameters for of in layers), sum(of.effective or 0 for of in layers)
+    total, effective = (
+        sum(layer[key] for layer in layers) for key in ("parameters", "effective_parameters")
+    )
     evidence, kept = run.evidence_per_example, run.results.get("evidence", {}).get("epoch")
     last = str(run.epochs[-1]["epoch"]) if run.epochs else NOTHING
     unfinished = ", unfinished" if run.epochs and not run.results else ""

@@ -11,7 +11,6 @@ from shlex import quote
 from typing import Any
 
 from marglik.posterior.calibration import Calibration
-from marglik.prediction.evaluation_record import IN_SAMPLE
 from marglik.report import charts
 from marglik.report.contents import MISSING, Run, differing, predictives
 from marglik.report.tables import (
@@ -95,11 +94,10 @@ def _summary(runs: Sequence[Run]) -> Blocks:
         )
     if any(one.content.get("intervals") for one in columns):
         blocks.append(Note(INTERVALS))
-    if any(run.evaluation.get("in_sample") for run in runs):
-        blocks.append(Note(IN_SAMPLE))
     if len({one.run.data for one in columns}) > 1:
         blocks.append(Note("The runs have different data; the best values are marked for each."))
-    texts = [
+    texts = [run.evaluation["in_sample"] for run in runs if run.evaluation.get("in_sample")]
+    texts += [
         f"For sequences, metrics are means over the positions (tokens) of the test set, the NLL in "
         f"nats per position: {run.data} ({run.evaluation['num_positions']:,})."
         for run in runs
@@ -147,15 +145,12 @@ def _weight_decay(runs: Sequence[Run]) -> Blocks:
     if final and (len(runs) > 1 or not updated):
         found.insert(0, charts.final_weight_decay_chart(final))
     notes = _unlogged(runs, updated, "weight decay over epochs")
-    if temperatures := dict.fromkeys(f"{run.temperature:g}" for run in runs if run.is_fit):
-        text = "For a fitted posterior, the weight decay is computed from its prior precision δ"
-        notes.insert(0, Note(f"{text}: T·δ/N, with temperature T = {', '.join(temperatures)}."))
     return [found, *notes]
 
 
 def _effective(runs: Sequence[Run]) -> Blocks:
     final = [run for run in runs if run.layers]
-    missing = Note("Neither results.json nor posterior.json has effective parameters.")
+    missing = Note("No results.json has effective parameters.")
     return [[charts.effective_chart(final)] if final else missing]
 
 
@@ -170,25 +165,26 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
         found = one.content["reliability"]
         groups[one.chart, tuple(found.get("edges") or found["levels"])].append(one)
     found = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
-    tables = [_held_out(run) for run in runs if run.posterior.get("calibrations")]
-    return [found, *tables, *_without(runs, [one.run for one in series], "reliability")]
+    return [found, *_held_out(runs), *_without(runs, [one.run for one in series], "reliability")]
 
 
-def _held_out(run: Run) -> Table:
-    """A table of the held-out NLLs that the posterior's calibrations store."""
+def _held_out(runs: Sequence[Run]) -> list[Table]:
+    """A table of the held-out NLLs by which the runs' predictives were calibrated."""
     names = ("nll", "nll_uncalibrated", "nll_scaled_map", "nll_map")
+    calibrated = [
+        (run, run.results["calibration"]) for run in runs if run.results.get("calibration")
+    ]
     rows = [
         Row(
-            label,
+            fit["predictive"] if run.alone else f"{run.label}: {fit['predictive']}",
             [*(number(fit[name], 4) for name in names), number(fit["num_terms"])],
             detail=Calibration(**fit["calibration"]).in_words,
         )
-        for label, fit in run.posterior["calibrations"].items()
+        for run, fit in calibrated
     ]
     titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
-    of_run = "" if run.alone else f", {run.label}"
-    title = f"NLL of the held-out data used for calibration{of_run}"
-    return Table(title, ["Predictive", *titles], rows, summary=title)
+    title = "NLL of the held-out data used for calibration"
+    return [Table(title, ["Predictive", *titles], rows, summary=title)] if rows else []
 
 
 def _errors(runs: Sequence[Run]) -> Blocks:
@@ -306,7 +302,7 @@ def _versions(runs: Sequence[Run]) -> Blocks:
     """Versions and devices of training and, if they differ, of evaluation."""
     columns: dict[str, dict[str, str]] = {}
     for run in runs:
-        trained = {"fit": run.posterior} if run.is_fit else {"training": run.results}
+        trained = {"fit" if run.is_fit else "training": run.results}
         made = {
             of: _environment(r) for of, r in (trained | {"evaluation": run.evaluation}).items() if r
         }

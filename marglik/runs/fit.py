@@ -18,19 +18,20 @@ from marglik.data.record import data_record
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.pretrained import load_pretrained
-from marglik.posterior.prior import (
-    PriorGroups,
-    precision_to_weight_decay,
-    weight_decay_to_precision,
-)
+from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.posterior.subset import freeze_all_but, last_layer
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import check_same_on_ranks, join_ranks
+from marglik.runs.build import (
+    calibration_results,
+    check_model,
+    check_same_on_ranks,
+    join_ranks,
+    posterior_results,
+)
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
-from marglik.runs.model_check import check_model
-from marglik.storage.provenance import Provenance, versions
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.provenance import Provenance, environment, versions
+from marglik.storage.run_folder import begin_run, check_free, write_results
 from marglik.training.post_hoc import (
     PriorFit,
     maximize_evidence,
@@ -56,6 +57,8 @@ def fit(
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
     """Fit a Laplace posterior to a trained network, and save it.
+
+    Returns the content of ``results.json``, and the folder under "output".
 
     Args:
         model: class of the network, built as it was for training; any importable class.
@@ -86,8 +89,8 @@ def fit(
             "curvature.corrected makes the evidence a lower bound, whose maximum misleads. Choose "
             "prior.method validation or fixed, or leave corrected out."
         )
-    folder = RunFolder(run.output or f"runs/{Path(checkpoint).stem}")
-    if Path(checkpoint).resolve().parent == folder.path.resolve():
+    folder = Path(run.output or f"runs/{Path(checkpoint).stem}")
+    if Path(checkpoint).resolve().parent == folder.resolve():
         raise ValueError(
             f"The checkpoint {checkpoint} is in the output folder, whose old files are removed; "
             "pass another --output."
@@ -96,7 +99,7 @@ def fit(
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
     if leads:
-        folder.check_free("fit", provenance.preset, run.overwrite)
+        check_free(folder, "fit", provenance.preset, run.overwrite)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
     if prior.method == "validation" and splits.validation is None:
@@ -129,7 +132,7 @@ def fit(
     same = {name: asdict(one) for name, one in options.items()} | {"batch_size": batch_size}
     check_same_on_ranks({"data": splits.name, **same, "versions": versions()}, ranks)
     if leads:
-        folder.begin("fit", provenance, overwrite=run.overwrite)
+        begin_run(folder, "fit", provenance, overwrite=run.overwrite)
 
     torch.manual_seed(run.seed)
     _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
@@ -146,25 +149,28 @@ def fit(
     if calibrates:
         held_out = _validation_batches(splits, predictive, device, ranks)
         calibrations_of(laplace, held_out, predictive, progress=run.progress, ranks=ranks)
-    if leads:
-        record = data_record(splits, provenance.data)
-        save_posterior(laplace, folder.path, model=provenance.model, data=record, frozen=True)
-    decay = precision_to_weight_decay(laplace.prior_precision, laplace.n_data, prior.temperature)
-    names = [n for n, p in model.named_parameters() if p.requires_grad]
-    return {
+    evidence = {
+        "first": before,
+        "kept": float(laplace.log_marginal_likelihood()),
+        "epoch": None,
+    }
+    results = {
         "data": splits.name,
-        "num_data": laplace.n_data,
-        "evidence": {"before": before, "after": float(laplace.log_marginal_likelihood())},
-        "weight_decay": dict(zip(names, decay.expand(len(names)).tolist(), strict=True)),
-        "sigma_noise": float(laplace.sigma_noise),
-        "evaluations": found.evaluations if found else 0,
+        "model": type(model).__name__,
+        "likelihood": likelihood,
+        **posterior_results(laplace, prior.weight_decay),
+        "evidence": evidence,
         "at_bound": found.at_bound if found else False,
         "note": note,
-        "calibration": laplace.calibrations.get(predictive.label),
-        "no_validation": predictive.is_calibrated and not calibrates,
+        "calibration": calibration_results(laplace, predictive),
         "seconds": time.perf_counter() - start,
-        "output": str(folder.path),
+        **environment(device),
     }
+    if leads:
+        record = data_record(splits, provenance.data)
+        save_posterior(laplace, folder, model=provenance.model, data=record, frozen=True)
+        write_results(folder, results)
+    return results | {"output": str(folder)}
 
 
 def _find_prior(

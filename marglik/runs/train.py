@@ -3,38 +3,71 @@
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.files import parse_json, sha256_of_tensors
+from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import Likelihood
-from marglik.data import DataSource, ImageData, ImageSplits, Splits
-from marglik.data.images.out_of_distribution import out_of_distribution_images
+from kfac_backend.ranks import Ranks
+from marglik.data import Batches, DataSource, ImageData, ImageSplits, Splits
+from marglik.data.batches import Shard, split_batches
+from marglik.data.images.out_of_distribution import (
+    OutOfDistributionImages,
+    out_of_distribution_images,
+)
 from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
+from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
-from marglik.posterior.prior import PriorGroups, precision_to_weight_decay
-from marglik.prediction.evaluation_record import compared, data_uri
-from marglik.prediction.predictive import PredictiveConfig
+from marglik.posterior.prior import PriorGroups
+from marglik.prediction.calibration import calibrations_of
+from marglik.prediction.ensemble import Ensemble
+from marglik.prediction.evaluation import predict_all
+from marglik.prediction.evaluation_record import compared, data_uri, evaluate_network
+from marglik.prediction.metrics import compute_metrics
+from marglik.prediction.predictive import PredictiveConfig, map_predictive
 from marglik.prediction.suspicious_labels import suspicious_labels
-from marglik.runs.build import build_fabric, build_from_spec, check_same_on_ranks
+from marglik.runs.build import (
+    another_network,
+    build_fabric,
+    calibration_results,
+    check_model,
+    check_same_on_ranks,
+    posterior_results,
+)
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
-from marglik.runs.model_check import check_model
-from marglik.runs.training_setup import TrainingSetup
 from marglik.storage.checkpoint import Checkpoints, check_same_run
 from marglik.storage.provenance import Provenance, environment, versions
-from marglik.storage.record_file import as_json, read_posterior
-from marglik.storage.run_folder import CHECKPOINT, EVALUATION, LOG, RESULTS, RunFolder, RunLog
-from marglik.training.loop import OnlineResult
-from marglik.training.optimizers import OptimizerConfig
-from marglik.training.ranks import ranks_of
+from marglik.storage.run_folder import (
+    CHECKPOINT,
+    EVALUATION,
+    RESULTS,
+    RunLog,
+    begin_run,
+    discard,
+    read_log,
+    read_posterior,
+    read_record,
+    write_record,
+    write_results,
+)
+from marglik.training.learner import PriorLearner
+from marglik.training.loop import OnlineResult, OnlineTraining
+from marglik.training.optimizers import OptimizerConfig, build_optimizer
+from marglik.training.ranks import WithExamples, ranks_of
 
-__all__ = ["train"]
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+__all__ = ["Training", "train"]
 
 _logger = logging.getLogger(__name__)
 
@@ -126,42 +159,47 @@ def train(
     kept = torch.arange(given)  # positions of the examples to train on, among those of the data
     if run.held_out and predictive.is_calibrated and splits.validation is None:
         splits, kept = hold_out(splits, run.held_out, run.seed)
-    held_out = given - len(kept)
-    setup = TrainingSetup(
+    examples, held_out = len(kept), given - len(kept)
+    if min(ranks.size, run.batch_size, examples) < ranks.size:
+        raise ValueError(
+            f"batch_size {run.batch_size}, {examples} training examples: {ranks.size} processes "
+            f"need batches of at least {ranks.size} examples, one for each. Use larger batches, or "
+            "fewer --devices."
+        )
+    training = Training(
         splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
         fabric, ranks, likelihood,
     )  # fmt: skip
-    setup.check()
-    identity = _identity(setup, model, provenance)
+    identity = _identity(training, model, provenance)
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
     initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
 
     # Step 2: the folder, which may hold this run, or an earlier part of it.
-    folder = RunFolder(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
+    folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     made_with = environment(fabric.device) | ({"ranks": ranks.size} if ranks.size > 1 else {})
     states = {
         name: Checkpoints(
-            folder.path / CHECKPOINT / name, run=identity, made_with=made_with, ranks=ranks
+            folder / CHECKPOINT / name, run=identity, made_with=made_with, ranks=ranks
         )
         for name in ("learned", "initial", *(f"member_{k}" for k in range(1, run.members)))
     }
-    results = _finished(folder, identity) if run.resume and leads else None
-    results = ranks.gather(results, "opening the output folder")[0]
-    if results is not None:
+    finished = _finished(folder, identity) if run.resume and leads else {}
+    finished = ranks.gather(finished, "opening the output folder")[0]
+    if finished:
         if leads:
-            folder.discard(CHECKPOINT)  # of a run that was killed in its very last moment
-        return results | {"output": str(folder.path)}
+            discard(folder / CHECKPOINT)  # of a run that was killed in its very last moment
+        return finished | {"output": str(folder)}
     goes_on = run.resume and states["learned"].exists()
     if goes_on:
         states["learned"].load()  # raises before anything is changed
     log = None
     if leads:
-        if run.resume and not goes_on and folder.read(LOG):
+        if run.resume and not goes_on and read_log(folder):
             raise FileNotFoundError(
-                f"{folder.path} holds a run that was cut off, but no checkpoint to continue from. "
+                f"{folder} holds a run that was cut off, but no checkpoint to continue from. "
                 "Start again: --overwrite instead of --resume."
             )
-        folder.begin("train", provenance, overwrite=run.overwrite, resume=goes_on)
+        begin_run(folder, "train", provenance, overwrite=run.overwrite, resume=goes_on)
         log = RunLog(folder)
 
     # Step 3: train network and weight decays, calibrate, save, evaluate. What was trained before
@@ -169,23 +207,28 @@ def train(
     if held_out:
         _logger.info("%d training examples are held out for calibration", held_out)
     ready = time.perf_counter()
-    learned = setup.train(model, prior, states["learned"], log)
+    learned = training.train(model, prior, states["learned"], log)
     trained = time.perf_counter()
-    of_training = _results_of(learned, prior)  # before the posterior sees what is held out
-    setup.calibrate(learned.laplace)
+    updates = [record for record in learned.records if record["kind"] == "update"]
+    evidence = {
+        "first": updates[0]["evidence_before"] if updates else learned.evidence,
+        "kept": learned.evidence,
+        "epoch": learned.epoch,
+    }
+    # Before the posterior sees what is held out.
+    results = identity | posterior_results(learned.laplace, prior.weight_decay)
+    training.calibrate(learned.laplace)
     calibrated = time.perf_counter()
     ensemble = None
     if run.members > 1:
-        ensemble = setup.ensemble(model, learned, lambda: _another(provenance), states)
+        ensemble = training.ensemble(model, learned, lambda: another_network(provenance), states)
     if leads:
         if ensemble is not None:
-            ensemble.save(folder.path)
+            ensemble.save(folder)
         record = data_record(splits, provenance.data)
-        save_posterior(
-            learned.laplace, folder.path, model=provenance.model, data=record, frozen=True
-        )
+        save_posterior(learned.laplace, folder, model=provenance.model, data=record, frozen=True)
     saved = time.perf_counter()
-    found, scores = setup.evaluate(model, learned.laplace, ensemble)
+    found, scores = training.evaluate(learned.laplace, ensemble)
     # Training counts in full, though resumed; the rest is this process's.
     beside = {
         "start": ready - start,
@@ -193,54 +236,73 @@ def train(
         "members": 0.0 if ensemble is None else ensemble.seconds - learned.seconds,
         "evaluation": time.perf_counter() - saved,
     }
-    results = identity | of_training | environment(fabric.device)
     results |= _metrics_of("fixed" if prior.method == "fixed" else "learned", found)
     results |= {
+        "evidence": evidence,
         "held_out": held_out,
-        "calibration": learned.laplace.calibrations.get(predictive.label),
+        "calibration": calibration_results(learned.laplace, predictive),
         "num_positions": found["num_positions"],
+        "in_sample": found["in_sample"],
         "suspicious_labels": _suspicious_labels(learned, splits, kept),
         "seconds": learned.seconds + sum(beside.values()),
         "seconds_beside": beside,
         "complete": not run.baseline,
+        **environment(fabric.device),
     }
     if leads:
-        folder.write(EVALUATION, as_json(found))
-        folder.write(RESULTS, as_json(results))  # now, since the baseline may fail
+        write_record(folder / EVALUATION, found)
+        write_results(folder, results)  # now, since the baseline may fail
 
     # Step 4: the same from the same start, with the initial weight decay kept.
     if initial_model is not None:
         _logger.info("second training, with the initial weight decay")
-        initial = setup.train(initial_model, replace(prior, method="fixed"), states["initial"])
+        initial = training.train(initial_model, replace(prior, method="fixed"), states["initial"])
         trained = time.perf_counter()
-        setup.calibrate(initial.laplace)
-        found, others = setup.evaluate(initial_model, initial.laplace)
+        training.calibrate(initial.laplace)
+        found, others = training.evaluate(initial.laplace)
         for kind, of_baseline in _metrics_of("initial", found).items():
             results[kind] |= of_baseline
         results["differences"] = {
             name: compared(scores[name], of) for name, of in others.items() if name in scores
         }
         beside["baseline"] = initial.seconds + time.perf_counter() - trained
-        results["seconds"] = learned.seconds + sum(beside.values())
-        results["complete"] = True
+        results |= {"seconds": learned.seconds + sum(beside.values()), "complete": True}
         if leads:
-            folder.write(RESULTS, as_json(results))
+            write_results(folder, results)
     if leads:
-        folder.discard(CHECKPOINT)
-    return results | {"output": str(folder.path)}
+        discard(folder / CHECKPOINT)
+    return results | {"output": str(folder)}
 
 
-def _identity(setup: TrainingSetup, model: nn.Module, provenance: Provenance) -> dict[str, Any]:
+def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The results in a folder, verified with all other files; {} if there is still work to do.
+
+    Raises:
+        FileNotFoundError: the posterior is missing.
+        ValueError: the results are of another run, or a file of the run is damaged.
+    """
+    results = read_record(folder / RESULTS)
+    if results:
+        check_same_run(identity, {key: results.get(key) for key in identity}, folder)
+    if not results.get("complete"):
+        return {}
+    read_record(folder / EVALUATION)
+    read_posterior(folder)
+    return results
+
+
+def _identity(training: "Training", model: nn.Module, provenance: Provenance) -> dict[str, Any]:
     """What identifies a run, as plain data: data, network, options.
 
     SHA-256 sums stand for all inputs, labels and initial parameters. A checkpoint is only resumed
     if its run has the same identity.
     """
-    splits, ood = setup.splits, setup.ood_images
+    splits, ood = training.splits, training.ood_images
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     tensors = {name: tensors_in(part) for name, part in parts.items() if part is not None}
-    options = setup.options()
-    of_run = {k: v for k, v in options["run"].items() if k not in NOT_OF_THE_RESULT}
+    groups = ("optimizer", "prior", "curvature", "predictive", "run")
+    config = {name: asdict(getattr(training, name)) for name in groups}
+    config["run"] = {k: v for k, v in config["run"].items() if k not in NOT_OF_THE_RESULT}
     return {
         "data": splits.name,
         "examples": {name: len(found[-1]) for name, found in tensors.items()},
@@ -248,60 +310,13 @@ def _identity(setup: TrainingSetup, model: nn.Module, provenance: Provenance) ->
         "ood": None if ood is None else ood.name,
         "model": type(model).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
-        "likelihood": setup.likelihood,
-        "config": options | {"run": of_run},
+        "likelihood": training.likelihood,
+        "config": config,
         "sums": {
             "examples": sha256_of_tensors(t for found in tensors.values() for t in found),
             "ood": None if ood is None else sha256_of_tensors([ood.images]),
             "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
-    }
-
-
-def _finished(folder: RunFolder, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The results in a folder, verified with all other files; None if there is still work to do.
-
-    Raises:
-        FileNotFoundError: the posterior is missing.
-        ValueError: the results are of another run, or a file of the run is damaged.
-    """
-    results = parse_json(folder.read(RESULTS) or b"null")
-    if results is None:
-        return None
-    check_same_run(identity, {key: results.get(key) for key in identity}, folder.path)
-    if not results["complete"]:
-        return None
-    folder.check()
-    read_posterior(folder.path)
-    return results
-
-
-def _another(provenance: Provenance) -> nn.Module:
-    """A network of the same class and options as the first one, with other initial parameters."""
-    return build_from_spec(nn.Module, provenance.model, named=_class_paths(provenance.model))
-
-
-def _class_paths(spec: Any) -> list[str]:
-    """All classes that a specification names; the user did, on the command line."""
-    inner = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else []
-    own = [spec["class_path"]] if isinstance(spec, dict) and "class_path" in spec else []
-    return own + [path for value in inner for path in _class_paths(value)]
-
-
-def _results_of(learned: OnlineResult, prior: PriorConfig) -> dict[str, Any]:
-    """The part of the results that training found: evidence, noise and weight decays."""
-    laplace = learned.laplace
-    updates = [record for record in learned.records if record["kind"] == "update"]
-    is_regression = laplace.likelihood == "regression"
-    return {
-        "num_data": laplace.n_data,
-        "evidence": {
-            "first": updates[0]["evidence_before"] if updates else learned.evidence,
-            "kept": learned.evidence,
-            "epoch": learned.epoch,
-        },
-        "sigma_noise": float(laplace.sigma_noise) if is_regression else None,
-        "weight_decay": _weight_decays(laplace, prior),
     }
 
 
@@ -338,23 +353,6 @@ def _suspicious_labels(learned: OnlineResult, splits: Splits, kept: Tensor) -> d
     }
 
 
-def _weight_decays(laplace: Posterior, prior: PriorConfig) -> dict[str, dict[str, float]]:
-    """Parameter name -> initial and learned weight decay, numbers of effective and all entries."""
-    gamma = laplace.effective_parameters()
-    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
-    delta = laplace.prior_precision.expand(len(trainable))
-    learned = precision_to_weight_decay(delta, laplace.n_data, prior.temperature)
-    return {
-        name: {
-            "initial": prior.weight_decay,
-            "learned": learned[i].item(),
-            "effective_parameters": gamma[i].item(),
-            "parameters": p.numel(),
-        }
-        for i, (name, p) in enumerate(trainable.items())
-    }
-
-
 def _metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Metrics and intervals of each predictive, under names such as "learned, MAP"."""
     predictives = evaluation["predictives"].items()
@@ -362,3 +360,212 @@ def _metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, A
         kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
         for kind in ("metrics", "intervals")
     }
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run and its baseline share: data, options, ranks.
+
+    `train`, `calibrate` and `evaluate` are called in this order, once for the learned network and,
+    on request, once for the baseline with a fixed prior.
+    """
+
+    splits: Splits
+    """With a validation set where one was held out for calibration."""
+    held_out: int
+    """Number of examples that were held out of the training data; 0 if the validation set is the
+    data's own, or there is none."""
+    optimizer: OptimizerConfig
+    prior: PriorConfig
+    curvature: CurvatureConfig
+    predictive: PredictiveConfig
+    ood_images: OutOfDistributionImages | None
+    run: RunConfig
+    fabric: "Fabric"
+    ranks: Ranks = Ranks(None)
+    """The ranks of the Fabric, each of which has a part of every batch."""
+    likelihood: Likelihood = "classification"
+
+    def train(
+        self,
+        model: nn.Module,
+        prior: PriorConfig,
+        checkpoints: Checkpoints | None = None,
+        log: RunLog | None = None,
+        kept: Hyperparameters | None = None,
+    ) -> OnlineResult:
+        """Train a network and its prior, starting from a checkpoint if there is one.
+
+        With ``kept``, the weight decays of another training, only the network is trained.
+        """
+        run = self.run
+        torch.manual_seed(run.seed)
+        batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
+        curvature_batches = batches
+        if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
+            curvature_batches = self._curvature_batches()
+        has_noise = self.likelihood == "regression"
+        schedule = prior.schedule(run.epochs)
+        if kept is not None:
+            schedule = replace(schedule, updates=0)
+        curvature = self.curvature.options(self.splits.targets)
+        optimizer, scheduler = build_optimizer(
+            model,
+            self.optimizer,
+            run.epochs * len(batches),
+            self.likelihood,
+            curvature=curvature,
+            seed=run.seed,
+            settles=schedule.averages,
+        )
+
+        learner = PriorLearner(
+            self.likelihood,
+            curvature,
+            weight_decay=prior.weight_decay,
+            structure=prior.structure,
+            method="adam" if prior.method == "fixed" else prior.method,
+            lr=prior.lr,
+            temperature=prior.temperature,
+            sigma_noise=prior.sigma_noise if has_noise else 1.0,
+            learn_sigma_noise=has_noise,
+            curvature_from=prior.curvature_from,
+            schedule=schedule,
+            hyperparameters=kept,
+        )
+        return OnlineTraining(
+            model,
+            optimizer,
+            batches,
+            learner,
+            scheduler=scheduler,
+            curvature_loader=curvature_batches,
+            fabric=self.fabric,
+            compile_mode=run.compile,
+            prior_is_damping=self.optimizer.kfac.prior_is_damping,
+            monitor=self._monitor(model, learner) if run.monitor else None,
+            on_record=log.write if log else None,
+            progress=run.progress,
+        ).run(checkpoints)
+
+    def ensemble(
+        self,
+        first: nn.Module,
+        learned: OnlineResult,
+        make_model: Callable[[], nn.Module],
+        checkpoints: Mapping[str, Checkpoints],
+    ) -> Ensemble:
+        """The first network with others that train with its decays, each from a seed of its own."""
+        models, seconds = [first], learned.seconds
+        for k in range(1, self.run.members):
+            _logger.info("training member %d of %d", k + 1, self.run.members)
+            seed = self.run.seed + k
+            torch.manual_seed(seed)
+            model = self.fabric.to_device(make_model())
+            of_member = replace(self, run=replace(self.run, seed=seed, monitor=0))
+            states = checkpoints[f"member_{k}"]
+            found = of_member.train(model, self.prior, states, kept=learned.kept)
+            models.append(model)
+            seconds += found.seconds
+        sigma = learned.laplace.sigma_noise
+        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds)
+        if self.predictive.is_calibrated and self.splits.validation is not None:
+            batches = self._batches("validation", self.predictive.batch_size)
+            ensemble.calibrate(
+                batches,
+                targets=self.splits.targets,
+                progress=self.run.progress,
+                ranks=self.ranks,
+            )
+        return ensemble
+
+    def calibrate(self, laplace: Posterior) -> None:
+        """Calibrate the predictives, then fit the posterior to the held-out examples as well.
+
+        Does nothing without a validation set, or with predictive.calibration none.
+        """
+        if not self.predictive.is_calibrated or self.splits.validation is None:
+            return
+        batches = self._batches("validation", self.predictive.batch_size)
+        calibrations_of(
+            laplace, batches, self.predictive, progress=self.run.progress, ranks=self.ranks
+        )
+        if self.held_out:
+            found = laplace.calibrations
+            # One pass over all data, and not `override=False`: the factors of tensors that are used
+            # in two ways do not add up.
+            batch_size = self.curvature.batch_size or self.run.batch_size
+            parts = self._curvature_batches(), self._batches("validation", batch_size)
+            both = chain.from_iterable(WithExamples(part) for part in parts)
+            laplace.fit(both, progress_bar=self.run.progress)
+            laplace.calibrations = found  # kept: a little more data changes the posterior little
+
+    def evaluate(
+        self, laplace: Posterior, ensemble: Ensemble | None = None
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The content of ``evaluation.json``, and what `compared` needs of each test example."""
+        # Held-out examples have calibrated the predictives, and so cannot test them.
+        splits = replace(self.splits, validation=None) if self.held_out else self.splits
+        scores: dict[str, dict[str, Tensor]] = {}
+        found = evaluate_network(
+            laplace,
+            [self.predictive],
+            splits,
+            seed=self.run.seed,
+            ensemble=ensemble,
+            ood=self.ood_images,
+            batch_size=self.predictive.batch_size,
+            device=self.fabric.device,
+            progress=self.run.progress,
+            ranks=self.ranks,
+            scores=scores,
+        )
+        return found, scores
+
+    def _monitor(self, model: nn.Module, learner: PriorLearner) -> Any:
+        """A function that evaluates the MAP every ``run.monitor`` epochs, for `OnlineTraining`.
+
+        It returns NLL and accuracy (or RMSE) on the validation set, or the test set without one.
+        """
+        split = "test" if self.splits.validation is None else "validation"
+        batches = self._batches(split, self.predictive.batch_size)
+
+        def look(epoch: int) -> Mapping[str, float]:
+            if epoch % self.run.monitor and epoch != self.run.epochs:
+                return {}
+            predict = map_predictive(model, self.likelihood, learner.hyperparameters.sigma_noise)
+            predicted = predict_all(predict, batches, targets=self.splits.targets, ranks=self.ranks)
+            found = compute_metrics(*predicted, self.likelihood)
+            shown = ("cls/NLL", "cls/accuracy", "reg/NLL", "reg/RMSE")
+            return {f"{split}/{name}": found[name] for name in shown if name in found}
+
+        return look
+
+    def _curvature_batches(self) -> Batches:
+        """The training data in batches for the curvature pass."""
+        return self._batches(
+            "train",
+            self.curvature.batch_size or self.run.batch_size,
+            shuffle=self.curvature.augment,
+            augment=self.run.augment and self.curvature.augment,
+        )
+
+    def _batches(
+        self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
+    ) -> Batches:
+        channels_last = self.run.channels_last
+        if channels_last is None:  # faster on a GPU, where the splits are images
+            channels_last = self.fabric.device.type == "cuda" and isinstance(
+                self.splits, ImageSplits
+            )
+        return split_batches(
+            self.splits,
+            split,
+            batch_size,
+            shuffle=shuffle,
+            augment=augment,
+            seed=self.run.seed,
+            device=self.fabric.device,
+            channels_last=channels_last,
+            shard=Shard(self.ranks.rank, self.ranks.size),
+        )

@@ -1,252 +1,238 @@
-"""The folder of a run: its files, and one record that has their sums.
+"""The folder of a run: its files, records that show damage, and what a new run may replace.
 
-``manifest.json`` names the run's command and preset, and has the SHA-256 sum of each file that is
-read again, except for the posterior and the checkpoints, which have sums of their own. Before a
-file is replaced, the record gets its new sum beside the old one: whenever the process is killed,
-the record has the sum of the file that is there. ``report.html`` is made from the others, and
-nothing reads it again. One command at a time may write to a folder.
+A record is JSON with the SHA-256 sums of its own content and of files beside it. It is written
+after these, in one step: if it exists, they are complete. `results.json` has the sums of options,
+log and posterior; `posterior.json` those of its tensors; `evaluation.json` its own. `report.html`
+is made from the others, and nothing reads it again. One command at a time may write to a folder.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
 from marglik.storage.checkpoint import STATE
 from marglik.storage.provenance import Provenance
-from marglik.storage.record_file import (
-    ENSEMBLE,
-    FACTORS,
-    MEMBERS,
-    MODEL,
-    POSTERIOR,
-    read_posterior,
-    read_record,
-    write_record,
-)
 
 __all__ = [
     "CHECKPOINT",
     "CONFIG",
+    "ENSEMBLE",
     "EVALUATION",
+    "FACTORS",
     "LOG",
     "MANIFEST",
+    "MEMBERS",
+    "MODEL",
+    "POSTERIOR",
     "REPORT",
     "RESULTS",
-    "RunFolder",
     "RunLog",
+    "begin_run",
+    "check_free",
+    "discard",
     "read_log",
+    "read_posterior",
+    "read_record",
+    "write_json",
+    "write_record",
+    "write_results",
 ]
 
 MANIFEST = "manifest.json"
-"""The run's command and preset, and the SHA-256 sums of its files."""
+"""The run's command and preset; others do not overwrite it."""
 CONFIG = "config.yaml"
 """The options."""
 LOG = "log.jsonl"
 """A line of JSON per epoch and update."""
 RESULTS = "results.json"
-"""The results of `marglik train`."""
+"""What `marglik train` or `marglik fit` has found."""
 EVALUATION = "evaluation.json"
 """The metrics of the predictives."""
+POSTERIOR, FACTORS = "posterior.json", "posterior.safetensors"
+"""Hyperparameters and how the network is built; the curvature's Kronecker factors."""
+MODEL = "model.safetensors"
+"""The network's parameters and buffers."""
+ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
+"""What all members of an ensemble share, and their parameters and buffers."""
 REPORT = "report.html"
 """The page about the run."""
 CHECKPOINT = "checkpoint"
 """A folder that exists while training lasts: the states that --resume continues from."""
 FOUND = (RESULTS, POSTERIOR, EVALUATION)
 """Files with results; a new `train` or `fit` does not replace them without --overwrite."""
-ALL = (CONFIG, LOG, *FOUND, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT, CHECKPOINT, MANIFEST)
-
-FORMAT = "marglik.run"
-REMEDY = "Put the original back, or run the command again (--overwrite, or another --output)."
+ALL = (*FOUND, CONFIG, LOG, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT, CHECKPOINT)
 
 
-class RunFolder:
-    """A folder that the commands write to and read from.
-
-    A command that writes first calls `begin` (a new run: what an old run left is removed) or
-    `adopt` (files are added to what is there), then `write`. The object holds nothing but the path:
-    all state is on disk, where a killed process leaves it.
+def begin_run(
+    folder: Path,
+    command: str,
+    provenance: Provenance,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> None:
+    """Make this the folder of a new run, and remove what an old one left.
 
     Args:
-        path: the folder, which need not exist yet.
+        folder: need not exist yet.
+        command: the command of the run, such as "train".
+        provenance: its preset, and the options to write to ``config.yaml``.
+        overwrite: whether an old run may be replaced.
+        resume: whether the run continues from its checkpoints, which are then kept.
+
+    Raises:
+        FileExistsError: see `check_free`.
     """
+    check_free(folder, command, provenance.preset, overwrite or resume)
+    # First: a process that is killed during the removal leaves what is known to be a run's folder.
+    write_record(folder / MANIFEST, {"command": command, "preset": provenance.preset})
+    for name in ALL:
+        if not (resume and name == CHECKPOINT):
+            discard(folder / name)
+    remove_leftovers(folder)
+    if provenance.options is not None:
+        write_file(folder / CONFIG, provenance.options.encode())
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
 
-    def begin(
-        self, command: str, provenance: Provenance, *, overwrite: bool = False, resume: bool = False
-    ) -> None:
-        """Make this the folder of a new run, and remove what an old one left.
+def check_free(folder: Path, command: str, preset: str | None, overwrite: bool = False) -> None:
+    """Raise a FileExistsError if a new run would replace something that may be needed.
 
-        Args:
-            command: the command of the run, such as "train".
-            provenance: its preset, and the options to write to ``config.yaml``.
-            overwrite: whether an old run may be replaced.
-            resume: whether the run continues from its checkpoints, which are then kept.
-
-        Raises:
-            FileExistsError: see `check_free`.
-        """
-        self.check_free(command, provenance.preset, overwrite or resume)
-        # An empty record first: a process that is killed during the removal leaves a folder that
-        # is known to be a run's, and whose remaining files nothing takes for this run's.
-        self._write_manifest(command, provenance.preset, {})
-        for name in self._known():
-            if name != MANIFEST and not (resume and name == CHECKPOINT):
-                self.discard(name)
-        remove_leftovers(self.path)
-        if provenance.options is not None:
-            self.write(CONFIG, provenance.options.encode())
-
-    def check_free(self, command: str, preset: str | None, overwrite: bool = False) -> None:
-        """Raise a FileExistsError if a new run would replace something that may be needed.
-
-        These are files that no run has written, and a run of another command or preset. Without
-        ``overwrite``, they are also results, and checkpoints of a run that can be resumed.
-        """
-        manifest = self._manifest()
-        if manifest is None:
-            self._check_unknown(self._known())
-            return
-        there, here = _name(manifest["command"], manifest["preset"]), _name(command, preset)
-        if there != here:
+    These are files that no run has written, and a run of another command or preset. Without
+    ``overwrite``, they are also results, and checkpoints of a run that can be resumed.
+    """
+    manifest = read_record(folder / MANIFEST)
+    if not manifest:
+        if unknown := [name for name in ALL if (folder / name).exists()]:
             raise FileExistsError(
-                f"{self.path} already holds a run of {there}, which {here} does not overwrite. "
-                "Pass another --output, or remove the folder."
-            )
-        can_resume = any((self.path / CHECKPOINT).glob(f"*/{STATE}"))
-        left = [name for name in FOUND if (self.path / name).exists()]
-        if not overwrite and (left or can_resume):
-            resume = "--resume to continue it, " if can_resume else ""
-            raise FileExistsError(
-                f"{self.path} already holds a run ({(left or [CHECKPOINT])[0]}); pass --overwrite, "
-                f"{resume}or another --output."
-            )
-
-    def adopt(self, command: str) -> None:
-        """Start a record if there is none, to add files to what is there.
-
-        A command may add to a run, to an empty folder, and to a posterior that `save_posterior`
-        wrote without a run, whose record has its own sums.
-
-        Raises:
-            FileExistsError: files that no run has written.
-        """
-        if self._manifest() is None:
-            known = self._known()
-            alone = {POSTERIOR, FACTORS, MODEL, REPORT} if POSTERIOR in known else set()
-            self._check_unknown([name for name in known if name not in alone])
-            self._write_manifest(command, None, {})
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file, or replace it, with its sum in the record.
-
-        Raises:
-            FileNotFoundError: the folder was removed since the command has begun.
-        """
-        manifest, path = self._manifest(), self.path / name
-        if manifest is None:
-            raise FileNotFoundError(
-                f"{self.path} was removed, or its {MANIFEST}, while the command was at work. Start "
-                "it again."
-            )
-        # Both sums, then the file: killed in between, the file has one of them. The new sum alone
-        # would disown the old file.
-        there = [file_sum(path)] if path.is_file() else []
-        known = [one for one in there if one in manifest["files"].get(name, [])]
-        sums = manifest["files"] | {name: [*known, sha256(content)]}
-        self._write_manifest(manifest["command"], manifest["preset"], sums)
-        write_file(path, content)
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file, verified by its sum; None if it is not there.
-
-        Raises:
-            ValueError: the file is damaged, or not from this run.
-        """
-        path = self.path / name
-        if not path.is_file():
-            return None
-        content = path.read_bytes()
-        if sha256(content) not in (self._manifest() or {"files": {}})["files"].get(name, []):
-            other = ""
-            if name == CONFIG:
-                other = " To run with other options, pass an edited copy as --config."
-            raise ValueError(
-                f"{path} is not as marglik wrote it: it was altered or damaged, or is not from "
-                f"this run. {REMEDY}{other}"
-            )
-        return content
-
-    def posterior(self) -> dict[str, Any] | None:
-        """The content of ``posterior.json``, see `read_posterior`; None if there is none."""
-        return read_posterior(self.path) if (self.path / POSTERIOR).is_file() else None
-
-    def check(self) -> None:
-        """Raise an error unless all files that are there are as they were written; see `read`."""
-        for name in (self._manifest() or {"files": {}})["files"]:
-            self.read(name)
-        self.posterior()
-
-    def discard(self, name: str) -> None:
-        """Remove a file or folder, if it exists."""
-        path = self.path / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-    def _known(self) -> list[str]:
-        """The existing files and folders whose names are those of a run's files."""
-        return [name for name in ALL if (self.path / name).exists()]
-
-    def _check_unknown(self, names: list[str]) -> None:
-        if names:
-            raise FileExistsError(
-                f"{self.path} holds {', '.join(names)} but no {MANIFEST}: no run of this marglik "
+                f"{folder} holds {', '.join(unknown)} but no {MANIFEST}: no run of this marglik "
                 "wrote that, so it is never overwritten. Pass another --output, or move it away."
             )
+        return
+    there, here = _name(manifest["command"], manifest["preset"]), _name(command, preset)
+    if there != here:
+        raise FileExistsError(
+            f"{folder} already holds a run of {there}, which {here} does not overwrite. Pass "
+            "another --output, or remove the folder."
+        )
+    can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
+    left = [name for name in FOUND if (folder / name).exists()]
+    if not overwrite and (left or can_resume):
+        resume = "--resume to continue it, " if can_resume else ""
+        raise FileExistsError(
+            f"{folder} already holds a run ({(left or [CHECKPOINT])[0]}); pass --overwrite, "
+            f"{resume}or another --output."
+        )
 
-    def _manifest(self) -> dict[str, Any] | None:
-        path = self.path / MANIFEST
-        return read_record(path, FORMAT, REMEDY) if path.is_file() else None
 
-    def _write_manifest(self, command: str, preset: str | None, sums: dict[str, list[str]]) -> None:
-        record = {"format": FORMAT, "command": command, "preset": preset, "files": sums}
-        write_record(self.path / MANIFEST, record, {})
+def discard(path: Path) -> None:
+    """Remove a file or folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _name(command: str, preset: str | None) -> str:
+    return f"marglik {command}" + (f" --config {preset}" if preset else "")
+
+
+def write_json(path: Path, content: Any) -> str:
+    """Write a JSON file atomically; returns its SHA-256 sum."""
+    return write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | None = None) -> str:
+    """Write a record with its own sum and those of its files, by name; returns the file's sum."""
+    # As it will be read back: tuples become lists.
+    record = json.loads(json.dumps({"format": f"marglik.{path.stem}"} | record))
+    files = dict(sums or {})
+    return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    """Write ``results.json``, with the sums of the files that the run has written before."""
+    names = [name for name in (CONFIG, LOG, POSTERIOR, ENSEMBLE) if (folder / name).exists()]
+    write_record(folder / RESULTS, results, {name: file_sum(folder / name) for name in names})
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a record, once it and the files that it names are verified; {} if none.
+
+    Raises:
+        ValueError: another program's file; one that is damaged, or lacks a file that it names.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        record = parse_json(path.read_bytes())
+        sums = dict(record.pop("sha256"))
+        own, kind = sums.pop(path.name), record["format"]
+        is_whole = own == _sum_of(record, sums) and kind == f"marglik.{path.stem}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        is_whole, record, sums = False, {}, {}
+    way_out = "Put the original back, or run the command that wrote it again."
+    if not is_whole:
+        raise ValueError(
+            f"{path} is not as marglik wrote it: it was truncated or altered, or another program "
+            f"wrote it. {way_out}"
+        )
+    for name, expected in sums.items():
+        file = path.parent / name
+        # A record from elsewhere must not have any file read: only those beside it.
+        if Path(name).name != name or not file.is_file() or file_sum(file) != expected:
+            raise ValueError(
+                f"{file} is missing, or not the one that {path.name} was written with: it was "
+                f"truncated or altered, or is from another run. {way_out}"
+            )
+    return record
+
+
+def _sum_of(record: dict[str, Any], sums: dict[str, str]) -> str:
+    """The SHA-256 sum of a record with its files' sums, but without its own."""
+    return sha256(json.dumps([record, sums]).encode())
+
+
+def read_posterior(folder: str | Path) -> dict[str, Any]:
+    """The content of ``posterior.json``, once it and the files that it names are verified.
+
+    Raises:
+        FileNotFoundError: there is no posterior.
+        ValueError: a file is missing or damaged.
+    """
+    record = read_record(Path(folder) / POSTERIOR)
+    if not record:
+        raise FileNotFoundError(
+            f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
+            "marglik fit."
+        )
+    return record
 
 
 class RunLog:
     """Writes each record at once, so that its line is on disk before the next epoch starts.
 
     It starts empty: a resumed run writes its earlier records again. Each record rewrites the whole
-    file, as the folder has a sum of it.
+    file, in one step as all others.
 
     Args:
-        folder: the run's folder, after its `begin`.
+        folder: the run's folder.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOG
         self._lines = ""
-        folder.write(LOG, b"")
+        write_file(self._path, b"")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
         self._lines += json.dumps(record) + "\n"
-        self._folder.write(LOG, self._lines.encode())
+        write_file(self._path, self._lines.encode())
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, in the order in which they were written; none if it has no log.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    return [parse_json(line) for line in (RunFolder(folder).read(LOG) or b"").splitlines()]
-
-
-def _name(command: str, preset: str | None) -> str:
-    return f"marglik {command}" + (f" --config {preset}" if preset else "")
+    """The records of a run, in the order in which they were written; none if it has no log."""
+    path = Path(folder) / LOG
+    return [parse_json(line) for line in path.read_bytes().splitlines()] if path.is_file() else []

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from marglik.cli import COMMANDS, FIRST_STEP, main
-from marglik.runs import training_setup
-from marglik.runs.commands import preset_names
+from marglik.cli import COMMANDS, FIRST_STEP, main, preset_names
+from marglik.runs.train import Training
 from tests.marglik.runs.command_line import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +70,6 @@ WRONG = {
         ["train", "--config", "digit"],
         ["digit", "cifar10_redux, digits"],
     ),
-    "no noise": (["evaluate", ".", "--sigma_noise", "0"], ["sigma_noise", "0.0", "positive"]),
 }
 
 
@@ -130,7 +128,7 @@ def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
         built.append(model)
         raise ValueError("enough")
 
-    monkeypatch.setattr(training_setup.TrainingSetup, "train", train)
+    monkeypatch.setattr(Training, "train", train)
     model = ["--model=MLP"] if joined else ["--model", "MLP"]
     sizes = ["--model.in_features", "64", "--model.num_classes", "10"]
     output = ["--output", str(tmp_path / "run")]
@@ -155,7 +153,7 @@ OPTIONS = {
     "evaluate": (
         ["methods", "predictive.samples", "shift", "ood", "seed", "output"],
         [
-            "folder that marglik train or marglik fit has written, or a checkpoint",
+            "folder that marglik train, marglik fit or save_posterior has written",
             "twenty times the work",
         ],
     ),

@@ -21,8 +21,8 @@ from marglik.prediction.evaluation_record import evaluate
 from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.runs.build import check_model
 from marglik.runs.config import CurvatureConfig
-from marglik.runs.model_check import check_model
 from marglik.training.learner import PriorLearner
 from marglik.training.network import NetworkTraining
 from tests import oracles

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kfac_backend import CurvatureOptions
 from marglik import KronLaplace, Posterior, maximize_evidence
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.storage.record_file import read_posterior
+from marglik.storage.run_folder import read_posterior
 from tests import oracles
 from tests.marglik.posteriors import data, network
 

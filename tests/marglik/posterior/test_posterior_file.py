@@ -12,7 +12,7 @@ from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.storage.record_file import POSTERIOR, read_posterior, write_record
+from marglik.storage.run_folder import POSTERIOR, read_posterior, write_record
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

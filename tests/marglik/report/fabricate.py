@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from kfac_backend.files import write_file
 from marglik.storage.provenance import Provenance
-from marglik.storage.record_file import FACTORS, MODEL, POSTERIOR, as_json, write_record
-from marglik.storage.run_folder import RunFolder
+from marglik.storage.run_folder import begin_run, read_record, write_record
 
 CLASSES = [str(digit) for digit in range(10)]
 NUM_DATA, NUM_TEST = 1438, 359
+CALIBRATION = {
+    "predictive": "Laplace, probit",
+    "calibration": {"covariance_scale": 0.25, "output_temperature": 0.5},
+    "nll": 0.1, "nll_uncalibrated": 0.4, "nll_scaled_map": 0.11, "nll_map": 0.2, "num_terms": 144,
+}  # fmt: skip
 EVIL = "</script><img src=x onerror=alert(1)>\x1b[31m"
 """A name that is markup, and colours a terminal."""
 SHOWN = EVIL.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
@@ -99,7 +103,7 @@ def write_run(
         "seconds": 10.7,
         **ENVIRONMENT,
     }
-    RunFolder(folder).begin("train", Provenance(yaml.safe_dump(options, sort_keys=False)))
+    begin_run(folder, "train", Provenance(yaml.safe_dump(options, sort_keys=False)))
     write(folder / "results.json", results)
     write(folder / "log.jsonl", "".join(f"{json.dumps(record)}\n" for record in records))
     if evaluation is not None:
@@ -109,37 +113,31 @@ def write_run(
 
 
 def write_fit(folder, **more):
-    """What marglik fit writes, and more in its posterior.json."""
-    RunFolder(folder).begin("fit", Provenance(yaml.safe_dump({"seed": 0})))
-    names = layer_names(4)
-    posterior = {
-        "format": "marglik.posterior",
-        "version": 1,
-        "temperature": 1.0,
-        "model": {"class_path": "marglik.models.MLP"},
-        "data": {"name": "digits"},
-        "likelihood": "classification",
-        "prior_precision": dict(zip(names, (1.438, 14.38, 143.8, 2.0), strict=True)),
+    """What marglik fit writes, and more in its results."""
+    begin_run(folder, "fit", Provenance(yaml.safe_dump({"seed": 0})))
+    numbers = zip(layer_names(4), (20.0, 3.0, 300.0, 0.0), (150, 6, 2400, 16), strict=True)
+    results = {
+        "data": "digits",
+        "model": "MLP",
         "num_data": NUM_DATA,
-        "evidence": -1438.0,
-        "effective_parameters": dict(zip(names, (20.0, 3.0, 300.0, 0.0), strict=True)),
-        "parameters": dict(zip(names, (150, 6, 2400, 16), strict=True)),
-        "calibrations": {
-            "Laplace, probit": {
-                "calibration": {"covariance_scale": 0.25, "output_temperature": 0.5},
-                "nll": 0.1,
-                "nll_uncalibrated": 0.4,
-                "nll_scaled_map": 0.11,
-                "nll_map": 0.2,
-                "num_terms": 144,
-            },
+        "evidence": {"first": -2000.0, "kept": -1438.0, "epoch": None},
+        "weight_decay": {
+            name: {
+                "initial": 5e-4,
+                "learned": 1e-3,
+                "effective_parameters": effective,
+                "parameters": size,
+            }
+            for name, effective, size in numbers
         },
+        "calibration": CALIBRATION,
+        "at_bound": True,
+        "note": "",
+        "seconds": 3.0,
         **ENVIRONMENT,
         **more,
     }
-    sums = {n: write_file(folder / n, b"tensors") for n in (FACTORS, MODEL)}
-    path = folder / POSTERIOR
-    write_record(path, posterior, sums)
+    write(folder / "results.json", results)
     return folder
 
 
@@ -148,8 +146,6 @@ def classification(seed=0, classes=CLASSES):
     random = np.random.default_rng(seed + 100)
     sharpness = {"MAP": 0.4, "Laplace, probit": 1.0, "Laplace, mc": 1.3}
     return {
-        "format": "marglik.evaluation",
-        "version": 1,
         "data": "digits",
         "likelihood": "classification",
         "classes": list(classes),
@@ -302,8 +298,6 @@ def regression(seed=0):
         for name, bend in {"MAP": 1.6, "Laplace": 1.1}.items()
     }
     return {
-        "format": "marglik.evaluation",
-        "version": 1,
         "data": "waves",
         "likelihood": "regression",
         "classes": None,
@@ -317,17 +311,16 @@ def regression(seed=0):
 
 
 def write(path: Path, content):
-    """Write a run's file, text or JSON, as marglik would."""
-    if isinstance(content, str):
-        content = content.encode()
-    RunFolder(path.parent).write(
-        path.name, content if isinstance(content, bytes) else as_json(content)
-    )
+    """Write a run's file, text or a record, as marglik would."""
+    if isinstance(content, dict):
+        write_record(path, content)
+    else:
+        path.write_text(content)
 
 
 def changed(path: Path, change):
     """Apply a change in place to the content of a JSON file."""
-    content = json.loads(path.read_text())
+    content = read_record(path)
     change(content)
     write(path, content)
 
@@ -335,10 +328,8 @@ def changed(path: Path, change):
 def without(folder, name):
     """A copy of a run that has not left a file."""
     copy = folder.with_name(f"{folder.name} without {name}")
-    RunFolder(copy).begin("train", Provenance())
-    for path in folder.iterdir():
-        if path.name not in (name, "manifest.json"):
-            write(copy / path.name, path.read_bytes())
+    shutil.copytree(folder, copy)
+    (copy / name).unlink()
     return copy
 
 
@@ -365,5 +356,5 @@ def inject(folder):
             record["weight_decay"] = {EVIL: 0.1, "%{y} <b>bold</b>": 0.2}
             record["seconds"] = {EVIL: 1.0}
     write(folder / "log.jsonl", "\n".join(map(json.dumps, log)))
-    write(folder / "config.yaml", {EVIL: EVIL})
+    write(folder / "config.yaml", yaml.safe_dump({EVIL: EVIL}))
     return folder

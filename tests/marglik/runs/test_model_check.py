@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from marglik.data import ImageSet, ImageSplits, TensorSplits
+from marglik.runs.build import check_model
 from marglik.runs.config import CurvatureConfig
-from marglik.runs.model_check import check_model
 from tests.marglik.networks import ReturnsTuple, RowLSTM, TwiceLinear, WithBatchNorm
 
 pixels = torch.randint(256, (6, 1, 8, 8), dtype=torch.uint8)

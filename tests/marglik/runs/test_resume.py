@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from marglik.cli import main
-from marglik.storage.run_folder import RunFolder, read_log
+from marglik.storage.run_folder import read_log, read_posterior, read_record
 from marglik.training.network import NetworkTraining
 from tests.marglik.runs.command_line import (
     DATA,
@@ -92,7 +92,7 @@ def assert_same(folder, expected):
         a, b = (json.loads((f / name).read_text()) for f in (folder, expected))
         assert without_seconds(a) == without_seconds(b), name
     assert without_seconds(read_log(folder)) == without_seconds(read_log(expected))
-    RunFolder(folder).check()
+    assert read_record(folder / "results.json") and read_posterior(folder)
 
 
 SHARES = [0.02, 0.3, 0.6, 0.97]
@@ -190,10 +190,10 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
     assert main(arguments(run, *short)) == 0
     found = results_of(run)
     assert found["config"]["run"]["epochs"] == 1 and "differences" not in found
-    with (run / "results.json").open("a") as file:
+    with (run / "log.jsonl").open("a") as file:
         file.write(" ")
     message = refusal(capsys, *arguments(run, *short, "--resume"))
-    assert "results.json is not as marglik wrote it" in message
+    assert "log.jsonl is missing, or not the one that results.json was written with" in message
 
 
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):

@@ -15,8 +15,7 @@ from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.runs.config import PriorConfig, RunConfig
 from marglik.runs.train import train
-from marglik.storage.record_file import read_posterior
-from marglik.storage.run_folder import read_log
+from marglik.storage.run_folder import read_log, read_posterior
 from tests.experiments.data.text_and_graphs import dart_entries, nci1_texts, write_dart, write_nci1
 from tests.marglik.linear_networks import NodeCounts, TokenNetwork
 from tests.marglik.runs.command_line import (
@@ -79,7 +78,8 @@ def test_the_saved_posterior_is_that_of_the_results(trained):
     for name, row in results["weight_decay"].items():
         delta = record["prior_precision"][name]
         assert row["learned"] == pytest.approx(delta / results["num_data"])
-    assert laplace.calibrations["Laplace, probit"] == results["calibration"]
+    found = {"predictive": "Laplace, probit"} | laplace.calibrations["Laplace, probit"]
+    assert results["calibration"] == found
     assert record["model"]["class_path"] == "marglik.models.MLP"
 
 

@@ -7,8 +7,15 @@ import torch
 
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import Provenance, environment
-from marglik.storage.record_file import read_record, write_record
-from marglik.storage.run_folder import RunFolder, RunLog, read_log
+from marglik.storage.run_folder import (
+    RunLog,
+    begin_run,
+    discard,
+    read_log,
+    read_record,
+    write_record,
+    write_results,
+)
 from tests.marglik.posteriors import fitted
 from tests.marglik.runs.command_line import content
 from tests.marglik.same_state import same
@@ -95,68 +102,68 @@ def test_a_state_is_due_when_the_last_is_old_enough(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.begin("train", PRESET)
-    run.write("results.json", b"{}")
+    run = tmp_path / "run"
+    begin_run(run, "train", PRESET)
+    log, records = RunLog(run), [{"kind": "epoch", "loss": 1.5}, {"kind": "update"}]
+    for i, record in enumerate(records):
+        log.write(record)
+        assert read_log(run) == records[: i + 1]  # at once
+    write_results(run, {"nll": 0.5, "sizes": (1, 2)})
     return run
 
 
-def test_what_was_written_is_read(folder):
-    assert folder.read("config.yaml") == b"epochs: 1\n" and folder.read("log.jsonl") is None
-    folder.write("results.json", b"[]")
-    assert folder.read("results.json") == b"[]"
-    log, records = RunLog(folder), [{"kind": "epoch", "loss": 1.5}, {"kind": "update"}]
-    for i, record in enumerate(records):
-        log.write(record)
-        assert read_log(folder.path) == records[: i + 1]  # at once
-    folder.check()
+def test_a_record_is_read_as_it_was_written(folder):
+    assert (folder / "config.yaml").read_bytes() == b"epochs: 1\n"
+    found = {"format": "marglik.results", "nll": 0.5, "sizes": [1, 2]}
+    assert read_record(folder / "results.json") == found
+    assert read_record(folder / "evaluation.json") == {}
     assert environment(torch.device("cpu"))["versions"]["torch"] in torch.__version__
 
 
-@pytest.mark.parametrize("name", ["results.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [b"[", b"", b"{} "])
-def test_a_damaged_file_is_one_error(name, damage, folder):
-    (folder.path / name).write_bytes(damage)
-    with pytest.raises(ValueError, match=f"{name} is not as marglik wrote it"):
-        folder.check()
-    if name == "manifest.json":
-        with pytest.raises(ValueError, match="manifest.json is not as marglik wrote it"):
-            folder.begin("train", PRESET, overwrite=True)
+@pytest.mark.parametrize("damage", [lambda c: b"[", lambda c: c.replace(b"0.5", b"0.6")])
+def test_damage_is_one_error(damage, folder):
+    path = folder / "results.json"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="results.json is not as marglik wrote it"):
+        read_record(path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml"])
-def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
-    (tmp_path / name).write_text("mine")
-    run = RunFolder(tmp_path)
-    for begin in (
-        lambda: run.begin("train", PRESET, overwrite=True),
-        lambda: run.adopt("evaluate"),
-    ):
-        with pytest.raises(FileExistsError, match=f"holds {name} but no manifest.json.*never over"):
-            begin()
-    assert content(tmp_path) == {name: b"mine"}
-
-
-def test_a_run_is_overwritten_by_its_like_alone(folder):
-    before = content(folder.path)
-    with pytest.raises(FileExistsError, match=r"a run \(results.json\); pass --overwrite, or"):
-        folder.begin("train", PRESET)
-    for command, provenance in (("train", Provenance()), ("fit", PRESET)):
-        with pytest.raises(FileExistsError, match="a run of marglik train --config digits, which"):
-            folder.begin(command, provenance, overwrite=True)
-    assert content(folder.path) == before
-    Checkpoints(folder.path / "checkpoint" / "learned").save({})
-    folder.discard("results.json")
-    with pytest.raises(FileExistsError, match="pass --overwrite, --resume to continue it, or"):
-        folder.begin("train", PRESET)
-    folder.begin("train", PRESET, overwrite=True)
-    assert content(folder.path).keys() == {"config.yaml", "manifest.json"}
+@pytest.mark.parametrize("name", ["config.yaml", "log.jsonl"])
+def test_a_record_speaks_for_the_files_that_it_names(name, folder):
+    with (folder / name).open("a") as file:
+        file.write(" ")
+    with pytest.raises(ValueError, match=f"{name} is missing, or not the one that results.json"):
+        read_record(folder / "results.json")
 
 
 def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
     (tmp_path / "secret").write_text("mine")
     path = tmp_path / "run" / "posterior.json"
     for name in ("../secret", str(tmp_path / "secret")):
-        write_record(path, {"format": "x"}, {name: "0"})
-        with pytest.raises(ValueError, match="secret is missing, or not the one.*Fit again."):
-            read_record(path, "x", "Fit again.")
+        write_record(path, {}, {name: "0"})
+        with pytest.raises(ValueError, match="secret is missing, or not the one"):
+            read_record(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml"])
+def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"holds {name} but no manifest.json.*never over"):
+        begin_run(tmp_path, "train", PRESET, overwrite=True)
+    assert content(tmp_path) == {name: b"mine"}
+
+
+def test_a_run_is_overwritten_by_its_like_alone(folder):
+    before = content(folder)
+    with pytest.raises(FileExistsError, match=r"a run \(results.json\); pass --overwrite, or"):
+        begin_run(folder, "train", PRESET)
+    for command, provenance in (("train", Provenance()), ("fit", PRESET)):
+        with pytest.raises(FileExistsError, match="a run of marglik train --config digits, which"):
+            begin_run(folder, command, provenance, overwrite=True)
+    assert content(folder) == before
+    Checkpoints(folder / "checkpoint" / "learned").save({})
+    discard(folder / "results.json")
+    with pytest.raises(FileExistsError, match="pass --overwrite, --resume to continue it, or"):
+        begin_run(folder, "train", PRESET)
+    begin_run(folder, "train", PRESET, overwrite=True)
+    assert content(folder).keys() == {"config.yaml", "manifest.json"}

@@ -22,7 +22,7 @@ from marglik import (
 from marglik.data import TensorSplits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
-from marglik.runs.training_setup import TrainingSetup
+from marglik.runs.train import Training
 from marglik.training import learner
 from marglik.training.loaders import MergedBatches
 from marglik.training.optimizers import OptimizerConfig
@@ -96,7 +96,7 @@ def test_all_entries_learn_the_same_decays_by_default():
 
     x, y = dataset().tensors
     splits = TensorSplits((x, y), None, (x, y), "made")
-    setup = TrainingSetup(
+    setup = Training(
         splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
         None, RunConfig(epochs=epochs, batch_size=8, progress=False),
         Fabric(accelerator="cpu", devices=1),
