@@ -43,6 +43,7 @@ from marglik.prediction.links import Link, deviations, probit_outputs
 from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,
+    PredictiveMethod,
     laplace_predictive,
     outputs_of,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "HeldOut",
     "calibrate",
     "calibrations_of",
+    "collected",
     "fit_calibration",
     "fit_sharpness",
 ]
@@ -179,31 +181,15 @@ class HeldOut:
                 spread = spread if len(spread) == len(f) else spread[counted.flatten()]
             return f, spread, y
 
-        found, seen, stride = [], 0, 1
-        for batch in each_batch(batches, "Calibrating", progress):
-            x, y = split_batch(batch, posterior.options.dict_key_y)
-            part = None
-            if len(y) or ranks.size == 1:
-                # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
-                part = [tensor.cpu() for tensor in of_batch(x, y)]
-            parts = [one for one in ranks.gather(part, "calibration") if one is not None]
-            f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
-            kept = (torch.arange(seen, seen + len(f)) % stride) == 0
-            seen += len(f)
-            found.append((f[kept], spread[kept], y[kept]))
-            # Two numbers need no more terms than this: when there are more, keep every second one,
-            # of the later batches as well. Variances count as much as covariances, so that a link
-            # is calibrated on the same terms whatever other links are asked for.
-            numbers = f.shape[1] ** 2 if samples is None else spread[:1].numel()
-            while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, MOST_NUMBERS // numbers):
-                stride *= 2
-                found = [tuple(torch.cat(column)[::2] for column in zip(*found, strict=True))]
-        if not sum(len(y) for *_, y in found):
-            raise ValueError(
-                "There is nothing to calibrate with: the held-out data has no batch, or no target "
-                "that counts."
-            )
-        f, spread, y = (torch.cat(column).to(device) for column in zip(*found, strict=True))
+        def numbers(f: Tensor, spread: Tensor) -> int:
+            # Variances count as much as covariances, so that a link is calibrated on the same terms
+            # whatever other links are asked for.
+            return f.shape[1] ** 2 if samples is None else spread[:1].numel()
+
+        f, spread, y = collected(
+            batches, of_batch, numbers, posterior.options.dict_key_y, progress, ranks
+        )
+        f, spread, y = (column.to(device) for column in (f, spread, y))
         sigma = float(posterior.sigma_noise)
         if samples is None:
             return HeldOut(likelihood, f, spread, y, sigma)
@@ -223,10 +209,8 @@ class HeldOut:
     def double(self) -> "HeldOut":
         """The same in float64."""
         names = ("f", "covariance", "deviations")
-        given = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{n: value.double() for n, value in given.items() if value is not None}
-        )
+        given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        return replace(self, **{name: value.double() for name, value in given.items()})
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
@@ -284,6 +268,54 @@ class HeldOut:
         return loss
 
 
+def collected(
+    batches: Iterable[Any],
+    of_batch: Callable[[Any, Any], tuple[Tensor, Tensor, Tensor]],
+    numbers: Callable[[Tensor, Tensor], int],
+    dict_key_y: str,
+    progress: bool,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, spreads and targets of all held-out terms, or of evenly spaced ones of many.
+
+    Args:
+        batches: (x, y), or mappings.
+        of_batch: the three for inputs and targets; their first axis is that of the terms.
+        numbers: how many numbers one term's outputs and spread take in a search.
+        dict_key_y: the targets' key in mappings.
+        progress: whether to show a bar.
+        ranks: the ranks that each have a part of every batch; all get the whole.
+
+    Raises:
+        ValueError: no batch, or no target that counts.
+    """
+    found: list[tuple[Tensor, ...]] = []
+    seen, stride = 0, 1
+    for batch in each_batch(batches, "Calibrating", progress):
+        x, y = split_batch(batch, dict_key_y)
+        part = None
+        if len(y) or ranks.size == 1:
+            # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
+            part = [tensor.cpu() for tensor in of_batch(x, y)]
+        parts = [one for one in ranks.gather(part, "calibration") if one is not None]
+        f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
+        kept = (torch.arange(seen, seen + len(f)) % stride) == 0
+        seen += len(f)
+        found.append((f[kept], spread[kept], y[kept]))
+        # Two numbers need no more terms than this: when there are more, keep every second one, of
+        # the later batches as well.
+        while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, MOST_NUMBERS // numbers(f, spread)):
+            stride *= 2
+            found = [tuple(torch.cat(column)[::2] for column in zip(*found, strict=True))]
+    if not sum(len(y) for *_, y in found):
+        raise ValueError(
+            "There is nothing to calibrate with: the held-out data has no batch, or no target "
+            "that counts."
+        )
+    f, spread, y = (torch.cat(column) for column in zip(*found, strict=True))
+    return f, spread, y
+
+
 def calibrate(
     posterior: Posterior,
     batches: Iterable[Any],
@@ -310,9 +342,9 @@ def calibrate(
         AttributeError: a posterior that is not fitted.
         ValueError: no held-out target that counts.
     """
-    links = [config.method]
-    held_out = HeldOut.of(posterior, batches, config, progress=progress, links=links)
-    fit = _fits(posterior, held_out, [config])[config.label]
+    fit = calibrations_of(posterior, batches, config, [config.method], progress=progress)[
+        config.label
+    ]
     # The seed of the search: s and τ are best for its samples, others add their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     state, found = generator.get_state(), []
@@ -327,41 +359,35 @@ def calibrations_of(
     posterior: Posterior,
     batches: Iterable[Any],
     config: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    links: Sequence[PredictiveMethod] = get_args(Link),
     *,
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, CalibrationFit]:
-    """Calibrate the predictives of both links; returns label -> calibration.
+    """Calibrate the predictives of several links; returns label -> calibration.
 
-    They need the same outputs and covariances, so that one pass over the data serves them both.
+    They need the same outputs and covariances, so that one pass over the data serves them all.
     With method "linearised", only that one is calibrated. The posterior stores the calibrations.
 
     Args:
         posterior: the fitted posterior.
         batches: held-out (x, y), or mappings.
         config: which layers' uncertainty counts, and the number of samples of link "mc".
+        links: the links.
         progress: whether to show a bar over the batches.
         ranks: the ranks that each have a part of every batch, see `predict_all`; all get the same
             calibrations, to the bit.
     """
-    held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks)
-    of_links = [replace(config, method=link) for link in get_args(Link)]
-    fits = _fits(posterior, held_out, [config] if config.method == "linearised" else of_links)
-    if ranks.size > 1:  # to the bit
-        fits, posterior.calibrations = ranks.gather((fits, posterior.calibrations), "fits")[0]
-    return fits
-
-
-def _fits(
-    posterior: Posterior, held_out: HeldOut, configs: Sequence[PredictiveConfig]
-) -> dict[str, CalibrationFit]:
-    """Label -> calibration, for each way of predicting; stored in the posterior."""
+    methods = [config.method] if config.method == "linearised" else links
+    held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
     fits = {}
-    for config in configs:
-        link = "mc" if config.method == "linearised" else config.method
-        fits[config.label] = fit = fit_calibration(held_out, link, config.samples)
+    for method in methods:
+        label = replace(config, method=method).label
+        link: Link = "probit" if method == "probit" else "mc"
+        fits[label] = fit = fit_calibration(held_out, link, config.samples)
         if fit.calibration.covariance_scale == 0:
-            _logger.warning("%s: %s", config.label, fit.calibration.in_words)
+            _logger.warning("%s: %s", label, fit.calibration.in_words)
+    fits = ranks.gather(fits, "fits")[0]  # to the bit
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits
 

@@ -1,7 +1,8 @@
 """What the report plots: reliability, coverage, risk-coverage and ROC curves, errors by class.
 
-Each is computed from all examples, and returned as plain lists. Of risk-coverage and ROC curves at
-most `POINTS` points are kept. Inputs are those that `marglik.prediction.metrics` has checked.
+Each is computed from all examples, and returned as plain lists. Risk-coverage curves have at most
+`POINTS` points, ROC curves as many, at the same shares for all predictives. Inputs are those that
+`marglik.prediction.metrics` has checked.
 """
 
 from collections.abc import Sequence
@@ -145,8 +146,9 @@ def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
 
     is_ood = [0] * len(inside) + [1] * len(outside)
     fpr, tpr, _ = metrics.roc_curve(is_ood, torch.cat([inside, outside]).numpy())
-    kept = _some(len(fpr))
-    return {"fpr": _plain(torch.tensor(fpr)[kept]), "tpr": _plain(torch.tensor(tpr)[kept])}
+    shares = torch.linspace(0, 1, POINTS, dtype=torch.float64)
+    at = torch.searchsorted(torch.from_numpy(fpr), shares, right=True) - 1
+    return {"fpr": _plain(shares), "tpr": _plain(torch.from_numpy(tpr)[at])}
 
 
 def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any]]:

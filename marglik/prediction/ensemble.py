@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from kfac_backend.files import read_tensors, write_tensors
 from kfac_backend.loss import check_targets, counted_terms
-from kfac_backend.model.batches import Targets, each_batch, split_batch
+from kfac_backend.model.batches import Targets
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.calibration import Calibration
-from marglik.prediction.calibration import HeldOut, fit_sharpness
+from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
 from marglik.prediction.links import Prediction, predict_from_outputs
 from marglik.prediction.predictive import outputs_of
 from marglik.storage.model_state import check_state, tensors_of
@@ -114,26 +114,21 @@ class Ensemble:
             ValueError: no held-out target that counts, or targets that do not fit the outputs.
         """
         targets_of = Targets(self.likelihood, targets)
-        parts: list[tuple[Tensor, Tensor]] = []
-        for batch in each_batch(batches, "Calibrating", progress):
-            x, y = split_batch(batch, targets.dict_key_y)
-            part = None
-            if len(y) or ranks.size == 1:
-                f, y = self._outputs(x).cpu(), targets_of(self.model, x, y).cpu()
-                check_targets(f[0], y, self.likelihood, may_ignore=targets_of.may_ignore)
-                counted = counted_terms(y, self.likelihood)
-                f, y = f.flatten(1, -2), y.flatten(0, f.dim() - 3)  # (K, M, C), (M,) or (M, C)
-                if counted is not None:
-                    f, y = f[:, counted.flatten()], y[counted.flatten()]
-                part = f, y.long() if self.likelihood == "classification" else y
-            parts += [one for one in ranks.gather(part, "calibration") if one is not None]
-        if not sum(len(y) for _, y in parts):
-            raise ValueError(
-                "There is nothing to calibrate with: the held-out data has no batch, or no target "
-                "that counts."
-            )
-        f, y = torch.cat([f for f, _ in parts], 1), torch.cat([y for _, y in parts])
-        held_out = HeldOut(self.likelihood, f[0], None, y, self.sigma_noise, f - f[0])
+
+        def of_batch(x: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
+            f, y = self._outputs(x).cpu(), targets_of(self.model, x, y).cpu()
+            check_targets(f[0], y, self.likelihood, may_ignore=targets_of.may_ignore)
+            counted = counted_terms(y, self.likelihood)
+            f, y = f.flatten(1, -2), y.flatten(0, f.dim() - 3)  # (K, M, C), (M,) or (M, C)
+            if counted is not None:
+                f, y = f[:, counted.flatten()], y[counted.flatten()]
+            spread = (f - f[0]).movedim(0, 1)  # (M, K, C)
+            return f[0], spread, y.long() if self.likelihood == "classification" else y
+
+        f, spread, y = collected(
+            batches, of_batch, lambda _, s: s[:1].numel(), targets.dict_key_y, progress, ranks
+        )
+        held_out = HeldOut(self.likelihood, f, None, y, self.sigma_noise, spread.movedim(1, 0))
         self.calibration = ranks.gather(fit_sharpness(held_out), "calibration")[0]
         return self.calibration
 

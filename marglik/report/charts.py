@@ -10,7 +10,6 @@ dark one the page's style sheet inverts the charts.
 # pyright: reportOptionalIterable=false
 
 import math
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,8 +59,6 @@ MOST_CLASSES = 30
 LONGEST_NAME = 26
 MOST_COLUMNS = 21
 """Most columns of a chart's table: of a longer curve it has points that are evenly spaced."""
-STEPS = [step / 20 for step in range(1, 21)]
-"""Where the tables of curves of shares have columns."""
 SHIFT_MEASURES = ("cls/NLL", "reg/NLL", "reg/RMSE", "cal/ECE")
 NAMES = {"name", "text", "ticktext", "customdata"}
 """Where names from a run's files stand in a figure."""
@@ -109,12 +106,11 @@ def _chart(
     *,
     rows: Sequence[str] = (),
     keys: Sequence[str] = (),
-    listed: Sequence[Trace] = (),
     show: Show = lambda value: number(value, 4),
     wide: bool = False,
     **layout: Any,
 ) -> Chart:
-    """A chart and its table, which has a row for each trace, with notes in small print.
+    """A chart and its table: a row for each trace that can be hovered over, notes in small print.
 
     Args:
         title: of the chart.
@@ -122,7 +118,6 @@ def _chart(
         axes: titles of the x and y axes.
         rows: names of rows, at y = 0, 1, ... from the top, of a chart with a value per row.
         keys: what to call each point in the table; by default its row, or its x.
-        listed: the traces of the table; by default those with a name that can be hovered over.
         show: the text of a value.
         wide: whether it is as wide as the page.
         layout: as for `go.Figure.update_layout`.
@@ -138,9 +133,7 @@ def _chart(
     figure = go.Figure([*traces], {"xaxis": x, "yaxis": y})
     figure.update_layout(**layout)
 
-    listed = listed or [
-        t for t in traces if t.name and t.hoverinfo != "skip" and t.showlegend is not False
-    ]
+    listed = [trace for trace in traces if trace.hoverinfo != "skip"]
     named, lines = [*(keys or rows)], []
     places = [*range(len(named))] or sorted({at for trace in listed for at in trace.x})
     if not named and len(places) > MOST_COLUMNS:
@@ -455,21 +448,15 @@ def share_chart(
     The latter is the share of out-of-distribution examples that are flagged, over that of our own.
     """
     keys, axes = ("coverage", "risk"), ("coverage", "error rate")
-    hover, traces, listed = "coverage %{x:.1%}<br>error rate %{y:.2%}", [], []
+    hover, traces = "coverage %{x:.1%}<br>error rate %{y:.2%}", []
     if part == "roc":
         keys, axes = ("fpr", "tpr"), ("flagged of the test set", "flagged of the others")
         hover, traces = "%{y:.1%} of the others,<br>%{x:.1%} of its own", [_reference("chance")]
     for one in series:
         x, y = (one.content[part][key] for key in keys)
         traces.append(_curve(one, x, y, mode="lines", hovertemplate=hover))
-        # In the table, the values of the last points at or before each step.
-        at_steps = [y[max(bisect(x, step) - 1, 0)] for step in STEPS]
-        listed.append(go.Scatter(name=one.label, x=STEPS, y=at_steps))
-    columns = [percent(step, 0) for step in STEPS]
     y = {"rangemode": "tozero", "tickformat": "~%"}
-    return _chart(
-        title, traces, axes, keys=columns, listed=listed, show=percent, xaxis=SHARE, yaxis=y
-    )
+    return _chart(title, traces, axes, show=percent, xaxis=SHARE, yaxis=y)
 
 
 def class_chart(title: str, series: Sequence[Predictive], classes: Sequence[str]) -> Chart:

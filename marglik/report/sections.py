@@ -110,7 +110,7 @@ def _summary(runs: Sequence[Run]) -> Blocks:
     return [
         *blocks,
         *map(Note, dict.fromkeys(texts)),
-        *_without(runs, [r for r in runs if r.evaluation], "further metrics"),
+        *_without(runs, [r for r in runs if r.evaluation], "evaluation.json", ""),
     ]
 
 
@@ -136,7 +136,7 @@ def _curves(runs: Sequence[Run]) -> Blocks:
     updated, trained = [r for r in runs if r.updates], [r for r in runs if r.epochs]
     found = [charts.evidence_chart(updated)] if updated else []
     found += [charts.loss_chart(trained)] if trained else []
-    return [found, *_unlogged(runs, updated, "evidence over epochs")]
+    return [found, *_without(runs, updated, "evidence over epochs")]
 
 
 def _weight_decay(runs: Sequence[Run]) -> Blocks:
@@ -144,7 +144,7 @@ def _weight_decay(runs: Sequence[Run]) -> Blocks:
     found = charts.weight_decay_charts(updated)
     if final and (len(runs) > 1 or not updated):
         found.insert(0, charts.final_weight_decay_chart(final))
-    notes = _unlogged(runs, updated, "weight decay over epochs")
+    notes = _without(runs, updated, "weight decay over epochs")
     return [found, *notes]
 
 
@@ -156,7 +156,7 @@ def _effective(runs: Sequence[Run]) -> Blocks:
 
 def _time(runs: Sequence[Run]) -> Blocks:
     logged = [run for run in runs if run.epochs]
-    return [[charts.time_chart(logged)] if logged else [], *_unlogged(runs, logged, "times")]
+    return [[charts.time_chart(logged)] if logged else [], *_without(runs, logged, "times")]
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:
@@ -165,7 +165,11 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
         found = one.content["reliability"]
         groups[one.chart, tuple(found.get("edges") or found["levels"])].append(one)
     found = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
-    return [found, *_held_out(runs), *_without(runs, [one.run for one in series], "reliability")]
+    return [
+        found,
+        *_held_out(runs),
+        *_without(runs, [one.run for one in series], "reliability diagram", ""),
+    ]
 
 
 def _held_out(runs: Sequence[Run]) -> list[Table]:
@@ -212,7 +216,7 @@ def _errors(runs: Sequence[Run]) -> Blocks:
             if counts := one.content["classes"].get("confusion"):
                 of = one.label if one.run.alone else f"{title}, {one.label}"
                 matrices.append(Confusion(of, names, counts))
-    return [found, *matrices, *_without(runs, [one.run for one in series], "errors by class")]
+    return [found, *matrices, *_without(runs, [one.run for one in series], "errors by class", "")]
 
 
 def _entropy(runs: Sequence[Run]) -> Blocks:
@@ -225,11 +229,9 @@ def _entropy(runs: Sequence[Run]) -> Blocks:
         curves[f"ROC curve: {data if one.run.alone else one.name}"].append(one)
     found = [charts.share_chart(title, group, "roc") for title, group in curves.items()]
     found += [charts.entropy_chart(one, 1.05 * max(shares)) for one in series]
-    notes = _without(runs, [one.run for one in series], "predictive entropy")
-    for run in {id(p.run): p.run for p in series if "ood" not in p.content["entropy"]}.values():
-        command = f"marglik evaluate {quote(str(run.folder))} --ood marglik.data.Noise"
-        text = f"The evaluation in {run.folder} has no out-of-distribution data. For images:"
-        notes.append(Note(text, command))
+    notes = _without(runs, [one.run for one in series], "predictive entropy", "")
+    others = [one.run for one in series if "ood" in one.content["entropy"]]
+    notes += _without(runs, others, "out-of-distribution data", "--ood marglik.data.Noise")
     return [found, *notes]
 
 
@@ -246,7 +248,7 @@ def _uncertain(runs: Sequence[Run]) -> Blocks:
         by = "By" if run.alone else f"{run.label}, by"
         found = run.evaluation["uncertain"]
         galleries.append(Gallery(f"{by} {found['predictive']}", found["examples"]))
-    return [*galleries, *_without(runs, [one.run for one in series], "images")]
+    return [*galleries, *_without(runs, [one.run for one in series], "images", "")]
 
 
 def _suspicious(runs: Sequence[Run]) -> Blocks:
@@ -339,36 +341,22 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
 """Id of a section in page.html.j2 -> what stands in it."""
 
 
-# Notes on what is missing
-
-
-def _unlogged(runs: Sequence[Run], having: Sequence[Run], what: str) -> list[Note]:
-    """A note for each run whose log lacks ``what``, which says why."""
-    notes = []
-    for run in [run for run in runs if not any(run is one for one in having)]:
-        why = "no update of the weight decays was due" if run.epochs else "there is no log.jsonl"
-        if run.is_fit:
-            why = "a posterior that was fitted to a trained network has no epochs"
-        notes.append(Note(f"No {what} for {run.folder}: {why}."))
-    return notes
-
-
-def _without(runs: Sequence[Run], having: Sequence[Run], what: str, option: str = "") -> list[Note]:
-    """A note for each run that lacks a part of the evaluation, with a command that adds it.
+def _without(
+    runs: Sequence[Run], having: Sequence[Run], what: str, option: str | None = None
+) -> list[Note]:
+    """A note for each run that lacks a part of the page, with the command that adds it.
 
     Args:
         runs: the runs of the page.
         having: those with the part.
         what: name of the part.
-        option: option of `marglik evaluate` that adds the part for images.
+        option: option of `marglik evaluate` that adds the part for images; "" if it always does,
+            None if no command does.
     """
     notes = []
     for run in [run for run in runs if not any(run is one for one in having)]:
-        command = f"marglik evaluate {quote(str(run.folder))} {option}".strip()
-        if not run.evaluation:
-            text = f"{run.folder} has no evaluation.json, which holds {what}. To get it:"
-        else:
-            text = f"The evaluation in {run.folder} has no {what}."
-            text, command = (f"{text} For images:", command) if option else (text, "")
-        notes.append(Note(text, command))
+        adds = option is not None and (option or not run.evaluation)
+        command = f"marglik evaluate {quote(str(run.folder))} {option}".strip() if adds else ""
+        hint = " For images:" if option else " To get it:" if adds else ""
+        notes.append(Note(f"{run.folder} has no {what}.{hint}", command))
     return notes

@@ -9,10 +9,8 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import KronLaplace
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction, predict_from_gaussian, predict_from_outputs
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
@@ -127,21 +125,6 @@ def test_does_not_depend_on_batches_modes_or_gradients(likelihood, method):
         assert_close(same.tensors(), whole.tensors())
 
 
-def test_memory_reaches_the_covariance_which_is_kept(monkeypatch):
-    given = []
-
-    class Recording(OutputCovariance):
-        def __init__(self, *args, memory, **options):
-            given.append(memory)
-            super().__init__(*args, memory=memory, **options)
-
-    monkeypatch.setattr("marglik.posterior.posterior.OutputCovariance", Recording)
-    la, x = fitted()
-    for memory in (1, 64, 64):
-        predictive(la, memory=memory)(x)
-    assert given == [2**20, 2**26]
-
-
 def test_last_layer_is_the_posterior_of_it_alone():
     la, x = fitted()
     frozen = network()
@@ -184,32 +167,6 @@ def test_map_is_the_networks_own_prediction(likelihood):
         assert (predictive(flat)(x).mean - p.mean).abs().max() < 1e-5
 
 
-class InPlace(nn.Sequential):
-    """Changes its input in place, as normalisation at the start of a forward does."""
-
-    def forward(self, x):
-        return super().forward(x.sub_(0.5).div_(0.25))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_changes_its_input_in_place(kind):
-    (x, y), model = data(), network()
-    plain, _ = fitted(model=nn.Sequential(nn.Identity(), *model))
-    plain.fit([((x - 0.5) / 0.25, y)])
-    la = KronLaplace(InPlace(nn.Identity(), *model), "classification", prior_precision=DELTAS)
-    la.fit([(x, y)])
-    means = []
-    for each, inputs in ((la, x), (plain, (x - 0.5) / 0.25)):
-        before = inputs.clone()
-        if kind is None:
-            predict = map_predictive(each.model)
-        else:
-            predict = calibrate(each, [(inputs, y)], PredictiveConfig(**kind))
-        means.append(predict(inputs).mean)
-        assert torch.equal(inputs, before)
-    assert_close(*means)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_leaves_weights_modes_and_hooks(kind, error):
@@ -229,20 +186,6 @@ def test_a_failure_leaves_weights_modes_and_hooks(kind, error):
     assert [module.training for module in la.model.modules()] == modes
     assert all(torch.equal(value, before[n]) for n, value in la.model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in la.model.modules())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "bridge"}, "predictive.method='bridge' is not supported; choose one"),
-        ({"layers": "first"}, "predictive.layers='first' is not supported; choose one of 'all'"),
-        ({"method": "linearised", "layers": "last"}, "'last' is not for method 'linearised'"),
-        ({"samples": 0}, "predictive.samples must be positive, not 0"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        PredictiveConfig(**options)
 
 
 @pytest.mark.parametrize(

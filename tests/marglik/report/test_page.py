@@ -153,7 +153,7 @@ def test_what_a_page_says(page):
 def test_a_fitted_posterior_has_a_page(tmp_path):
     page = page_of(write_fit(tmp_path / "fit"))
     assert "marglik evaluate" in page.text
-    assert "a posterior that was fitted to a trained network has no epochs" in page.text
+    assert "fit has no evidence over epochs" in page.text
     assert len(page.figures()) == 2  # weight decay at the end, effective parameters
     assert "covariances times 0.25, outputs divided by 0.5" in page.text
 
