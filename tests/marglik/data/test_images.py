@@ -267,7 +267,7 @@ def test_corruption_grows_with_severity_and_has_a_seed(photographs, kind, channe
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("severity", SEVERITIES)
+@pytest.mark.parametrize("severity", [1, 5])
 def test_corruptions_have_the_stated_strengths(photographs, severity):
     i = severity - 1
     # Grey 128 is five standard deviations of the strongest noise away from black and white.
@@ -290,12 +290,6 @@ def test_corruptions_have_the_stated_strengths(photographs, severity):
     stored = encoded(photographs[0].permute(1, 2, 0).numpy(), quality=quality)
     expected, _ = decoded_by_pil({"test/cat/0.jpg": stored}, "test")
     assert torch.equal(corrupt(photographs[:1], "jpeg", severity), expected)
-
-
-def test_tiny_images_are_blurred_as_far_as_they_reach():
-    for shape in ((1, 1), (2, 3), (1, 8)):
-        images = torch.randint(256, (2, 3, *shape), dtype=torch.uint8)
-        assert corrupt(images, "blur", 5).shape == images.shape
 
 
 @pytest.mark.parametrize(
