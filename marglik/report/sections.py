@@ -231,7 +231,8 @@ def _entropy(runs: Sequence[Run]) -> Blocks:
     found += [charts.entropy_chart(one, 1.05 * max(shares)) for one in series]
     notes = _without(runs, [one.run for one in series], "predictive entropy", "")
     others = [one.run for one in series if "ood" in one.content["entropy"]]
-    notes += _without(runs, others, "out-of-distribution data", "--ood marglik.data.Noise")
+    told = [run for run in runs if any(run is one.run for one in series)]
+    notes += _without(told, others, "out-of-distribution data", "--ood marglik.data.Noise")
     return [found, *notes]
 
 
