@@ -235,6 +235,8 @@ class Training:
             "weight_decay": updates[-1]["weight_decay"],
             "evidence_per_example": [of["evidence_per_example"] for of in updates],
         }
+        if "ranges" in updates[0]:
+            record["path"] = [of["ranges"] for of in updates]
         return Trained(model.eval(), learner.weight_decays(), seconds, record)
 
     def warm_up(self, split: Split) -> None:

@@ -37,6 +37,7 @@ class LearnedAugmentation(nn.Module):
         copies: S.
         ranges: initial η of each range, by name; those that are left out begin at a share of
             `START` of the largest.
+        learns: whether the evidence changes the ranges; otherwise they stay as they are.
 
     Raises:
         ValueError: no transform, two ranges of one name, or a range that is unknown, negative or
@@ -53,9 +54,11 @@ class LearnedAugmentation(nn.Module):
         transforms: Sequence[Transform],
         copies: int = 4,
         ranges: dict[str, float] | None = None,
+        learns: bool = True,
     ) -> None:
         super().__init__()
         self.model, self.transforms, self.copies = model, list(transforms), copies
+        self.learns = learns
         self.names = [name for transform in self.transforms for name in transform.names]
         """The names of all ranges."""
         if not self.names or len(set(self.names)) < len(self.names) or copies < 1:

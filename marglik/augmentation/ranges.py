@@ -65,7 +65,9 @@ class RangeLearner:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [m for m in model.modules() if isinstance(m, LearnedAugmentation)]
+        self.modules = [
+            m for m in model.modules() if isinstance(m, LearnedAugmentation) and m.learns
+        ]
         if not self.modules:
             return
         self._shares = [(m.ranges / m.largest.to(m.ranges)).requires_grad_() for m in self.modules]

@@ -1,0 +1,1 @@
+"""What learned invariances bring."""

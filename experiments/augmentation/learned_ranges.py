@@ -1,0 +1,333 @@
+"""Augmentations whose ranges the evidence learns, beside none, known, usual and tuned ones.
+
+Digits are upright, or turned, moved or scaled at random, each once; images of CIFAR-10 (JPEG) are
+as they are. The network averages its outputs over four copies and learns all six ranges of an
+affine transform at once (with colours and a flip for CIFAR-10), starting from a twentieth of the
+largest. Its rivals have the same rates, average and learned weight decays: no augmentation; the
+range that the data was made with, in the model or in the loader; random crops and flips; torch-
+vision's TrivialAugmentWide; ranges that held-out data choose from five; and ranges learned by the
+training loss with a bonus for wide ones (Augerino; Benton et al. 2020, arXiv:2010.11882). As four
+copies take longer, the loaders' ways are also trained for four times as many epochs. Test NLL at a
+temperature that the held-out data choose.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torchvision.transforms import v2
+
+from experiments.studies import markdown, mean_with_error, quiet_training, study
+from experiments.weight_decay.training import (
+    Batches,
+    Split,
+    Trained,
+    Training,
+    convolutions,
+    digits,
+    no_norm,
+    scaled_scores,
+    small_images,
+    with_wrong_labels,
+)
+from marglik import settling_rate
+from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
+from marglik.storage.provenance import environment
+
+COPIES = 4
+SHARES = (0.1, 0.25, 0.5, 1.0)
+"""Of the largest ranges, from which, and from none, held-out data choose."""
+BONUS = 0.05
+"""Augerino's weight of ‖η‖, its authors' middle one."""
+DECAY = 5e-4
+"""Augerino's weight decay."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, what was done to it, and the network."""
+
+    data: Callable[[], tuple[Tensor, Tensor]]
+    network: Callable[[], nn.Module]
+    examples: int
+    held_out: int
+    done: dict[str, float] = field(default_factory=dict)
+    """The ranges of an affine transform that each image was put through once, by name."""
+    colour: bool = False
+    epochs: int = 40
+    lr: float = 0.05
+
+    @property
+    def transforms(self) -> list[Transform]:
+        """What is learned, without knowing what was done."""
+        return [Affine(), Color(), Flip()] if self.colour else [Affine()]
+
+
+def small_network() -> nn.Module:
+    """Two convolutions for digits."""
+    return convolutions(no_norm, "flattened")
+
+
+def colour_network() -> nn.Module:
+    """Two convolutions for 16×16 images."""
+    return convolutions(no_norm, "flattened", 3, 16)
+
+
+DIGITS = Problem(digits, small_network, 400, 100)
+CIFAR = Problem(small_images, colour_network, 1000, 500, colour=True, epochs=30, lr=0.02)
+PROBLEMS = {
+    "digits": DIGITS,
+    "digits, ±45°": replace(DIGITS, done={"rotate": math.pi / 4}),
+    "digits, ±180°": replace(DIGITS, done={"rotate": math.pi}),
+    "digits, moved": replace(DIGITS, done={"move x": 0.5, "move y": 0.5}),
+    "digits, scaled": replace(DIGITS, done={"scale x": 0.5, "scale y": 0.5}),
+    "CIFAR-10 (JPEG), 1,000": CIFAR,
+    "CIFAR-10 (JPEG), 4,000": replace(CIFAR, examples=4000),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A problem and a seed."""
+
+    problem: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        problem = "".join(c if c.isalnum() else "_" for c in self.problem.lower())
+        return f"{problem}_{self.seed}"
+
+
+@dataclass
+class Augmented:
+    """Images that are transformed anew each time that they are read."""
+
+    x: Tensor
+    change: Callable[[Tensor], Tensor]
+
+    def __getitem__(self, which: Tensor) -> Tensor:
+        return self.change(self.x[which])
+
+
+def moved(x: Tensor, ranges: dict[str, float]) -> Tensor:
+    """Images put through an affine transform of random numbers within the ranges."""
+    if not ranges:
+        return x
+    u = 2 * torch.rand(len(x), len(ranges)) - 1
+    return Affine(*ranges)(x, torch.tensor(list(ranges.values())), u)
+
+
+def cropped(x: Tensor) -> Tensor:
+    """Random crops after padding by an eighth of the size, and flips."""
+    size = x.shape[-1]
+    padded = F.pad(x, [size // 8] * 4)
+    crop = v2.RandomCrop(size)
+    images = torch.stack([crop(image) for image in padded])
+    flips = torch.rand(len(x)) < 0.5
+    return torch.where(flips[:, None, None, None], images.flip(-1), images)
+
+
+def trivial(x: Tensor) -> Tensor:
+    """TrivialAugmentWide on images, whose values it takes as those of pixels from 0 to 255."""
+    low, high = x.min(), x.max()
+    pixels = ((x - low) / (high - low) * 255).round().to(torch.uint8)
+    augment = v2.TrivialAugmentWide()
+    changed = torch.stack([augment(image) for image in pixels])
+    return changed.float() / 255 * (high - low) + low
+
+
+def augerino(problem: Problem, split: Split, seed: int) -> Trained:
+    """Ranges by stochastic gradient descent on the training loss less a bonus for wide ones."""
+    torch.manual_seed(seed)
+    model = LearnedAugmentation(problem.network(), problem.transforms, COPIES, learns=False)
+    loader = Batches(*split, 50)
+    optimizer = torch.optim.SGD(
+        model.parameters(), problem.lr, momentum=0.9, nesterov=True, weight_decay=DECAY
+    )
+    rate = settling_rate(optimizer, problem.epochs * len(loader))
+    ranges = model.ranges.requires_grad_()
+    of_ranges = torch.optim.Adam([ranges], lr=0.01)
+    average = AveragedModel(model)
+    started = time.process_time()
+    for epoch in range(problem.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            of_ranges.zero_grad()
+            (F.cross_entropy(model(x), y) - BONUS * ranges.norm()).backward()
+            optimizer.step()
+            of_ranges.step()
+            rate.step()
+            with torch.no_grad():
+                ranges.clamp_(min=0.0).copy_(torch.minimum(ranges, model.largest))
+            if epoch >= round(2 / 3 * problem.epochs):
+                average.update_parameters(model)
+    ranges.requires_grad_(False)
+    model.load_state_dict(average.module.state_dict() | {"ranges": ranges})
+    return Trained(model.eval(), torch.tensor(DECAY), time.process_time() - started)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """All ways of a problem and a seed."""
+    torch.set_num_threads(1)
+    problem = PROBLEMS[config.problem]
+    x, y = problem.data()
+    torch.manual_seed(1000 + config.seed)
+    x = moved(x, problem.done)
+    (x, y), held_out, test = with_wrong_labels(
+        x, y, problem.examples, problem.held_out, 0.0, config.seed
+    )
+    found: dict[str, dict[str, Any]] = {}
+
+    def wrapped(
+        transforms: Sequence[Transform], copies: int = COPIES, **options: Any
+    ) -> Callable[[], nn.Module]:
+        return lambda: LearnedAugmentation(problem.network(), transforms, copies, **options)
+
+    def train(
+        name: str,
+        make: Callable[[], nn.Module] = problem.network,
+        change: Callable[[Tensor], Tensor] | None = None,
+        epochs: int = problem.epochs,
+    ) -> dict[str, Any]:
+        inputs = x if change is None else Augmented(x, change)
+        training = Training(make, epochs, "sgd", problem.lr)
+        return score(name, training.run((inputs, y), config.seed, None))
+
+    @torch.no_grad()
+    def score(name: str, trained: Trained) -> dict[str, Any]:
+        model = trained.model.eval()
+        outputs = (torch.cat([model(part) for part in of.split(500)])[None] for of in
+                   (held_out[0], test[0]))  # fmt: skip
+        f_held_out, f = outputs
+        found[name] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        found[name] |= {"raw_nll": F.cross_entropy(f[0], test[1]).item()}
+        found[name] |= {"seconds": trained.seconds} | trained.record
+        if isinstance(model, LearnedAugmentation):
+            found[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))
+        return found[name]
+
+    with quiet_training():
+        Training(problem.network).warm_up((x, y))
+        train("none")
+        train("learned", wrapped(problem.transforms))
+        train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
+        half = {name: v / 2 for t in problem.transforms for name, v in t.known.items()}
+        train("learned, from wide", wrapped(problem.transforms, ranges=half))
+        if problem.done:
+            known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
+            train("known, in the model", known)
+
+            def change(images: Tensor) -> Tensor:
+                return moved(images, problem.done)
+
+            train("known, in the loader", change=change)
+            train("known, in the loader, 4×", change=change, epochs=4 * problem.epochs)
+        else:
+            train("none, 4×", epochs=4 * problem.epochs)
+        if problem.colour:
+            train("crop and flip", change=cropped)
+            train("crop and flip, 4×", change=cropped, epochs=4 * problem.epochs)
+            train("TrivialAugment", change=trivial)
+        score("Augerino", augerino(problem, (x, y), config.seed))
+        if problem.done:  # of what was done, as a user would tune it
+            tuned = {
+                share: train(f"share {share}", wrapped(
+                    [Affine(*problem.done)], learns=False,
+                    ranges={name: share * Affine.known[name] for name in problem.done},
+                )) for share in SHARES
+            }  # fmt: skip
+            choices = [found["none"], *tuned.values()]
+            best = min(choices, key=lambda of: of["held_out_nll"])
+            found["tuned"] = best | {"seconds": sum(of["seconds"] for of in choices)}
+    return {"config": asdict(config), "results": found, **environment(torch.device("cpu"))}
+
+
+WAYS = (
+    "none", "none, 4×", "learned", "learned, 8 copies", "learned, from wide", "known, in the model",
+    "known, in the loader", "known, in the loader, 4×", "crop and flip", "crop and flip, 4×",
+    "TrivialAugment", "Augerino", "tuned",
+)  # fmt: skip
+
+LEARNED = ("learned", "learned, 8 copies", "learned, from wide")
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Each way's scores and cost, and what the learned ranges bring, paired by seed."""
+    by_problem: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for of in found:
+        by_problem[of["config"]["problem"]].append(of["results"])
+    rows = [["data", "augmentation", "NLL", "less learned", "accuracy", "cost"]]
+    for problem in PROBLEMS:
+        seeds = by_problem.get(problem, [])
+        for way in WAYS:
+            of_way = [results for results in seeds if way in results]
+            if not of_way:
+                continue
+            differences = [of[way]["nll"] - of["learned"]["nll"] for of in of_way]
+            cost = statistics.fmean(of[way]["seconds"] / of["none"]["seconds"] for of in of_way)
+            rows.append([
+                problem, way, mean_with_error([of[way]["nll"] for of in of_way]),
+                "" if way == "learned" else mean_with_error(differences, "{:+.3f}"),
+                f"{100 * statistics.fmean(of[way]['accuracy'] for of in of_way):.1f} %",
+                f"{cost:.1f}",
+            ])  # fmt: skip
+    return "\n\n".join([markdown(rows), markdown(ranges_table(by_problem))])
+
+
+def ranges_table(by_problem: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """The ranges that were found from a twentieth and from a half of the largest."""
+    rows = [["data", "range", "done", *LEARNED, "largest"]]
+    for problem, seeds in by_problem.items():
+        known = {name: v for t in PROBLEMS[problem].transforms for name, v in t.known.items()}
+        for name, largest in known.items():
+            ways = [[of[way]["ranges"][name] for of in seeds] for way in LEARNED]
+            done = PROBLEMS[problem].done.get(name, 0.0)
+            cells = [mean_with_error(values, "{:.2f}") for values in ways]
+            rows.append([problem, name, f"{done:.2f}", *cells, f"{largest:.2f}"])
+    return rows
+
+
+def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+    """The angles found over the updates, one line for each seed."""
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for color, problem in enumerate(("digits", "digits, ±45°", "digits, ±180°")):
+        paths = [of["results"]["learned"]["path"] for of in found
+                 if of["config"]["problem"] == problem]  # fmt: skip
+        for k, path in enumerate(paths):
+            angles = [math.degrees(of["rotate"]) for of in path]
+            axes.plot(range(1, len(angles) + 1), angles, color=f"C{color}", alpha=0.7,
+                      label=problem if k == 0 else None)  # fmt: skip
+    axes.set(xlabel="update", ylabel="range of rotations (degrees)")
+    axes.legend(frameon=False)
+    return {"ranges": figure}
+
+
+def tasks(options: argparse.Namespace) -> list[Config]:
+    """Seed by seed."""
+    return [Config(problem, seed) for seed in range(options.seeds) for problem in options.data]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the missing tasks, and report."""
+    return study(
+        "learned_ranges", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=5,
+        figures=figures,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
