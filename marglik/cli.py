@@ -60,7 +60,7 @@ TRAIN = {
         "prior": ("weight_decay",),
     },
     "training": {
-        "": ("augment", "held_out", "monitor", "seed"),
+        "": ("augmentation", "held_out", "monitor", "seed"),
         "optimizer.kfac": ("damping",),
     },
     "how the weight decays are learned": {

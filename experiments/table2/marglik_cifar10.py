@@ -114,7 +114,7 @@ class Config:
         if self.compile:
             pairs["compile"] = self.compile
         given = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
-        return [*given, "--augment" if self.augment else "--no_augment", "--resume"]
+        return [*given, "--augmentation", "standard" if self.augment else "none", "--resume"]
 
 
 def run(config: Config) -> dict[str, Any]:

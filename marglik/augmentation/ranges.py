@@ -1,7 +1,7 @@
 """How the evidence raises the ranges of a `LearnedAugmentation`."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import derivatives_in_factors
 from marglik.posterior.posterior import Posterior
 
-__all__ = ["RangeLearner", "evidence_gradient"]
+__all__ = ["RangeLearner", "evidence_gradient", "ranges_of", "set_ranges"]
 
 
 def evidence_gradient(
@@ -53,8 +53,29 @@ STEPS = 2
 """Steps on the ranges in each update of the prior."""
 EXAMPLES = 200
 """Number of examples, at least, that the gradient of a step is computed from."""
+SMALLEST = 0.01
+"""As a share of the largest range. At zero the evidence of a symmetric range is flat, and a range
+that an untrained network has sent there could not come back."""
 LR = 0.1
 """Adam's step size, as a share of the largest range."""
+
+
+def ranges_of(model: nn.Module) -> dict[str, float]:
+    """Name -> η, of all augmentations in a network."""
+    return {
+        name: value
+        for module in model.modules()
+        if isinstance(module, LearnedAugmentation)
+        for name, value in zip(module.names, module.ranges.tolist(), strict=True)
+    }
+
+
+def set_ranges(model: nn.Module, ranges: Mapping[str, float]) -> None:
+    """Give a network's augmentations the ranges of another's, see `ranges_of`."""
+    for module in model.modules():
+        if isinstance(module, LearnedAugmentation):
+            values = [ranges[name] for name in module.names]
+            module.ranges.copy_(torch.tensor(values))
 
 
 class RangeLearner:
@@ -105,15 +126,7 @@ class RangeLearner:
             self._adam.step()
             with torch.no_grad():
                 for module, share in zip(self.modules, self._shares, strict=True):
-                    module.ranges.copy_(share.clamp_(0.0, 1.0) * module.largest.to(share))
-
-    def ranges(self) -> dict[str, float]:
-        """Name -> η, of all augmentations."""
-        return {
-            name: value
-            for module in self.modules
-            for name, value in zip(module.names, module.ranges.tolist(), strict=True)
-        }
+                    module.ranges.copy_(share.clamp_(SMALLEST, 1.0) * module.largest.to(share))
 
     def state_dict(self) -> dict[str, Any]:
         """Adam's state; the ranges themselves are in the network's."""

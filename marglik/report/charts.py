@@ -11,7 +11,7 @@ dark one the page's style sheet inverts the charts.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -35,6 +35,7 @@ __all__ = [
     "evidence_chart",
     "final_weight_decay_chart",
     "loss_chart",
+    "ranges_chart",
     "reliability_chart",
     "share_chart",
     "shift_charts",
@@ -336,6 +337,27 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
         )
         charts.append(chart)
     return charts
+
+
+def ranges_chart(run: Run, ranges: Mapping[str, Mapping[str, float]]) -> Chart:
+    """Each range of a learned augmentation over epochs, as a share of its largest value."""
+    updates = [update for update in run.updates if "ranges" in update]
+    curves = []
+    for position, (name, of_range) in enumerate(ranges.items()):
+        largest, start = of_range["largest"], of_range["initial"]
+        values = [start / largest] + [update["ranges"][name] / largest for update in updates]
+        epochs = [0, *(update["epoch"] for update in updates)]
+        curve = _curve(run, epochs, values, name=name, marker_size=4)
+        color = SERIES[position % len(SERIES)]
+        dash = DASHES[position // len(SERIES) % len(DASHES)]
+        curve.update(line={"color": color, "width": 1.6, "dash": dash}, marker_color=color)
+        curve.hovertemplate = "epoch %{x}: %{y:.3g}<extra>%{fullData.name}</extra>"
+        curves.append(curve)
+    title = f"Ranges over epochs{'' if run.alone else f', {run.label}'}"
+    return _chart(
+        title, curves, ("epoch", "share of the largest"), show=number, wide=run.alone,
+        xaxis_rangemode="tozero", yaxis_range=[-0.02, 1.02],
+    )  # fmt: skip
 
 
 def final_weight_decay_chart(runs: Sequence[Run]) -> Chart:

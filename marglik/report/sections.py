@@ -24,7 +24,7 @@ from marglik.report.tables import (
     summary_table,
 )
 
-__all__ = ["SECTIONS", "Confusion", "Gallery", "Note", "Suspects"]
+__all__ = ["SECTIONS", "Confusion", "Copies", "Gallery", "Note", "Suspects"]
 
 INTERVALS = (
     "In small print: 95 % confidence intervals over the choice of test examples. They are Wilson's "
@@ -67,6 +67,14 @@ class Suspects:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Images, each followed by its transformed copies, as data URIs."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
 class Confusion:
     """Counts of labels (rows) by predictions (columns), as a table coloured by them."""
 
@@ -75,7 +83,7 @@ class Confusion:
     counts: Sequence[Sequence[int]]
 
 
-Blocks = list[Note | Gallery | Suspects | Confusion | Table | list[charts.Chart]]
+Blocks = list[Note | Gallery | Suspects | Copies | Confusion | Table | list[charts.Chart]]
 
 
 def _summary(runs: Sequence[Run]) -> Blocks:
@@ -146,6 +154,24 @@ def _weight_decay(runs: Sequence[Run]) -> Blocks:
         found.insert(0, charts.final_weight_decay_chart(final))
     notes = _without(runs, updated, "weight decay over epochs")
     return [found, *notes]
+
+
+def _augmentation(runs: Sequence[Run]) -> Blocks:
+    blocks: Blocks = []
+    for run in runs:
+        found = run.results.get("augmentation")
+        if not found:
+            continue
+        who = "" if run.alone else f"{run.label}: "
+        blocks.append([charts.ranges_chart(run, found["ranges"])])
+        rows = [
+            Row(name, [number(of[key], 3) for key in ("initial", "learned", "largest")])
+            for name, of in found["ranges"].items()
+        ]
+        blocks.append(Table(f"{who}Ranges", ["Range", "initial", "learned", "largest"], rows))
+        title = f"{who}Training images, and the copies whose outputs are averaged"
+        blocks.append(Copies(title, found["examples"]))
+    return blocks
 
 
 def _effective(runs: Sequence[Run]) -> Blocks:
@@ -328,6 +354,7 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "summary": _summary,
     "curves": _curves,
     "weight-decay": _weight_decay,
+    "augmentation": _augmentation,
     "effective": _effective,
     "time": _time,
     "reliability": _reliability,

@@ -21,6 +21,7 @@ from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import RankError, Ranks
+from marglik.augmentation import Transform
 from marglik.data import DataSource, ImageSplits, Splits
 from marglik.data.batches import split_batches
 from marglik.data.tensors import described
@@ -214,8 +215,8 @@ def _maker(path: str, named: Collection[str]) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     found = getattr(import_module(module), name)
     made = found if isinstance(found, type) else get_type_hints(found).get("return")
-    if not (isinstance(made, type) and issubclass(made, (nn.Module, DataSource))):
-        raise ValueError(f"{path} is no class of networks or data")
+    if not (isinstance(made, type) and issubclass(made, (nn.Module, DataSource, Transform))):
+        raise ValueError(f"{path} is no class of networks, data or transforms")
     return found
 
 

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 Accelerator = Literal["auto", "cpu", "cuda"]
+Augmentation = Literal["none", "standard", "learned"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 PriorMethod = UpdateMethod | Literal["fixed"]
 PostHocMethod = Literal["evidence", "validation", "fixed"]
@@ -226,8 +227,11 @@ class RunConfig(PostHocRunConfig):
 
     Args:
         epochs: number of passes over the training examples.
-        augment: whether to crop (after padding by 4 pixels) and flip training images at random; for
-            images only.
+        augmentation: of images. "standard" crops (after padding by 4 pixels) and flips training
+            images at random. "learned" averages the network over transformed copies of each image,
+            in training and prediction, at a multiple of the cost, and learns by the evidence how
+            far to move, turn, scale, shear (and with colours recolour and flip) them; see
+            `marglik.augmentation`.
         held_out: share of the training examples that is held out to calibrate the predictive, if
             the data has no validation set. The network is not trained on them, but the posterior is
             fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
@@ -252,7 +256,7 @@ class RunConfig(PostHocRunConfig):
     """
 
     epochs: int = 30
-    augment: bool = False
+    augmentation: Augmentation = "none"
     held_out: float = 0.1
     members: int = 1
     baseline: bool = False

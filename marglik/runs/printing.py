@@ -55,6 +55,7 @@ def print_results(results: dict[str, Any], report: Path) -> None:
         if results["in_sample"]:
             _print_paragraph(results["in_sample"])
     _print_calibration(results["calibration"])
+    _print_ranges(results.get("augmentation", {}))
     _print_suspicious(results.get("suspicious_labels", {}))
     print(f"\nWritten to {results['output']}; the report is {report}")
 
@@ -99,6 +100,22 @@ def _print_calibration(fit: dict[str, Any] | None) -> None:
         f"{Calibration(**fit['calibration']).in_words}. Their NLL: {fit['nll']:.4f}; MAP "
         f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
         f"Laplace {fit['nll_uncalibrated']:.4f}."
+    )
+
+
+def _print_ranges(found: dict[str, Any]) -> None:
+    """Print the ranges of a learned augmentation that are not at their smallest."""
+    if not found:
+        return
+    wide = {
+        name: of["learned"]
+        for name, of in found["ranges"].items()
+        if of["learned"] > 0.02 * of["largest"]
+    }
+    ranges = ", ".join(f"{name} ±{value:.2g}" for name, value in wide.items()) or "none"
+    _print_paragraph(
+        f"Learned invariances (angles in radians, moves in halves of the image): {ranges}. The "
+        f"network averages {found['copies']} copies of each image."
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
+from marglik.augmentation.ranges import ranges_of, set_ranges
 from marglik.data import Batches, DataSource, ImageData, ImageSplits, Splits
 from marglik.data.batches import Shard, split_batches
 from marglik.data.images.out_of_distribution import (
@@ -35,6 +36,7 @@ from marglik.prediction.evaluation_record import compared, data_uri, evaluate_ne
 from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import PredictiveConfig, map_predictive
 from marglik.prediction.suspicious_labels import suspicious_labels
+from marglik.runs.augmentation import augmentation_results, with_learned_augmentation
 from marglik.runs.build import (
     another_network,
     build_fabric,
@@ -146,11 +148,16 @@ def train(
             "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
         )
     splits = data.load()
-    if not isinstance(splits, ImageSplits) and (run.augment or run.channels_last or ood):
+    augments = run.augmentation != "none"
+    if not isinstance(splits, ImageSplits) and (augments or run.channels_last or ood):
         raise ValueError(
-            f"{splits.name} holds no images; augment, channels_last and ood are for images. Leave "
-            "them out."
+            f"{splits.name} holds no images; augmentation, channels_last and ood are for images. "
+            "Leave them out."
         )
+    plain_model = model
+    if run.augmentation == "learned":
+        assert isinstance(splits, ImageSplits)
+        model, provenance = with_learned_augmentation(model, splits, provenance)
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     model = fabric.to_device(model)
     check_model(model, splits, curvature, likelihood, predictive)
@@ -172,7 +179,8 @@ def train(
     )  # fmt: skip
     identity = _identity(training, model, provenance)
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
-    initial_model = deepcopy(model) if run.baseline else None  # the baseline's starting point
+    # The baseline's starting point, without learned augmentations.
+    initial_model = deepcopy(plain_model) if run.baseline else None
 
     # Step 2: the folder, which may hold this run, or an earlier part of it.
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
@@ -244,6 +252,7 @@ def train(
         "num_positions": found["num_positions"],
         "in_sample": found["in_sample"],
         "suspicious_labels": _suspicious_labels(learned, splits, kept),
+        **augmentation_results(model, splits),
         "seconds": learned.seconds + sum(beside.values()),
         "seconds_beside": beside,
         "complete": not run.baseline,
@@ -400,9 +409,10 @@ class Training:
         """
         run = self.run
         torch.manual_seed(run.seed)
-        batches = self._batches("train", run.batch_size, shuffle=True, augment=run.augment)
+        augments = run.augmentation == "standard"
+        batches = self._batches("train", run.batch_size, shuffle=True, augment=augments)
         curvature_batches = batches
-        if self.curvature.batch_size is not None or (run.augment and not self.curvature.augment):
+        if self.curvature.batch_size is not None or (augments and not self.curvature.augment):
             curvature_batches = self._curvature_batches()
         has_noise = self.likelihood == "regression"
         schedule = prior.schedule(run.epochs)
@@ -462,6 +472,7 @@ class Training:
             seed = self.run.seed + k
             torch.manual_seed(seed)
             model = self.fabric.to_device(make_model())
+            set_ranges(model, ranges_of(first))
             of_member = replace(self, run=replace(self.run, seed=seed, monitor=0))
             states = checkpoints[f"member_{k}"]
             found = of_member.train(model, self.prior, states, kept=learned.kept)
@@ -547,7 +558,7 @@ class Training:
             "train",
             self.curvature.batch_size or self.run.batch_size,
             shuffle=self.curvature.augment,
-            augment=self.run.augment and self.curvature.augment,
+            augment=self.run.augmentation == "standard" and self.curvature.augment,
         )
 
     def _batches(

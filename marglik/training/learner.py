@@ -33,7 +33,7 @@ from kfac_backend.options import (
     check_positive,
 )
 from kfac_backend.ranks import Ranks
-from marglik.augmentation.ranges import RangeLearner
+from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior, parameter_vector
@@ -186,6 +186,7 @@ class PriorLearner:
         self._given = hyperparameters
         self._structure: PriorStructure | Mapping[str, str] = structure
         self._weight_decay = weight_decay
+        self._given_ranges: dict[str, float] = {}
         if sigma_noise is None:
             sigma_noise = 0.1 if learn_sigma_noise else 1.0
         self._hyperparameter_options: dict[str, Any] = {
@@ -259,6 +260,8 @@ class PriorLearner:
         self._gradient_norm: Tensor | None = None
         self._objective_then: float | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
+        if self._given_ranges:
+            set_ranges(model, self._given_ranges)
         self._ranges = RangeLearner(model)
         self._terms_per_example = self._look_at_data(sums_terms)
         if self._state is not None:
@@ -409,13 +412,13 @@ class PriorLearner:
         return Hyperparameters(groups, delta, sigma_noise=self.hyperparameters.sigma_noise.item())
 
     def fixed(self) -> "PriorLearner":
-        """A learner for another network of this kind, which keeps the decays that this one found.
+        """A learner for another network of this kind, with the decays and ranges of this one.
 
         For the members of an `Ensemble`: it averages the parameters on the same schedule, but makes
         no update and fits no posterior, so that a member costs one training. Call it after
         `end_of_training`.
         """
-        return PriorLearner(
+        learner = PriorLearner(
             self.likelihood,
             self.curvature,
             temperature=self.temperature,
@@ -424,6 +427,8 @@ class PriorLearner:
             schedule=replace(self.schedule, updates=0),
             hyperparameters=self.kept_hyperparameters(),
         )
+        learner._given_ranges = ranges_of(self._model)
+        return learner
 
     def _set_decays(self) -> None:
         """Computed once per update, since the steps read them.
@@ -607,7 +612,7 @@ class PriorLearner:
             }
         found = {"log_marginal_likelihood_per_example": self.record["evidence_per_example"]}
         found |= {f"weight_decay/{name}": wd for name, wd in self.record["weight_decay"].items()}
-        ranges = self._ranges.ranges()
+        ranges = ranges_of(self._model)
         if ranges:
             self.record["ranges"] = ranges
         found |= {f"range/{name}": value for name, value in ranges.items()}

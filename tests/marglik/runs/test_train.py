@@ -207,7 +207,9 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     checkpoint = shutil.copy(run / "model.safetensors", tmp_path / "net.safetensors")
     fit = ["fit", *options, "--checkpoint", str(checkpoint), "--prior.method", "fixed"]
     assert main([*fit, "--no_progress", "--output", str(tmp_path / "fit")]) == 0
-    assert "holds no images; augment" in refusal(capsys, *command, "--overwrite", "--augment")
+    assert "holds no images; augmentation" in refusal(
+        capsys, *command, "--overwrite", "--augmentation", "learned"
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "kfac"])
