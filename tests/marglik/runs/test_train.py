@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from marglik.augmentation import Affine, LearnedAugmentation
+from marglik.augmentation.ranges import ranges_of
 from marglik.cli import main
 from marglik.data import Digits
 from marglik.models import MLP
@@ -128,6 +130,31 @@ def test_a_line_for_each_step_where_there_is_no_terminal(tmp_path, capsys):
     assert len(Ensemble.load(tmp_path, MLP(64, (6,), 3)).models) == 2
     assert main(["evaluate", str(tmp_path), "--progress", "false"]) == 0
     assert list(metrics(tmp_path)) == names
+
+
+def test_learned_augmentation(tmp_path, capsys):
+    """With an ensemble, whose members have the first one's ranges, and a plain baseline."""
+    more = ["--epochs", "2", "--members", "2", "--baseline", "--output", str(tmp_path)]
+    assert main([*TRAIN, *DATA, *MODEL, *more, "--augmentation", "learned"]) == 0
+    assert "The network averages 4 copies of each image." in capsys.readouterr().out
+    found = results_of(tmp_path)["augmentation"]
+    ranges = {name: row["learned"] for name, row in found["ranges"].items()}
+    last = [r for r in read_log(tmp_path) if r["kind"] == "update"][-1]
+    assert ranges == pytest.approx(last["ranges"])
+    assert set(ranges) == {"move x", "move y", "rotate", "scale x", "scale y", "shear"}
+    assert any(row["learned"] != pytest.approx(row["initial"]) for row in found["ranges"].values())
+    assert [len(row) for row in found["examples"]] == [5, 5, 5]
+    model = LearnedAugmentation(MLP(64, (6,), 3), [Affine()])
+    for member in Ensemble.load(tmp_path, model).models:
+        assert ranges_of(member) == pytest.approx(ranges)
+    names = list(metrics(tmp_path))
+    before = metrics(tmp_path)
+    assert main(["evaluate", str(tmp_path), "--progress", "false"]) == 0
+    assert list(metrics(tmp_path)) == names
+    for name, values in metrics(tmp_path).items():
+        assert values["test/cls/NLL"] == pytest.approx(before[name]["test/cls/NLL"], rel=1e-5)
+    page = (tmp_path / "report.html").read_text()
+    assert "Learned invariances" in page and "Its copy 4" in page
 
 
 class WrongDigits(Digits):
