@@ -16,9 +16,11 @@ from kfac_backend.options import CurvatureOptions, PassOptions, TargetOptions
 
 if TYPE_CHECKING:
     from kfac_backend.eigenvalue_correction import corrected_factors
+    from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
     from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 
 __all__ = [
+    "BlockDerivative",
     "CurvatureOptions",
     "EigenBlock",
     "KfacEF",
@@ -30,6 +32,7 @@ __all__ = [
     "corrected_factors",
     "counted_positions",
     "examples_of_rows",
+    "factor_gradients",
     "kronecker_factors",
     "register_parameters",
     "register_rule",
@@ -37,9 +40,11 @@ __all__ = [
 
 
 _WHEN_FIRST_USED = {
+    "BlockDerivative": "kfac_backend.factor_derivatives",
     "KfacEF": "kfac_backend.laplace_torch.interface",
     "KfacGGN": "kfac_backend.laplace_torch.interface",
     "corrected_factors": "kfac_backend.eigenvalue_correction",
+    "factor_gradients": "kfac_backend.factor_derivatives",
 }
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marglik.augmentation import LearnedAugmentation
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.hyperparameters import Hyperparameters
     from marglik.posterior.laplace_torch import KronLaplace
@@ -37,6 +38,7 @@ __all__ = [
     "EvidenceTerms",
     "Hyperparameters",
     "KronLaplace",
+    "LearnedAugmentation",
     "OnlineResult",
     "OnlineTraining",
     "Posterior",
@@ -71,6 +73,7 @@ _MODULES = {
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.hyperparameters",
     "KronLaplace": "posterior.laplace_torch",
+    "LearnedAugmentation": "augmentation.learned",
     "OnlineResult": "training.loop",
     "OnlineTraining": "training.loop",
     "Posterior": "posterior.posterior",

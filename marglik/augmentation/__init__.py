@@ -1,6 +1,16 @@
 """Learned invariances: ranges of augmentations that the evidence chooses while a network trains."""
 
 from marglik.augmentation.learned import LearnedAugmentation
+from marglik.augmentation.ranges import evidence_gradient
 from marglik.augmentation.transforms import Affine, Color, Flip, Noise, TimeShift, Transform
 
-__all__ = ["Affine", "Color", "Flip", "LearnedAugmentation", "Noise", "TimeShift", "Transform"]
+__all__ = [
+    "Affine",
+    "Color",
+    "Flip",
+    "LearnedAugmentation",
+    "Noise",
+    "TimeShift",
+    "Transform",
+    "evidence_gradient",
+]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.factor_gradients import FactorGradientPass
+from kfac_backend.factor_derivatives import FactorGradientPass
 from kfac_backend.model.batches import split_batch
 from kfac_backend.options import CurvatureOptions
 from marglik.augmentation.learned import LearnedAugmentation

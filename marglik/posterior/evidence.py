@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
-from kfac_backend.factor_gradients import BlockDerivative
+from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.options import Likelihood, check_positive
 
 __all__ = [

@@ -58,6 +58,8 @@ def print_results(results: dict[str, Any], report: Path) -> None:
     _print_ranges(results.get("augmentation", {}))
     _print_suspicious(results.get("suspicious_labels", {}))
     print(f"\nWritten to {results['output']}; the report is {report}")
+    if not metrics:
+        print(f"Next: marglik evaluate {results['output']}")
 
 
 def print_evaluation(results: dict[str, Any], report: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experiments import studies
+from experiments.augmentation import learned_ranges
 from experiments.exactness.networks import Config as Exactness
 from experiments.optimizers import optimizer_defaults, steps_to_target
 from experiments.optimizers.training import Method, Problem, Schedule
@@ -30,6 +31,7 @@ from experiments.weight_decay import (
     presets,
     weight_decay_study,
 )
+from experiments.weight_decay.training import convolutions, digits, no_norm
 from marglik.cli import main as marglik
 from marglik.data.tensors import TensorSplits
 from marglik.models import MLP
@@ -256,6 +258,24 @@ def small_default_options(patch):
     parts = ("default", "grid")
     found = [default_options.run(default_options.Config("MLP", 0.2, 0, part)) for part in parts]
     return found, default_options.table
+
+
+def small_learned_ranges(patch):
+    for name in ("digits, ±45°", "CIFAR-10 (JPEG), 1,000"):
+        data = learned_ranges.PROBLEMS[name]
+        # Digits in three colours stand in for the photos.
+        images = (lambda: (digits()[0].expand(-1, 3, -1, -1), digits()[1])) if data.colour else None
+        small = replace(
+            data, examples=50, held_out=20, epochs=2, data=images or data.data,
+            network=(lambda: convolutions(no_norm, "pooled", 3)) if images else data.network,
+        )  # fmt: skip
+        patch.setitem(learned_ranges.PROBLEMS, name, small)
+    patch.setattr(learned_ranges, "SHARES", (0.5,))
+    names = list(learned_ranges.PROBLEMS)
+    turned, photos = (learned_ranges.run(learned_ranges.Config(names[k], 0)) for k in (1, 5))
+    assert "tuned" in turned["results"] and "TrivialAugment" in photos["results"]
+    learned_ranges.figures([turned])
+    return [turned, photos], learned_ranges.table
 
 
 def small_presets(patch):

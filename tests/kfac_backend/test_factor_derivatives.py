@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.factor_gradients import BlockDerivative, factor_gradients
+from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.test_every_layer import labels_of
