@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -16,6 +17,7 @@ from marglik.data.images.sources import MEAN, STD, TwoPartData, decode_images
 __all__ = ["CIFAR10Archive", "ImageArchive"]
 
 
+@dataclass(eq=False)
 class ImageArchive(TwoPartData):
     """Images of a tar archive, arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
 
@@ -31,18 +33,13 @@ class ImageArchive(TwoPartData):
         name: name of the data in tables and figures; the file's name if not given.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        validation: float = 0.0,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        seed: int = 0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(validation, max_train, max_test, seed)
-        self.path = Path(path).expanduser()
-        self.name = name or self.path.name.partition(".")[0]
+    path: str | Path
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.archive = Path(self.path).expanduser()
+        self.name = self.name or self.archive.name.partition(".")[0]
 
     def read(self, part: str) -> tuple[ImageSet, tuple[str, ...]]:
         """All images of the part.
@@ -58,13 +55,13 @@ class ImageArchive(TwoPartData):
         return ImageSet(**tensors), tuple(json.loads(metadata["classes"]))
 
     def _cached(self, part: str) -> Path:
-        stat = self.path.stat() if self.path.is_file() else os.stat_result(range(10))
-        key = json.dumps([str(self.path.resolve()), stat.st_size, stat.st_mtime_ns, part])
+        stat = self.archive.stat() if self.archive.is_file() else os.stat_result(range(10))
+        key = json.dumps([str(self.archive.resolve()), stat.st_size, stat.st_mtime_ns, part])
         folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(folder, "marglik", f"{sha256(key.encode())}.safetensors")
 
     def _decode(self, part: str, cached: Path) -> None:
-        path, content = unpacked(self.path, self.path.name, "the archive of images")
+        path, content = unpacked(self.archive, self.archive.name, "the archive of images")
         found = {PurePosixPath(name): data for name, data in members(path, content).items()}
         names = sorted(name for name in found if name.parts[-3:-2] == (part,))
         if not names:

@@ -105,18 +105,12 @@ def evaluate(
         sequences have the same number of them.
 
     Raises:
-        ValueError: shifts or out-of-distribution data without images; shifts of images with neither
-            one nor three channels.
+        ValueError: shifts or out-of-distribution data without images.
     """
     images = splits if isinstance(splits, ImageSplits) else None
     if images is None and (shift or ood is not None):
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
-        )
-    if shift and images is not None and images.image_shape[0] not in (1, 3):
-        raise ValueError(
-            f"{splits.name} has images of {images.image_shape[0]} channels; shift supports one or "
-            "three. Leave it out."
         )
     if isinstance(ood, ImageData):
         assert images is not None

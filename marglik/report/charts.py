@@ -253,6 +253,7 @@ PARTS = {
     "start": "data and checks",
     "calibration": "calibration",
     "evaluation": "evaluation",
+    "members": "other members",
     "baseline": "baseline (initial weight decay)",
 }
 """Names of the parts of an update in the log, and of what results.json has beside training."""

@@ -241,9 +241,10 @@ def train(
     beside = {
         "start": ready - start,
         "calibration": calibrated - trained,
-        "members": 0.0 if ensemble is None else ensemble.seconds - learned.seconds,
         "evaluation": time.perf_counter() - saved,
     }
+    if ensemble is not None:
+        beside["members"] = ensemble.seconds - learned.seconds
     results |= _metrics_of("fixed" if prior.method == "fixed" else "learned", found)
     results |= {
         "evidence": evidence,

@@ -2,8 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ Part = tuple[ImageSet, tuple[str, ...]]
 """All images of a part, and the class names."""
 
 
+@dataclass(eq=False)
 class Digits(ImageData):
     """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn.
 
@@ -42,13 +44,14 @@ class Digits(ImageData):
         ValueError: if a fraction or the seed is out of range.
     """
 
-    def __init__(self, test_fraction: float = 0.2, validation: float = 0.0, seed: int = 0) -> None:
-        check_fraction("test_fraction", test_fraction, zero=False)
-        check_fraction("validation", validation)
-        check_seed(seed)
-        self.test_fraction = test_fraction
-        self.validation = validation
-        self.seed = seed
+    test_fraction: float = 0.2
+    validation: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fraction("test_fraction", self.test_fraction, zero=False)
+        check_fraction("validation", self.validation)
+        check_seed(self.seed)
 
     def load(self) -> ImageSplits:
         """Return the digits; raises a ValueError if a part would be too small."""
@@ -65,10 +68,11 @@ class Digits(ImageData):
         return ImageSplits(train, validation, test, classes, mean, std, "digits")
 
 
+@dataclass(eq=False, kw_only=True)
 class TwoPartData(ImageData):
     """A data set with training and test images, of which a part may be used.
 
-    A subclass has a ``name`` and reads either part.
+    A subclass has a ``name``, that of the data in tables and figures, and reads either part.
 
     Args:
         validation: share of the training images that become the validation set, in [0, 1).
@@ -80,22 +84,15 @@ class TwoPartData(ImageData):
         ValueError: if the fraction or the seed is out of range.
     """
 
-    name: str
-    """Name of the data in tables and figures."""
+    validation: float = 0.0
+    max_train: int | None = None
+    max_test: int | None = None
+    seed: int = 0
+    name = ""
 
-    def __init__(
-        self,
-        validation: float = 0.0,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        check_fraction("validation", validation)
-        check_seed(seed)
-        self.validation = validation
-        self.max_train = max_train
-        self.max_test = max_test
-        self.seed = seed
+    def __post_init__(self) -> None:
+        check_fraction("validation", self.validation)
+        check_seed(self.seed)
 
     @abstractmethod
     def read(self, part: str) -> Part:
@@ -138,6 +135,7 @@ class TwoPartData(ImageData):
         return subset(test, self.max_test, classes, self.seed, "max_test"), self.name
 
 
+@dataclass(eq=False)
 class TorchvisionData(TwoPartData):
     """A data set that torchvision downloads, checks and reads.
 
@@ -153,21 +151,14 @@ class TorchvisionData(TwoPartData):
         ValueError: if the fraction or the seed is out of range.
     """
 
-    files: str
+    root: str | Path = "data"
+    download: bool = True
+    files: ClassVar[str]
     """What torchvision reads, for errors."""
 
-    def __init__(
-        self,
-        root: str | Path = "data",
-        download: bool = True,
-        validation: float = 0.0,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(validation, max_train, max_test, seed)
-        self.root = Path(root).expanduser()
-        self.download = download
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.root = Path(self.root).expanduser()
 
     def read(self, part: str) -> Part:
         """All images of the part; raises a FileNotFoundError if they cannot be had."""
@@ -238,6 +229,7 @@ class SVHN(TorchvisionData):
         return images, tuple(str(digit) for digit in range(10))
 
 
+@dataclass(eq=False)
 class ImageFolder(TwoPartData):
     """Images in a folder, arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
 
@@ -257,18 +249,13 @@ class ImageFolder(TwoPartData):
         ValueError: if the fraction or the seed is out of range.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        validation: float = 0.0,
-        max_train: int | None = None,
-        max_test: int | None = None,
-        seed: int = 0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(validation, max_train, max_test, seed)
-        self.path = Path(path).expanduser()
-        self.name = name or self.path.resolve().name
+    path: str | Path
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path = Path(self.path).expanduser()
+        self.name = self.name or self.path.resolve().name
 
     def read(self, part: str) -> Part:
         """All images of the part.
@@ -279,7 +266,7 @@ class ImageFolder(TwoPartData):
         """
         from torchvision import datasets
 
-        folder = self.path / part
+        folder = Path(self.path) / part
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"'{folder}' is not a folder. Arrange the images as train/CLASS/IMAGE and "

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from marglik import Posterior
 
 pytest.importorskip("posteriors")
-import posteriors.laplace.diag_ggn as their_laplace  # noqa: E402
 
 import marglik.adapters.posteriors as kfac_laplace  # noqa: E402
 
@@ -45,24 +44,6 @@ def test_batch_by_batch_it_is_the_posterior_of_all_data(inplace):
     few, _ = run(kfac_laplace, transform, model, batches[:1])  # the transform starts anew
     assert int(few.step) == 1 and few.posterior.n_data == 5
     assert few.posterior.log_marginal_likelihood() != own.log_marginal_likelihood()
-
-
-def test_the_same_loop_as_their_own_methods():
-    model, batches = problem()
-
-    def forward(p, batch):
-        return torch.func.functional_call(model, p, (batch[0],)), torch.tensor([])
-
-    def log_likelihood(f, batch):
-        return -nn.functional.cross_entropy(f, batch[1], reduction="sum")
-
-    theirs = their_laplace.build(forward, log_likelihood, init_prec_diag=0.3)
-    ours = kfac_laplace.build(model, "classification", prior_precision=0.3)
-    _, their_sample = run(their_laplace, theirs, model, batches)
-    _, our_sample = run(kfac_laplace, ours, model, batches)
-    assert {n: p.shape for n, p in our_sample.items()} == {
-        n: p.shape for n, p in their_sample.items()
-    }
 
 
 def test_update_changes_no_state_and_no_model():

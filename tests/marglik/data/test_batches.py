@@ -95,14 +95,6 @@ def test_iterations_differ_and_seeds_repeat_them():
     assert not torch.equal(x[y.argsort()], x2[y2.argsort()])  # the distortions differ, too
 
 
-def test_channels_last_changes_the_memory_layout_only():
-    images = numbered(10)
-    ((x, _),) = ImageBatches(images, MEAN, STD, 10)
-    ((other, _),) = ImageBatches(images, MEAN, STD, 10, channels_last=True)
-    assert torch.equal(x, other) and x.is_contiguous()
-    assert other.is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -27,7 +27,7 @@ from marglik.data import (
     corrupt,
 )
 from marglik.prediction.evaluation import predict_all
-from marglik.prediction.evaluation_record import compared, evaluate
+from marglik.prediction.evaluation_record import evaluate
 from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
@@ -160,24 +160,6 @@ def test_intervals_and_differences_are_of_the_test_set(record, digits, predictiv
     for key, value in differences(scores["Laplace, mc"], scores["MAP"]).items():
         found = against["differences"][f"test/{key}"]
         assert found == pytest.approx(value, rel=1e-3, abs=1e-6)
-
-
-def test_scores_of_two_networks_are_compared_by_example(digits, predictives):
-    def less_sure(x):
-        p = predictives["MAP"](x)
-        return replace(p, mean=0.9 * p.mean + 0.01)
-
-    found = {}
-    for name, predict in (("first", predictives["MAP"]), ("second", less_sure)):
-        scores = {}
-        evaluate({"MAP": predict}, digits, "classification", batch_size=13, scores=scores)
-        found[name] = scores["MAP"]
-    difference = compared(found["second"], found["first"])["test/cls/NLL"]
-    assert difference == list(differences(found["second"], found["first"])["cls/NLL"])
-    # Negative control: the same values, not of the same examples.
-    mixed = {name: values.roll(1) for name, values in found["first"].items()}
-    wrong = compared(found["second"], mixed)["test/cls/NLL"]
-    assert wrong[2] - wrong[1] > 1.1 * (difference[2] - difference[1])
 
 
 def test_sequences_of_several_lengths_have_no_intervals():

@@ -1,11 +1,8 @@
 """Predictives of a network and of its posterior, against brute force."""
 
-import math
-
 import pytest
 import torch
 from scipy import special, stats
-from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
@@ -186,17 +183,3 @@ def test_a_failure_leaves_weights_modes_and_hooks(kind, error):
     assert [module.training for module in la.model.modules()] == modes
     assert all(torch.equal(value, before[n]) for n, value in la.model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in la.model.modules())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((None,), TypeError, "The model is None"),
-        ((nn.DataParallel(nn.Linear(3, 2)),), TypeError, "DataParallel.* Pass what it holds"),
-        ((nn.Linear(3, 2), "poisson"), ValueError, "'poisson' is not supported"),
-        ((nn.Linear(3, 2), "regression", math.inf), ValueError, "sigma_noise must be positive"),
-    ],
-)
-def test_what_the_map_cannot_predict_with(arguments, error, message):
-    with pytest.raises(error, match=message):
-        map_predictive(*arguments)

@@ -1,7 +1,6 @@
 """Run folders read into plain data, and what to call runs side by side."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -101,9 +100,3 @@ def test_runs_are_named_by_what_differs(case, tmp_path):
     runs = read_runs(folders)
     assert [run.label for run in runs] == expected
     assert [(run.style, run.alone) for run in runs] == [(i, False) for i in range(len(runs))]
-
-
-def test_folders_of_one_name_are_told_by_their_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = [write_run(Path(parent) / "run", evaluation=None) for parent in "ab"]
-    assert [run.label for run in read_runs(folders)] == ["a/run", "b/run"]

@@ -112,16 +112,6 @@ def test_every_chart_has_a_name_its_data_and_a_table(page):
     assert all(plot["aria-label"].strip() for plot in plots)
 
 
-def test_links_and_headings_lead_through_the_page(page):
-    ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
-    assert len(set(ids)) == len(ids)
-    targets = [a["href"][1:] for a in page.having("a")]
-    assert len(targets) == 14 and set(targets) <= set(ids)
-    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1 and levels.count(1) == 1
-    assert all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
-
-
 def test_what_a_page_says(page):
     for text in (
         "LeNet on digits",

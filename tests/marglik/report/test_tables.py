@@ -9,7 +9,6 @@ from marglik.report.tables import (
     differences_table,
     duration,
     number,
-    of_evaluation_and_results,
     percentage,
     summary_table,
 )
@@ -74,24 +73,6 @@ def test_best_is_among_runs_on_one_data_set(tmp_path):
     assert rows_of(a, b, same)["Negative log-likelihood"].best == {2}
     groups = summary_table(read_runs([a, b, other])).groups
     assert groups == [("", 1), ("a", 1), ("b", 1), ("d", 1)]
-
-
-def test_results_stand_in_where_there_is_no_evaluation(tmp_path):
-    names = {}
-    for name, evaluation in (("trained", None), ("evaluated", "classification")):
-        folder = write_run(tmp_path / name, evaluation=evaluation)
-
-        def add_baseline(results):
-            for kind in ("metrics", "intervals"):
-                results[kind]["initial, MAP"] = results[kind]["learned, MAP"]
-
-        changed(folder / "results.json", add_baseline)
-        names[name] = [one.name for one in of_evaluation_and_results(read_runs([folder]))]
-    assert names["trained"] == ["learned, MAP", "initial, MAP"]
-    assert names["evaluated"] == ["MAP", "Laplace, probit", "Laplace, mc", "initial, MAP"]
-    # Intervals stand under their values.
-    assert rows_of(folder)["Accuracy"].small == ["94.32–98.14"] * 3 + ["94.95–98.48"]
-    assert rows_of(folder)["Brier score"].small == [""] * 4
 
 
 def test_differences_with_their_intervals():

@@ -4,26 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.data import Digits, ImageData
+from marglik.data import Digits, ImageData, TensorSplits
 from marglik.models import MLP
-from marglik.runs.build import build_fabric, build_from_spec
-
-
-@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
-def test_fabric(accelerator):
-    fabric = build_fabric(accelerator)
-    assert fabric.device.type == ("cuda" if accelerator != "cpu" and has_gpu() else "cpu")
-    assert build_fabric("cpu", "bf16-mixed")._precision.precision == "bf16-mixed"
-
-
-def has_gpu():
-    return torch.cuda.is_available()
-
-
-@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
-def test_a_device_that_is_not_there():
-    with pytest.raises(ValueError, match="--accelerator cuda is not available .*Pass auto or cpu"):
-        build_fabric("cuda")
+from marglik.runs.build import build_from_spec, check_model
+from marglik.runs.config import CurvatureConfig
 
 
 def test_objects_as_the_command_line_makes_them():
@@ -111,6 +95,18 @@ def test_a_file_imports_no_class_that_the_user_has_not_named(evil, tmp_path):
     assert net.in_features == 3 and (tmp_path / "ran").exists()  # the control
 
 
-def test_torchvisions_networks_are_made_by_functions():
-    spec = {"class_path": "torchvision.models.squeezenet1_1", "init_args": {"num_classes": 2}}
-    assert build_from_spec(nn.Module, spec).num_classes == 2
+class Squeezed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze(-1)
+
+
+def test_a_network_that_fits_is_left_as_it_was_and_another_is_named():
+    x = torch.randn(5, 3)
+    splits = TensorSplits((x, x[:, :1]), None, (x, x[:, :1]), "waves")
+    model = nn.Sequential(nn.Linear(3, 1), nn.Dropout()).train()
+    before = [p.clone() for p in model.parameters()]
+    check_model(model, splits, CurvatureConfig(fisher="mc"), "regression")
+    assert model.training and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"returns shape \(2,\) .* leave out squeeze"):
+        check_model(Squeezed(3, 1), splits, CurvatureConfig(), "regression")

@@ -11,7 +11,6 @@ from marglik.cli import main
 from marglik.data import ClassSubset, Digits, ImageData
 from marglik.data.batches import split_batches
 from marglik.models import MLP
-from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig
@@ -25,7 +24,6 @@ from tests.marglik.runs.command_line import (
     NOISE,
     QUIET,
     UNCALIBRATED,
-    content,
     evaluated,
     metrics,
     refusal,
@@ -226,18 +224,6 @@ def test_a_class_of_ones_own(trained, checkpoint, tmp_path, monkeypatch, capsys)
     message = refusal(capsys, "evaluate", "a")
     assert "name it on the command line: --model my_net_of_test.MyNet" in message
     evaluate(tmp_path / "a", "--model", "my_net_of_test.MyNet")
-
-
-def test_an_interrupt_leaves_the_last_evaluation(run, capsys, monkeypatch):
-    before = content(run)
-
-    def interrupted(*arguments, **keywords):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Posterior, "log_marginal_likelihood", interrupted)
-    monkeypatch.setattr("marglik.prediction.evaluation_record.predict_all", interrupted)
-    assert main(["evaluate", str(run), *QUIET]) == 130
-    assert "interrupted" in capsys.readouterr().err and content(run) == before
 
 
 def test_a_damaged_posterior_is_one_line(run, capsys):

@@ -100,15 +100,6 @@ def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_one_rank_finds_wrong_ends_all(worlds, tmp_path):
-    more = ["--model.in_features", "63"]
-    found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
-    (status, _, waiting), (other, _, said) = found
-    assert (status, other) == (2, 2)
-    assert "rank 1: error: MLP cannot take inputs" in said
-    assert "Rank 0 of 2 lost the others" in waiting
-
-
 def test_numbers_of_ranks_that_cannot_be(capsys, monkeypatch, worlds, tmp_path):
     options = [*OPTIONS, "--output", str(tmp_path / "run")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

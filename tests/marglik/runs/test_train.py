@@ -182,11 +182,6 @@ def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     assert max(len(example["image"]) for example in found["examples"]) < 4000
 
 
-def test_training_that_diverges_is_one_line(tmp_path, capsys):
-    options = [*TRAIN, *DATA, *MODEL, "--optimizer.lr", "1e30", "--output", str(tmp_path / "run")]
-    assert "training loss is not finite in epoch 1" in refusal(capsys, *options)
-
-
 # Sequences and graphs
 
 OTHERS = {
@@ -239,12 +234,11 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "kfac"])
-def test_targets_that_are_no_classes(optimizer, problem, tmp_path):
+def test_targets_that_are_no_classes(problem, tmp_path):
     """Regression's noise is learned; what is saved and evaluated knows the likelihood."""
     arguments = [
         "train", *problem.options, "--epochs", "30", "--prior.every", "10", "--batch_size", "25",
-        "--optimizer.name", optimizer, "--optimizer.lr", "0.04", "--monitor", "10",
+        "--optimizer.name", "adamw", "--optimizer.lr", "0.04", "--monitor", "10",
         "--no_progress", "--prior.average", "null",
     ]  # fmt: skip
     assert main([*arguments, "--output", str(tmp_path)]) == 0
@@ -259,6 +253,6 @@ def test_targets_that_are_no_classes(optimizer, problem, tmp_path):
     assert laplace.factors is not None and laplace.factors.likelihood == problem.likelihood
     kept = results["evidence"]["kept"]
     assert laplace.log_marginal_likelihood().item() == pytest.approx(kept)
-    if is_regression and optimizer == "adamw":
+    if is_regression:
         assert results["sigma_noise"] == pytest.approx(SIGMA, rel=0.3)  # it starts at half of it
     assert (results["sigma_noise"] is None) == (not is_regression)
