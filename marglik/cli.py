@@ -9,9 +9,10 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
+from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -51,51 +52,42 @@ LONGEST = 500
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
-# Title -> prefix and fields of a config; what matters first comes first. A prefix is the name of
-# an argument of `train` or `fit`; without one, the fields are the run's.
+# Title -> options; what matters first comes first. "prior.steps" is the field of the config that is
+# the argument "prior" of `train` or `fit`; a name without a dot is a field of the run's config.
 TRAIN = {
-    "the run": {
-        "": ("epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline"),
-        "optimizer": ("name", "lr"),
-        "prior": ("weight_decay",),
-    },
-    "training": {
-        "": ("augmentation", "held_out", "monitor", "seed"),
-        "optimizer.kfac": ("damping",),
-    },
-    "how the weight decays are learned": {
-        "prior": (
-            "structure", "every", "burn_in", "steps", "method", "average", "keep",
-            "curvature_from",
-        ),
-    },
-    "the curvature": {
-        "curvature": ("kfac_approx", "fisher", "batch_size", "unsupported", "backward_precision"),
-    },
-    "predictions": {
-        "predictive": ("method",),
-    },
-    "the machine": {
-        "": (
-            "accelerator", "devices", "rank_timeout", "precision", "compile", "progress",
-        ),
-    },
+    "the run": (
+        "epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline",
+        "optimizer.name", "optimizer.lr", "prior.weight_decay",
+    ),
+    "training": ("augmentation", "held_out", "monitor", "seed", "optimizer.kfac.damping"),
+    "how the weight decays are learned": (
+        "prior.structure", "prior.every", "prior.burn_in", "prior.steps", "prior.method",
+        "prior.average", "prior.keep", "prior.curvature_from",
+    ),
+    "the curvature": (
+        "curvature.kfac_approx", "curvature.fisher", "curvature.batch_size",
+        "curvature.unsupported", "curvature.backward_precision",
+    ),
+    "predictions": ("predictive.method",),
+    "the machine": (
+        "accelerator", "devices", "rank_timeout", "precision", "compile", "progress",
+    ),
 }  # fmt: skip
 FIT = {
-    "the run": {
-        "": ("output", "overwrite", "batch_size", "seed"),
-        "prior": ("method", "structure", "weight_decay", "temperature", "sigma_noise", "layers"),
-    },
-    "the curvature": {
-        "curvature": (
-            "kfac_approx", "fisher", "mc_samples", "corrected", "batch_size", "unsupported",
-            "diagonal_above", "backward_precision",
-        ),
-    },
-    "predictions": {
-        "predictive": ("method", "networks", "layers", "batch_size", "calibration"),
-    },
-    "the machine": {"": ("accelerator", "devices", "rank_timeout", "progress")},
+    "the run": (
+        "output", "overwrite", "batch_size", "seed", "prior.method", "prior.structure",
+        "prior.weight_decay", "prior.temperature", "prior.sigma_noise", "prior.layers",
+    ),
+    "the curvature": (
+        "curvature.kfac_approx", "curvature.fisher", "curvature.mc_samples",
+        "curvature.corrected", "curvature.batch_size", "curvature.unsupported",
+        "curvature.diagonal_above", "curvature.backward_precision",
+    ),
+    "predictions": (
+        "predictive.method", "predictive.networks", "predictive.layers",
+        "predictive.batch_size", "predictive.calibration",
+    ),
+    "the machine": ("accelerator", "devices", "rank_timeout", "progress"),
 }  # fmt: skip
 
 
@@ -422,35 +414,32 @@ class HelpFormatter(DefaultHelpFormatter):
         return super()._get_help_string(action)
 
 
-def _add_groups(parser: ArgumentParser, groups: Any, configs: dict[str, type]) -> None:
-    """Add the fields of configs, by prefix, under the titles of ``groups``."""
-    for title, names_of in groups.items():
-        group = parser.add_argument_group(title)
-        for prefix, names in names_of.items():
-            _add_fields(group, configs[prefix], prefix, names)
-
-
-def _add_fields(group: Any, config: type, prefix: str, names: Collection[str]) -> None:
-    """Add fields of a dataclass to a group of options, with their help from its docstring.
+def _add_groups(
+    parser: ArgumentParser, groups: dict[str, tuple[str, ...]], configs: dict[str, type]
+) -> None:
+    """Add fields of dataclasses as options in groups, with their help from the docstrings.
 
     Args:
-        group: the group.
-        config: the dataclass.
-        prefix: the name of the dataclass among the options; empty if its fields are options of
-            their own, whose booleans then are --name and --no_name.
-        names: the fields; others keep their defaults, and can be set from Python alone.
+        parser: the command's.
+        groups: title -> names of options. Fields that are not named keep their defaults, and can be
+            set from Python alone.
+        configs: what stands before the last dot of a name -> dataclass. Booleans of the run, whose
+            names have no dot, are --name and --no_name.
     """
-    hints, help_of = get_type_hints(config), _help_of(config)
-    for field in fields(config):
-        if field.name in names:
-            kind: dict[str, Any] = {"type": hints[field.name]}
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            prefix, _, own = name.rpartition(".")
+            (field,) = (field for field in fields(configs[prefix]) if field.name == own)
+            kind: dict[str, Any] = {"type": get_type_hints(configs[prefix])[own]}
             if isinstance(field.default, bool) and not prefix:
                 kind = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
             default = None if field.default is MISSING else field.default
-            name = f"--{prefix}.{field.name}" if prefix else f"--{field.name}"
-            group.add_argument(name, default=default, help=help_of[field.name], **kind)
+            help_of = _help_of(configs[prefix])
+            group.add_argument(f"--{name}", default=default, help=help_of[own], **kind)
 
 
+@cache
 def _help_of(config: Any) -> dict[str, str]:
     """Field -> its help, from the docstrings of the dataclass and of those that it extends."""
     found: dict[str, str] = {}

@@ -13,7 +13,6 @@ methods, such as ``posteriors.laplace.diag_ggn``. Needs `pip install posteriors`
 """
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ except ImportError as error:
         "marglik.adapters.posteriors needs posteriors: pip install posteriors."
     ) from error
 
-__all__ = ["KfacLaplaceState", "build", "init", "sample", "update"]
+__all__ = ["KfacLaplaceState", "build", "sample", "update"]
 
 
 class KfacLaplaceState(TensorClass["frozen"]):
@@ -63,45 +62,25 @@ def build(
         options: all options of the curvature pass.
         hyperparameters: those of `marglik.Posterior`, such as ``prior_precision``.
     """
-    own_init: Any = partial(
-        init, model=model, likelihood=likelihood, options=options, hyperparameters=hyperparameters
-    )
+
+    def init(params: dict[str, Tensor]) -> KfacLaplaceState:
+        """The state around the MAP parameters ``dict(model.named_parameters())``, without data."""
+        own = copy.deepcopy(model)
+        of_model = dict(own.named_parameters())
+        if of_model.keys() != params.keys():
+            wrong = sorted(of_model.keys() ^ params.keys())[0]
+            where = "not in params" if wrong in of_model else "none of the model"
+            raise ValueError(
+                f"Parameter '{wrong}' is {where}; pass dict(model.named_parameters())."
+            )
+        with torch.no_grad():
+            for name, p in of_model.items():
+                p.copy_(params[name])
+        posterior = Posterior(own, likelihood, options, **hyperparameters)
+        return KfacLaplaceState(params, posterior, torch.tensor(0))
+
     own_update: Any = update  # typed for our state alone, where a transform's takes any
-    return Transform(own_init, own_update)
-
-
-def init(
-    params: dict[str, Tensor],
-    model: nn.Module,
-    likelihood: Likelihood,
-    options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
-    hyperparameters: dict[str, Any] | None = None,
-) -> KfacLaplaceState:
-    """The state around these parameters, without data.
-
-    Args:
-        params: name -> tensor, the MAP parameters, as ``dict(model.named_parameters())``.
-        model: see `build`.
-        likelihood: see `build`.
-        options: see `build`.
-        hyperparameters: see `build`.
-
-    Raises:
-        ValueError: names that are not those of the model's parameters.
-    """
-    model = copy.deepcopy(model)
-    own = dict(model.named_parameters())
-    if own.keys() != params.keys():
-        wrong = sorted(own.keys() ^ params.keys())[0]
-        raise ValueError(
-            f"Parameter '{wrong}' is {'not in params' if wrong in own else 'none of the model'}; "
-            "pass dict(model.named_parameters())."
-        )
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(params[name])
-    posterior = Posterior(model, likelihood, options, **hyperparameters or {})
-    return KfacLaplaceState(params, posterior, torch.tensor(0))
+    return Transform(init, own_update)
 
 
 def update(

@@ -34,7 +34,7 @@ Accelerator = Literal["auto", "cpu", "cuda"]
 Augmentation = Literal["none", "standard", "learned"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 PriorMethod = UpdateMethod | Literal["fixed"]
-PostHocMethod = Literal["evidence", "validation", "fixed"]
+PostHocMethod = Literal["evidence", "fixed"]
 PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
 
@@ -153,9 +153,8 @@ class PostHocConfig:
     """The prior of a network that is already trained.
 
     Args:
-        method: how to find the prior precision. evidence maximises the marginal likelihood;
-            validation minimises the NLL on the validation split, with one precision for all
-            parameters; fixed keeps weight_decay.
+        method: how to find the prior precision. evidence maximises the marginal likelihood; fixed
+            keeps weight_decay.
         structure: which parameters share a weight decay with method=evidence, as for `marglik
             train`.
         weight_decay: initial weight decay, which method=fixed keeps; the one that the network was
@@ -180,11 +179,6 @@ class PostHocConfig:
         check_option("prior.layers", self.layers, Layers)
         for name in ("weight_decay", "temperature", "sigma_noise"):
             check_positive(f"prior.{name}", getattr(self, name))
-        if self.method == "validation" and self.structure not in ("layerwise", "scalar"):
-            raise ValueError(
-                "prior.method validation tunes one precision for all parameters; leave "
-                "prior.structure out, or choose method evidence."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 import logging
 import time
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import nn
 
 from kfac_backend.options import Likelihood
-from kfac_backend.ranks import Ranks
-from marglik.data import Batches, DataSource, Splits
+from marglik.data import DataSource
 from marglik.data.batches import Shard, split_batches
 from marglik.data.record import data_record
 from marglik.posterior.posterior import Posterior
@@ -32,12 +30,7 @@ from marglik.runs.build import (
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.run_folder import begin_run, check_free, write_results
-from marglik.training.post_hoc import (
-    PriorFit,
-    maximize_evidence,
-    minimize_validation_loss,
-    validation_nll,
-)
+from marglik.training.post_hoc import maximize_evidence
 from marglik.training.ranks import WithExamples, copy_from_rank_0
 
 __all__ = ["fit"]
@@ -70,8 +63,7 @@ def fit(
             bernoulli for independent yes-or-no outputs.
         prior: the prior, and how it is found.
         curvature: the curvature pass.
-        predictive: the predictive that the validation split calibrates, and whose NLL
-            prior.method=validation minimises.
+        predictive: the predictive that the validation split calibrates.
         run: everything else.
         provenance: the options, and how model and data are built; saved with the posterior, which
             can then be loaded without them.
@@ -87,7 +79,7 @@ def fit(
     if curvature.corrected and prior.method == "evidence":
         raise ValueError(
             "curvature.corrected makes the evidence a lower bound, whose maximum misleads. Choose "
-            "prior.method validation or fixed, or leave corrected out."
+            "prior.method fixed, or leave corrected out."
         )
     folder = Path(run.output or f"runs/{Path(checkpoint).stem}")
     if Path(checkpoint).resolve().parent == folder.resolve():
@@ -102,12 +94,6 @@ def fit(
         check_free(folder, "fit", provenance.preset, run.overwrite)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
-    if prior.method == "validation" and splits.validation is None:
-        raise ValueError(
-            f"prior.method validation needs validation data, but {splits.name} has none; split "
-            "some off (--data.validation 0.1, or x_validation and y_validation in a "
-            "TensorFile), or choose method evidence."
-        )
     model = model.to(device)
     batch_size = curvature.batch_size or run.batch_size
     batches = split_batches(splits, "train", batch_size, device=device)
@@ -115,8 +101,7 @@ def fit(
     if prior.layers == "last":
         freeze_all_but(model, last_layer(model, next(iter(batches))[0]))
     calibrates = predictive.is_calibrated and splits.validation is not None
-    needed = predictive if calibrates or prior.method == "validation" else None
-    check_model(model, splits, curvature, likelihood, needed)
+    check_model(model, splits, curvature, likelihood, predictive if calibrates else None)
     PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
 
     delta = weight_decay_to_precision(prior.weight_decay, len(batches.dataset), prior.temperature)
@@ -145,9 +130,15 @@ def fit(
     )
     before = float(laplace.log_marginal_likelihood())
     _logger.info("prior by %s", prior.method)
-    found = _find_prior(laplace, prior, predictive, splits, run, ranks)
+    if prior.method == "evidence":
+        maximize_evidence(laplace, prior.structure)
+        if ranks.size > 1:  # to the bit
+            delta, sigma = laplace.prior_precision.clone(), laplace.sigma_noise.clone()
+            copy_from_rank_0([delta, sigma], ranks, device)
+            laplace.prior_precision, laplace.sigma_noise = delta, sigma
     if calibrates:
-        held_out = _validation_batches(splits, predictive, device, ranks)
+        size = predictive.batch_size
+        held_out = split_batches(splits, "validation", size, device=device, shard=shard)
         calibrations_of(laplace, held_out, predictive, progress=run.progress, ranks=ranks)
     evidence = {
         "first": before,
@@ -160,7 +151,6 @@ def fit(
         "likelihood": likelihood,
         **posterior_results(laplace, prior.weight_decay),
         "evidence": evidence,
-        "at_bound": found.at_bound if found else False,
         "note": note,
         "calibration": calibration_results(laplace, predictive),
         "seconds": time.perf_counter() - start,
@@ -171,40 +161,3 @@ def fit(
         save_posterior(laplace, folder, model=provenance.model, data=record, frozen=True)
         write_results(folder, results)
     return results | {"output": str(folder)}
-
-
-def _find_prior(
-    laplace: Posterior,
-    prior: PostHocConfig,
-    predictive: PredictiveConfig,
-    splits: Splits,
-    run: PostHocRunConfig,
-    ranks: Ranks,
-) -> PriorFit | None:
-    if prior.method == "evidence":
-        fitted = maximize_evidence(laplace, prior.structure)
-        if ranks.size == 1:
-            return fitted
-        delta, sigma = laplace.prior_precision.clone(), laplace.sigma_noise.clone()
-        copy_from_rank_0([delta, sigma], ranks, laplace.mean.device)
-        laplace.prior_precision, laplace.sigma_noise = delta, sigma
-        return fitted
-    if prior.method == "fixed":
-        return None
-    loss = partial(
-        validation_nll,
-        batches=_validation_batches(splits, predictive, laplace.mean.device, ranks),
-        predictive=predictive,
-        seed=run.seed,
-        progress=run.progress,
-        ranks=ranks,
-    )
-    return minimize_validation_loss(laplace, loss)
-
-
-def _validation_batches(
-    splits: Splits, predictive: PredictiveConfig, device: torch.device, ranks: Ranks
-) -> Batches:
-    """The validation split, with this rank's part of each batch."""
-    shard = Shard(ranks.rank, ranks.size)
-    return split_batches(splits, "validation", predictive.batch_size, device=device, shard=shard)

@@ -40,12 +40,6 @@ def print_results(results: dict[str, Any], report: Path) -> None:
         print(f"noise: standard deviation {results['sigma_noise']:.4g}")
     print()
     _print_weight_decays(results["weight_decay"])
-    if results.get("at_bound"):
-        print()
-        _print_paragraph(
-            "The validation loss still falls at the bound of the search: the data does not "
-            "determine this weight decay."
-        )
     metrics = results.get("metrics", {})
     if metrics:
         _print_positions(results["num_positions"])

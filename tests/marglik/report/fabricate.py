@@ -131,7 +131,6 @@ def write_fit(folder, **more):
             for name, effective, size in numbers
         },
         "calibration": CALIBRATION,
-        "at_bound": True,
         "note": "",
         "seconds": 3.0,
         **ENVIRONMENT,

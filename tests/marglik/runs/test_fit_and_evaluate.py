@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from marglik.cli import main
-from marglik.data import ClassSubset, Digits, ImageData
+from marglik.data import ImageData
 from marglik.data.batches import split_batches
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior, save_posterior
@@ -16,7 +16,6 @@ from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import build_from_spec
 from marglik.storage.run_folder import read_posterior
-from marglik.training.post_hoc import validation_nll
 from tests.marglik import threads
 from tests.marglik.runs.command_line import (
     DATA,
@@ -109,25 +108,6 @@ def test_the_saved_options_repeat_the_fit(checkpoint, tmp_path, capsys):
     assert main(["fit", "--config", str(config), "--output", str(tmp_path / "again")]) == 0
     assert read_posterior(tmp_path / "again") == found
     assert fit(checkpoint, tmp_path / "other", *options[:2]) != found
-
-
-def test_the_precision_by_validation(checkpoint, tmp_path):
-    """No other single precision predicts the validation data better."""
-    state = load_file(checkpoint)
-    for name in TENSORS[2:]:
-        state[name] *= 9  # overconfident: else the largest precision of all is the best
-    other = tmp_path / "overconfident.safetensors"
-    save_file(state, other)
-    found = fit(other, tmp_path / "fit", "--prior.method", "validation")
-    assert len(set(found["prior_precision"].values())) == 1
-    laplace = load_posterior(tmp_path / "fit", MLP(64, (6,), 3))
-    delta, config = laplace.prior_precision, PredictiveConfig("probit", calibration="none")
-    splits = ClassSubset(Digits(test_fraction=0.5, validation=0.1), range(3)).load()
-    batches = split_batches(splits, "validation", config.batch_size)
-    best = validation_nll(laplace, batches, config)
-    for factor in (0.01, 0.3, 3.0, 100.0):
-        laplace.prior_precision = factor * delta
-        assert best <= validation_nll(laplace, batches, config) + 1e-5
 
 
 def test_other_likelihoods(problem, tmp_path, capsys):

@@ -64,14 +64,6 @@ FITS = {
     "another network": (["--model.hidden", "[9]"], "'layers.1.weight' has shape (6, 64), MLP has"),
     "other classes": (["--data", "marglik.data.Digits"], "has 10 classes; set --model.num_classes"),
     "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
-    "no validation data": (
-        ["--data.data.validation", "0", "--prior.method", "validation"],
-        "needs validation data, but digits (0, 1, 2) has none",
-    ),
-    "validation by groups": (
-        ["--prior.method", "validation", "--prior.structure", "kind"],
-        "prior.method validation tunes one precision for all parameters",
-    ),
     "a bound that is maximised": (["--curvature.corrected", "true"], "makes the evidence a lower"),
     "empty batches": (["--batch_size", "0"], "batch_size must be at least 1, not 0"),
     "the folder that would be cleared": (["--output", "."], "net.safetensors is in the output"),
