@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets rivals out-of-distribution table2 clean weight-decay-study default-options learned-ranges uci update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets rivals out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -70,6 +70,10 @@ weight-decay-study: $(INSTALLED)  ## learned weight decays beside grids, ensembl
 
 learned-ranges: $(INSTALLED)  ## learned invariances beside known, usual and tuned augmentations: an hour of a core; resumes
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.augmentation.learned_ranges
+
+suspicious-labels: $(INSTALLED)  ## wrong labels found by one training beside cleanlab, and what cleaning brings: an hour of a core; resumes
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.labels.suspicious_labels
 
 ranks-timing: $(INSTALLED)  ## a curvature pass on two ranks against one, and the share of communication: two minutes
 	$(BIN)/python -m experiments.speed.ranks_timing

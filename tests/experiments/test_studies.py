@@ -13,6 +13,7 @@ import torch
 from experiments import studies
 from experiments.augmentation import learned_ranges
 from experiments.exactness.networks import Config as Exactness
+from experiments.labels import suspicious_labels
 from experiments.optimizers import optimizer_defaults, steps_to_target
 from experiments.optimizers.training import Method, Problem, Schedule
 from experiments.predictions import out_of_distribution, rivals
@@ -53,6 +54,7 @@ TABLES = {
     "predictive_rivals": ("predictions.rivals",),
     "presets": ("weight_decay.presets",),
     "ranks_timing": ("speed.ranks_timing",),
+    "suspicious_labels": ("labels.suspicious_labels",),
     "table2/full": ("table2.marglik_cifar10", "--protocol", "full"),
     "table2/scaled": ("table2.marglik_cifar10",),
     "transformer_timing": ("speed.transformer_timing",),
@@ -276,6 +278,20 @@ def small_learned_ranges(patch):
     assert "tuned" in turned["results"] and "TrivialAugment" in photos["results"]
     learned_ranges.figures([turned])
     return [turned, photos], learned_ranges.table
+
+
+def small_suspicious_labels(patch):
+    small = replace(suspicious_labels.PROBLEMS["digits, MLP"], examples=80, epochs=2)
+    patch.setitem(suspicious_labels.PROBLEMS, "digits, MLP", small)
+
+    def by_cleanlab(y, p):  # its package comes with [bench] alone
+        own = p.gather(1, y[:, None]).squeeze(1)
+        return {"cleanlab": -own}, own < 0.1
+
+    patch.setattr(suspicious_labels, "by_cleanlab", by_cleanlab)
+    found = suspicious_labels.run(suspicious_labels.Config("digits, MLP", "structured", 0.2, 0))
+    assert all(0 < of["AUROC"] < 1 for of in found["found"].values())
+    return [found], suspicious_labels.table
 
 
 def small_presets(patch):

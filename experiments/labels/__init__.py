@@ -1,0 +1,1 @@
+"""Wrong labels in the training data."""

@@ -1,0 +1,283 @@
+"""Wrong labels found by one training, beside cleanlab with five folds; and what cleaning brings.
+
+A share of the training labels is wrong: drawn from the other classes ("flipped"), or the next class
+("structured": 9 for 8, a cat for a bird). The network with learned weight decays is trained once,
+with default options. Ours are scores of the probabilities that this training kept, example by
+example: `marglik.suspicious_labels`, and parts of it. "Last loss" is that of the trained network.
+cleanlab (Northcutt et al. 2021, arXiv:1911.00068) gets out-of-sample probabilities of five
+networks, each trained on four fifths in the same way, with the decays that the first one learned.
+
+Then people drop or relabel what was found, and train again. So does this study, from other initial
+parameters, beside a training from these on the labels as they were; decays are learned each time.
+Test NLLs are at the temperature that suits 200 held-out examples, whose labels are right.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from experiments.studies import markdown, mean_with_error, quiet_training, study
+from experiments.weight_decay.default_options import Problem
+from experiments.weight_decay.training import (
+    Split,
+    convolutions,
+    digits,
+    mlp,
+    no_norm,
+    scaled_scores,
+    small_images,
+)
+from marglik import (
+    Hyperparameters,
+    OnlineResult,
+    OnlineTraining,
+    PriorLearner,
+    Schedule,
+    settling_rate,
+    suspicious_labels,
+)
+from marglik.models import LeNet
+from marglik.storage.provenance import environment
+
+PROBLEMS = {
+    "digits, MLP": Problem(lambda: mlp(64, 10, no_norm), digits, 1000, epochs=20),
+    "digits, LeNet": Problem(lambda: LeNet(image_size=8), digits, 1000, epochs=20),
+    "CIFAR-10 (JPEG), BatchNorm": Problem(
+        lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), small_images, 2000, epochs=15
+    ),
+}
+NOISES: tuple[tuple[Literal["flipped", "structured"], float], ...] = (
+    ("flipped", 0.2), ("structured", 0.2), ("flipped", 0.4),
+)  # fmt: skip
+FOLDS, HELD_OUT = 5, 200
+
+
+@dataclass(frozen=True)
+class Config:
+    """A problem with wrong labels."""
+
+    data: str
+    noise: Literal["flipped", "structured"]
+    share: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        words = "".join(c if c.isalnum() else " " for c in self.data.lower()).split()
+        return "_".join([*words, self.noise, str(round(100 * self.share)), str(self.seed)])
+
+
+def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
+    """Training data with wrong labels, their right labels; held-out and test data."""
+    problem = PROBLEMS[config.data]
+    (x, y), size = problem.data(), problem.examples
+    generator = torch.Generator().manual_seed(config.seed)
+    order = torch.randperm(len(y), generator=generator)
+    x, y, classes = x[order], y[order], int(y.max()) + 1
+    wrong = torch.rand(size, generator=generator) < config.share
+    shift = torch.randint(1, classes, (size,), generator=generator)
+    shift = shift if config.noise == "flipped" else torch.ones_like(shift)
+    given = torch.where(wrong, (y[:size] + shift) % classes, y[:size])
+    end = size + HELD_OUT
+    test = x[end:][:3000], y[end:][:3000]
+    return (x[:size], given), y[:size], (x[size:end], y[size:end]), test
+
+
+def train(
+    config: Config, data: Split, kept: Hyperparameters | None = None, seed: int = 0
+) -> tuple[nn.Module, OnlineResult]:
+    """Train a network; with these prior precisions, or with learned ones."""
+    problem = PROBLEMS[config.data]
+    torch.manual_seed(config.seed + seed)
+    model = problem.make()
+    loader = DataLoader(TensorDataset(*data), 50, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), problem.lr, momentum=0.9, nesterov=True)
+    schedule = Schedule(problem.epochs) if kept is None else Schedule(problem.epochs, updates=0)
+    learner = PriorLearner("classification", schedule=schedule, hyperparameters=kept)
+    scheduler = settling_rate(optimizer, problem.epochs * len(loader))
+    result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
+    return model.eval(), result
+
+
+@torch.no_grad()
+def of_other_folds(config: Config, data: Split, kept: Hyperparameters) -> Tensor:
+    """Out-of-sample probabilities (N, C) of networks that were trained on the other folds."""
+    x, y = data
+    fold = torch.randperm(len(y), generator=torch.Generator().manual_seed(config.seed)) % FOLDS
+    found = []
+    for k in range(FOLDS):
+        with torch.enable_grad():
+            model, _ = train(config, (x[fold != k], y[fold != k]), kept)
+        found.append(model(x[fold == k]).softmax(-1))
+    order = torch.cat([(fold == k).nonzero().flatten() for k in range(FOLDS)])
+    return torch.cat(found)[order.argsort()]
+
+
+def by_cleanlab(y: Tensor, p: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Scores by cleanlab, and the labels that it takes for wrong (N,), given p (N, C)."""
+    from cleanlab.filter import (  # pyright: ignore[reportMissingImports]  # an optional package
+        find_label_issues,
+    )
+    from cleanlab.rank import (  # pyright: ignore[reportMissingImports]
+        get_label_quality_scores,
+    )
+
+    scores = {}
+    for method in ("self_confidence", "normalized_margin"):
+        quality = get_label_quality_scores(y.numpy(), p.numpy(), method=method)
+        scores[f"cleanlab, {method}"] = -torch.from_numpy(quality)
+    return scores, torch.from_numpy(find_label_issues(y.numpy(), p.numpy(), n_jobs=1))
+
+
+def ranked(score: Tensor, wrong: Tensor) -> dict[str, float]:
+    """How well a score finds the wrong labels: AUROC, precision at their true number."""
+    first = score.argsort(descending=True)[: int(wrong.sum())]
+    return {
+        "AUROC": float(roc_auc_score(wrong, score)),
+        "precision": wrong[first].double().mean().item(),
+    }
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train, rank, clean, and train again."""
+    torch.set_num_threads(1)
+    (x, y), true, held_out, test = splits_of(config)
+    wrong, seconds, started = y != true, {}, time.process_time()
+
+    def took(what: str) -> None:
+        nonlocal started
+        seconds[what], started = time.process_time() - started, time.process_time()
+
+    with quiet_training():
+        model, result = train(config, (x, y))
+        assert result.training_probabilities is not None and result.kept is not None
+        p = result.training_probabilities.mean()
+        found = suspicious_labels(y, p)
+        took("training")
+        others = of_other_folds(config, (x, y), result.kept)
+        took("folds")
+
+        own = p.gather(1, y[:, None]).squeeze(1)
+        with torch.no_grad():
+            last_loss = F.cross_entropy(model(x), y, reduction="none")
+        scores = {
+            "suspicious_labels": torch.empty_like(found.score).scatter(0, found.index, found.score),
+            "its probability of the label": -own,
+            "its margin": p.scatter(1, y[:, None], 0.0).amax(1) - own,
+            "last loss": last_loss,
+        }
+        of_cleanlab, issues = by_cleanlab(y, others)
+        scores |= of_cleanlab
+
+        first, above = found.index[: int(wrong.sum())], found.index[: found.number]
+        relabelled = y.clone()
+        relabelled[first] = found.predicted[: len(first)]
+
+        def without(index: Tensor) -> Split:
+            stays = torch.ones_like(wrong).scatter(0, index, False)
+            return x[stays], y[stays]
+
+        cleaned = {
+            "unchanged": (x, y),
+            "dropped, true number": without(first),
+            "dropped, score above 1": without(above),
+            "relabelled, true number": (x, relabelled),
+            "dropped, cleanlab's issues": without(issues.nonzero().flatten()),
+            "all labels right": (x, true),
+        }
+        tests = {}
+        for way, data in cleaned.items():
+            again, _ = train(config, data, seed=1000)
+            with torch.no_grad():
+                f_held_out, f = again(held_out[0])[None], again(test[0])[None]
+            tests[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+            took(way)
+    return {
+        "config": asdict(config),
+        "found": {name: ranked(score, wrong) for name, score in scores.items()},
+        "wrong": int(wrong.sum()),
+        "flagged": {
+            "score above 1": [found.number, int(wrong[above].sum())],
+            "cleanlab's issues": [int(issues.sum()), int(wrong[issues].sum())],
+        },
+        "agreement": found.agreement,
+        "relabelled_right": (relabelled == true)[first].double().mean().item(),
+        "tests": tests,
+        "seconds": seconds,
+        **environment(torch.device("cpu")),
+    }
+
+
+def tasks(options: argparse.Namespace) -> list[Config]:
+    """A seed of all problems, then the next."""
+    return [
+        Config(data, noise, share, seed)
+        for seed in range(options.seeds)
+        for data in options.data
+        for noise, share in NOISES
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """What was found, what is flagged, and what cleaning brought, for each problem and noise."""
+    runs = defaultdict(list)
+    for one in found:
+        config = one["config"]
+        runs[config["data"], config["noise"], config["share"]].append(one)
+    keys = [(data, *noise) for data in PROBLEMS for noise in NOISES if (data, *noise) in runs]
+    scores, ways = list(found[0]["found"]), list(found[0]["tests"])
+    flags = list(found[0]["flagged"])
+    areas = [["AUROC; precision at the true number", *scores, "seeds"]]
+    numbers = [["wrong among those flagged", "wrong labels", *flags, "new labels that are right"]]
+    gains = [["test NLL; accuracy (%)", ways[0], *(f"{way} − {ways[0]}" for way in ways[1:])]]
+    for key in keys:
+        of, name = runs[key], f"{key[0]}, {key[1]} {100 * key[2]:.0f} %"
+        area = {s: [one["found"][s]["AUROC"] for one in of] for s in scores}
+        precision = {s: [one["found"][s]["precision"] for one in of] for s in scores}
+        cells = [
+            f"{mean_with_error(area[s])}; {statistics.fmean(precision[s]):.3f}" for s in scores
+        ]
+        areas.append([name, *cells, str(len(of))])
+        cells = []
+        for flag in flags:
+            flagged, hits = zip(*(one["flagged"][flag] for one in of), strict=True)
+            cells.append(f"{statistics.fmean(hits):.0f} of {statistics.fmean(flagged):.0f}")
+        right = mean_with_error([100 * one["relabelled_right"] for one in of], "{:.0f}")
+        wrong = statistics.fmean(one["wrong"] for one in of)
+        numbers.append([name, f"{wrong:.0f}", *cells, f"{right} %"])
+        row = [name]
+        for way in ways:
+            first, form = way == ways[0], "" if way == ways[0] else "+"
+            pairs = [(one["tests"][way], one["tests"][ways[0]]) for one in of]
+            nll = [a["nll"] - (not first) * b["nll"] for a, b in pairs]
+            hits = [100 * (a["accuracy"] - (not first) * b["accuracy"]) for a, b in pairs]
+            cells = (
+                mean_with_error(nll, f"{{:{form}.3f}}"),
+                mean_with_error(hits, f"{{:{form}.1f}}"),
+            )
+            row.append("; ".join(cells))
+        gains.append(row)
+    return "\n\n".join(map(markdown, (areas, numbers, gains)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the missing tasks, and report."""
+    return study(
+        "suspicious_labels", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=3
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
