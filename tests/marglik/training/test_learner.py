@@ -365,3 +365,40 @@ def test_small_batches_are_merged_without_a_change_of_the_data():
     mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
     (joined,) = MergedBatches(mapping)
     assert torch.equal(joined["labels"], y[:4])
+
+
+START = {
+    "SGD": ({}, 1e-2),
+    "Adam": ({"optimizer": torch.optim.Adam}, 5e-4),
+    "your own decay": ({"weight_decay": 1e-3}, 1e-3),
+    "no update": ({"updates": 0}, 5e-4),
+    "one decay for all": ({"structure": "scalar"}, 5e-4),
+    "long until the first update": ({"every": 500}, 0.5 / (500 * 5 * 0.1)),
+    "very long": ({"every": 3000}, 5e-4),
+}
+
+
+@pytest.mark.parametrize("name", START)
+def test_decays_come_down_from_a_high_start(name):
+    """Those of weights whose length matters, where updates come soon enough."""
+    options, expected = dict(START[name][0]), START[name][1]
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 6, bias=False), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)
+    )  # fmt: skip
+    optimizer = options.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+    prior = PriorLearner("classification", **options)
+    x, y = torch.randn(40, 4), torch.randint(3, (40,))
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
+    prior.start(model, optimizer, batches, 4000 if "long" in name else 20)
+    for step in range(10):
+        assert prior.weight_decays().max() <= max(5e-4, options.get("weight_decay", 0)) + 1e-12
+        optimizer.zero_grad()
+        cross_entropy(model(batches[step % 5][0]), batches[step % 5][1]).backward()
+        prior.add_to_gradients()
+        optimizer.step()
+    groups = prior.hyperparameters.groups
+    found = dict(zip(groups.names, prior.weight_decays().tolist(), strict=True))
+    assert found.get("3.weight", found.get("all")) == pytest.approx(expected)
+    for other in found.keys() - {"3.weight"}:  # invariant to scale, or a vector
+        assert found[other] == pytest.approx(options.get("weight_decay", 5e-4))
