@@ -68,28 +68,6 @@ def test_posterior_is_the_joint_gaussian(outputs):
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_samples_are_roots_times_base_samples(outputs):
-    posterior, _ = fitted(outputs)
-    X = torch.rand(3, 2).double().requires_grad_()
-    found = LaplaceModel(posterior).posterior(X, observation_noise=True)
-    z = torch.randn(7, *found.base_sample_shape).double()
-    samples = found.rsample_from_base_samples(torch.Size([7]), z)
-    assert samples.shape == (7, 3, outputs)
-    covariance = dense(posterior, X.detach()) + SIGMA**2 * torch.eye(3 * outputs).double()
-    many = found.rsample(torch.Size([200_000])).detach().flatten(1)
-    assert_close(torch.cov(many.T), covariance, rtol=0.05, atol=0.005)
-    again = found.rsample_from_base_samples(torch.Size([7]), z)
-    assert_close(again, samples)
-    (gradient,) = torch.autograd.grad(samples.square().sum(), X)
-
-    def value(X):
-        found = LaplaceModel(posterior).posterior(X, observation_noise=True)
-        return found.rsample_from_base_samples(torch.Size([7]), z).square().sum()
-
-    assert torch.autograd.gradcheck(value, (X,)) and gradient.norm() > 0
-
-
-@pytest.mark.parametrize("outputs", [1, 2])
 def test_points_may_coincide(outputs):
     """As the optimiser of an acquisition function moves them; their covariance is singular."""
     posterior, _ = fitted(outputs)

@@ -185,18 +185,6 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method)
         assert next(iter(metrics.values())) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["probit", "linearised"])
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_without_covariance_a_forward_pass_is_enough(likelihood, method, monkeypatch):
-    la, x = fitted(likelihood)
-    for name in ("output_distribution", "linearised_outputs", "sample"):
-        monkeypatch.setattr(la, name, None)
-    sharp = (1.0, 0.3) if likelihood == "regression" else (2.0, None)
-    found = laplace_predictive(la, PredictiveConfig(method), calibration=Calibration(0.0, *sharp))
-    expected = map_predictive(la.model, likelihood, sharp[1] or 1.0, sharp[0])(x)
-    assert_close(found(x).tensors(), expected.tensors())
-
-
 def test_where_the_covariance_does_not_help_scores_keep_their_width(caplog):
     """One sentence says so; the uncalibrated predictive still tells inputs apart."""
     la, x = fitted("regression", sigma_noise=0.3)

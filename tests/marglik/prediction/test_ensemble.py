@@ -120,13 +120,6 @@ def test_saved_and_loaded(tmp_path):
         Ensemble.load(tmp_path / "nothing", MLP(4, (3,), 3))
 
 
-def test_nothing_to_calibrate_with():
-    with pytest.raises(ValueError, match="nothing to calibrate with"):
-        Ensemble([nn.Linear(2, 2)]).calibrate([])
-    with pytest.raises(ValueError, match="at least one network"):
-        Ensemble([])
-
-
 def train(learner, steps=15):
     """A loop of one's own; returns the network and its parameters after each step."""
     torch.manual_seed(1)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from scipy import special, stats
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
@@ -88,20 +87,6 @@ def test_predictions_are_those_of_the_covariances(likelihood, method, layers, mo
     # Negative control: the other layers' part of the variance.
     other = predictive(la, method, layers="last" if layers == "all" else "all")(x)
     assert (other.epistemic - expected.epistemic).norm() > 1e-2 * expected.epistemic.norm()
-
-
-def test_probit_and_bernoulli_by_their_formulas():
-    la, x = fitted()
-    assert_close(predictive(la)(x).mean, la(x))  # laplace-torch's own probit
-    la, x = fitted("bernoulli", prior_precision=5.0)
-    f, covariance = la.output_distribution(x)
-    std = covariance.diagonal(dim1=1, dim2=2).sqrt()
-    mean = predictive(la, "mc")(x).mean
-    z = torch.linspace(-9, 9, 4001, dtype=torch.float64)
-    weights = torch.tensor(stats.norm.pdf(z)) * (z[1] - z[0])
-    expected = (special.expit(f[..., None] + std[..., None] * z) * weights).sum(-1)
-    assert_close(mean, expected, atol=1e-6, rtol=0)
-    assert (mean - torch.sigmoid(f)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("likelihood", "method"), EVERY)

@@ -2,12 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
-from plotly.colors import hex_to_rgb, unlabel_rgb
 from scipy import stats
 
-from marglik.report.charts import MUTED, SERIES, Chart
+from marglik.report.charts import SERIES, Chart
 from marglik.report.contents import read_runs
 from marglik.report.sections import SECTIONS, Note
 from tests.marglik.report.fabricate import CONFIG, NUM_DATA, changed, write_fit, write_run
@@ -216,32 +214,3 @@ def test_entropy_and_shifts(charts, runs):
 def test_what_is_missing_is_told(case, section, ending, runs):
     notes = [block.text for block in SECTIONS[section](runs[case]) if isinstance(block, Note)]
     assert notes == [] if ending is None else len(notes) == 1 and notes[0].endswith(ending)
-
-
-def contrast(first, second):
-    """Contrast ratio of two colours in 0..255 (WCAG 2.2, "contrast ratio")."""
-
-    def luminance(rgb):
-        c = np.asarray(rgb) / 255
-        linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
-        return linear @ [0.2126, 0.7152, 0.0722]
-
-    low, high = sorted([luminance(first), luminance(second)])
-    return (high + 0.05) / (low + 0.05)
-
-
-def dark(rgb):
-    """invert(0.92) hue-rotate(180deg) of page.css, by the matrix of W3C's filter effects."""
-    inverted = 255 * 0.92 + (1 - 2 * 0.92) * np.asarray(rgb)
-    weights = np.array([0.213, 0.715, 0.072])
-    return np.clip(2 * (weights @ inverted) - inverted, 0, 255)
-
-
-def test_colours_stand_out_in_both_themes(charts):
-    white, black = (255, 255, 255), hex_to_rgb("#16191f")  # of page.css
-    assert contrast(white, (0, 0, 0)) == pytest.approx(21)
-    (chart,) = charts["deep", "weight-decay"]
-    depths = [unlabel_rgb(trace.line.color) for trace in chart.figure.data]
-    for color in [*map(hex_to_rgb, (*SERIES, MUTED)), *depths]:
-        assert contrast(color, white) >= 3 and contrast(dark(color), black) >= 3, color
-    assert contrast(hex_to_rgb("#f0e442"), white) < 3  # Okabe and Ito's yellow would not do
