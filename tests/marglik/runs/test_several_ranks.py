@@ -107,7 +107,7 @@ def test_numbers_of_ranks_that_cannot_be(capsys, monkeypatch, worlds, tmp_path):
     said = refusal(capsys, *options, "--devices", "3")
     assert "--devices 3: this machine has 2 GPU(s). Pass 2 or less" in said
     for wrong, words in (
-        (["--batch_size", "1"], "batch_size 1: 2 processes need batches of at least 2 examples"),
+        (["--batch_size", "1"], "2 processes need batches of at least 2 examples"),
         (["--devices", "3"], "--devices 3: torchrun has started 2 processes."),
     ):
         for rank, found in enumerate(worlds.all(2, f"{HERE}:command", *options, *wrong)):
