@@ -1,7 +1,8 @@
 """How the evidence raises the ranges of a `LearnedAugmentation`."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class RangeLearner:
 
         Args:
             posterior: fitted to the training data.
-            data: batches of the training data; read once for each step.
+            data: batches of the training data.
             num_data: N.
 
         Raises:
@@ -112,7 +113,7 @@ class RangeLearner:
                 f"The ranges of a LearnedAugmentation are learned by marglik's Posterior, not by "
                 f"{type(posterior).__name__}. Leave make_posterior out."
             )
-        parts = (_some_batches(data, EXAMPLES / num_data) for _ in range(STEPS))
+        parts = _random_parts(data, EXAMPLES / num_data)
         # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
         options = posterior.options
         if options.fisher == "exact":
@@ -138,9 +139,14 @@ class RangeLearner:
             self._adam.load_state_dict(state)
 
 
-def _some_batches(data: Iterable[Any], share: float) -> Iterator[Any]:
-    """A random share of the batches, at least one."""
-    batches = list(data)
-    number = min(len(batches), math.ceil(share * len(batches)))
-    for index in torch.randperm(len(batches))[:number].tolist():
-        yield batches[index]
+def _random_parts(data: Iterable[Any], share: float) -> Iterator[list[Any]]:
+    """Some parts of the data for `STEPS` steps, each a random share of its batches, at least one.
+
+    The data is read once, and only up to the last batch that is needed.
+    """
+    total = len(data) if isinstance(data, Sized) else sum(1 for _ in data)
+    number = max(1, min(math.ceil(share * total), total // STEPS))
+    chosen = set(torch.randperm(total)[: STEPS * number].tolist())
+    batches = (batch for index, batch in enumerate(data) if index in chosen)
+    for _ in range(min(STEPS, total)):
+        yield list(islice(batches, number))

@@ -12,7 +12,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.options import CurvatureOptions
 from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
-from marglik.augmentation.ranges import evidence_gradient
+from marglik.augmentation.ranges import _random_parts, evidence_gradient
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -142,6 +142,33 @@ class Batches:
     def __iter__(self):
         for which in torch.randperm(len(self.y)).split(25):
             yield self.x[which], self.y[which]
+
+
+def test_random_parts_of_the_data():
+    read = []
+
+    def parts(total: int, share: float) -> list[list[int]]:
+        def batches():
+            for k in range(total):
+                read.append(k)
+                yield k
+
+        class Data:
+            def __len__(self) -> int:
+                return total
+
+            def __iter__(self):
+                return batches()
+
+        read.clear()
+        return list(_random_parts(Data(), share))
+
+    found = parts(20, 0.15)
+    assert [len(part) for part in found] == [3, 3]
+    assert read == list(range(max(found[1]) + 1)) and len({*found[0], *found[1]}) == 6
+    assert parts(1, 0.5) == [[0]]
+    assert sorted(sum(parts(2, 1.0), [])) == [0, 1]
+    assert sorted(sum(parts(5, 1.0), [])) != list(range(5))  # two of each
 
 
 def learned_angle(largest: float, epochs: int = 12) -> float:
