@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 # Okabe & Ito 2008 ("Color Universal Design"), whose hues stay apart for colour-blind readers;
-# lightness is changed so that each has a contrast of at least 3:1 (WCAG 2.2, 1.4.11) with its
-# background, also when inverted. Depth is shown by the part of Plasma that does so.
+# lightness is changed for a contrast of 3:1 (WCAG 2.2, 1.4.11) with the background, also when
+# inverted. Depth is shown by the part of Plasma that has it.
 SERIES = ("#0072b2", "#c24e00", "#007a5a", "#a3497c", "#8a6100", "#3d4450")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star-triangle-down")
 DASHES = ("solid", "dash", "dot", "dashdot")

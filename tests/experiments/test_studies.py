@@ -48,6 +48,7 @@ TABLES = {
     "exactness": ("exactness.modes",),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "large_classes": ("speed.large_classes",),
+    "learned_ranges": ("augmentation.learned_ranges",),
     "optimizer_comparison": (TO_TARGET, "--study", "optimizer_comparison"),
     "optimizer_defaults": ("optimizers.optimizer_defaults",),
     "out_of_distribution": ("predictions.out_of_distribution",),
