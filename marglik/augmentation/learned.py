@@ -40,8 +40,8 @@ class LearnedAugmentation(nn.Module):
         learns: whether the evidence changes the ranges; otherwise they stay as they are.
 
     Raises:
-        ValueError: no transform, two ranges of one name, or a range that is unknown, negative or
-            too large.
+        ValueError: no transform, two ranges of one name, a range that is unknown, negative or too
+            large, or an odd number of copies with `Flip`.
     """
 
     ranges: Tensor
@@ -79,9 +79,15 @@ class LearnedAugmentation(nn.Module):
                 )
             start[self.names.index(name)] = value
         self.register_buffer("ranges", start)
+        self._weights()  # raises where the number of copies does not fit
 
     def forward(self, x: Float[Tensor, "N ..."]) -> Tensor:
         """The mean output (N, ..., C) over the copies."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"LearnedAugmentation transforms tensors (N, ...), not {type(x).__name__}. Wrap "
+                "the part of your network that takes one."
+            )
         N, S = len(x), self.copies
         rows, weights = self.transformed(x).flatten(0, 1), self._weights()
         if weights is None:  # the curvature finds out by itself that the copies are one example's

@@ -12,7 +12,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.options import CurvatureOptions
 from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
-from marglik.augmentation.ranges import _random_parts, evidence_gradient
+from marglik.augmentation.ranges import RangeLearner, _random_parts, evidence_gradient
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -119,6 +119,7 @@ def test_ranges_are_saved_and_no_parameters():
         (([],), "ranges"),
         (([Affine("rotate"), Affine("rotate", "shear")],), "different names"),
         (([Affine("rotate")], 0), "copies=0"),
+        (([Flip()], 3), "even number of copies"),
         (([Affine("rotate")], 4, {"shear": 0.1}), "rotate from 0 to 3.142"),
         (([Affine("rotate")], 4, {"rotate": 4.0}), "rotate from 0 to 3.142"),
     ],
@@ -142,6 +143,16 @@ class Batches:
     def __iter__(self):
         for which in torch.randperm(len(self.y)).split(25):
             yield self.x[which], self.y[which]
+
+
+def test_what_cannot_be_transformed_or_learned_is_named():
+    model = LearnedAugmentation(nn.Flatten(), [Affine("rotate")])
+    with pytest.raises(TypeError, match="not dict"):
+        model({"x": torch.zeros(1, 1, 4, 4)})
+    with pytest.raises(TypeError, match="not by object"):
+        RangeLearner(model).learn(object(), [], 1)
+    still = LearnedAugmentation(nn.Flatten(), [Affine("rotate")], learns=False)
+    RangeLearner(still).learn(object(), [], 1)  # has nothing to do
 
 
 def test_random_parts_of_the_data():
