@@ -301,18 +301,23 @@ def ranges_table(by_problem: dict[str, list[dict[str, Any]]]) -> list[list[str]]
 
 
 def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
-    """The angles found over the updates, one line for each seed."""
+    """The angles found over the updates, a line for each seed: four copies, and eight (dashed)."""
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
     for color, problem in enumerate(("digits", "digits, ±45°", "digits, ±180°")):
-        paths = [of["results"]["learned"]["path"] for of in found
-                 if of["config"]["problem"] == problem]  # fmt: skip
-        for k, path in enumerate(paths):
-            angles = [math.degrees(of["rotate"]) for of in path]
-            axes.plot(range(1, len(angles) + 1), angles, color=f"C{color}", alpha=0.7,
-                      label=problem if k == 0 else None)  # fmt: skip
-    axes.set(xlabel="update", ylabel="range of rotations (degrees)")
-    axes.legend(frameon=False)
+        for way, style in (("learned", "-"), ("learned, 8 copies", "--")):
+            paths = [
+                of["results"][way]["path"] for of in found if of["config"]["problem"] == problem
+            ]
+            for k, path in enumerate(paths):
+                angles = [math.degrees(of["rotate"]) for of in path]
+                label = problem if k == 0 and style == "-" else None
+                axes.plot(
+                    range(1, len(angles) + 1), angles, style, color=f"C{color}", alpha=0.7,
+                    label=label,
+                )  # fmt: skip
+    axes.set(xlabel="update", ylabel="range of rotations (degrees)", xlim=(0, 30))
+    axes.legend(frameon=False, loc="center right", title="turned by")
     return {"ranges": figure}
 
 
