@@ -320,7 +320,7 @@ def test_full_size_is_the_papers(capsys, tmp_path, monkeypatch):
     network = found["model"]["init_args"]
     assert (network["depth"], network["widen_factor"], network["num_classes"]) == (16, 4, 10)
     assert found["data"]["class_path"] == "marglik.data.CIFAR10"
-    assert (found["epochs"], found["batch_size"], found["augment"]) == (100, 128, True)
+    assert (found["epochs"], found["batch_size"], found["augmentation"]) == (100, 128, "standard")
     assert (found["optimizer"]["name"], found["optimizer"]["lr"]) == ("sgd", 0.1)
     prior, curvature = found["prior"], found["curvature"]
     assert (prior["weight_decay"] * 50_000, prior["structure"]) == (250, "layerwise")
@@ -332,4 +332,4 @@ def test_full_size_is_the_papers(capsys, tmp_path, monkeypatch):
     fixed = settings(capsys, "scaled", "fixed", False)
     assert fixed["data"]["init_args"]["name"] == "CIFAR-10 (JPEG)"
     assert (fixed["prior"]["method"], fixed["curvature"]["kfac_approx"]) == ("fixed", "reduce")
-    assert (fixed["augment"], fixed["data"]["init_args"]["max_train"]) == (False, 4000)
+    assert (fixed["augmentation"], fixed["data"]["init_args"]["max_train"]) == ("none", 4000)
