@@ -149,6 +149,7 @@ def test_passes_that_fail_leave_nothing(times):
     assert set(failed) == {"in the middle"} and failed.total() > times / 2
 
 
+@pytest.mark.filterwarnings("ignore")  # pytest keeps each warning, an object or two a loop
 @pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_loops_leave_nothing(times, tmp_path):
     """Of each kind in turn, with states."""
