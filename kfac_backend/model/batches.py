@@ -94,8 +94,11 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def examples(x: Any, which: slice | Tensor) -> Any:
-    """Some examples of an input whose first axis they are, or that is indexed by examples."""
+def examples(x: Any, which: slice | Tensor | None) -> Any:
+    """Some examples of an input whose first axis they are, or that is indexed by examples.
+
+    None adds the first axis to a single example.
+    """
     if isinstance(x, Mapping):
         return {key: tensor[which] for key, tensor in x.items()}
     return x[which]
