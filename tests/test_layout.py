@@ -135,7 +135,7 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
 
 
 LAPLACE = {"laplace", "curvlinops"}
-PLOTS = {"matplotlib", "jinja2", "plotly"}
+PLOTS = {"matplotlib", "jinja2"}
 OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
 STEPS = {
     "the backend": "import kfac_backend",

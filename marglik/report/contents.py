@@ -9,12 +9,11 @@ All that the page relies on in a run's files. They may hold more, and lack what 
   learned, largest}}, copies, examples [[image and its copies]]}, seconds_beside, device, threads,
   ranks, python, versions]
 - log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
-  epoch, evidence_per_example, weight_decay, seconds {part: value}, [evidence_before]
+  epoch, evidence_per_example, weight_decay, seconds {part: value}
 - evaluation.json: what `marglik.prediction.evaluation_record.evaluate` returns
 - config.yaml: options
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -44,7 +43,7 @@ class Run:
     folder: Path
     results: dict[str, Any]
     epochs: list[dict[str, Any]]
-    """The log's epochs."""
+    """The log's epochs; none of a posterior that was fitted to a trained network."""
     updates: list[dict[str, Any]]
     """The log's updates of the hyperparameters."""
     evaluation: dict[str, Any]
@@ -53,11 +52,9 @@ class Run:
     date: datetime
     """When the run's main file was last written (UTC)."""
     label: str = ""
-    """Its name on a page with several runs."""
+    """Its name on a page with several runs; empty for the only run of a page."""
     style: int = 0
     """Its index among the runs of the page: the position of its colour and symbol."""
-    alone: bool = True
-    """Whether it is the only run of the page."""
 
     @property
     def data(self) -> str | None:
@@ -77,27 +74,13 @@ class Run:
         return known or self.folder.resolve().name
 
     @property
-    def num_data(self) -> int | None:
-        """N, the number of training examples."""
-        return self.results.get("num_data")
-
-    @property
-    def evidence_per_example(self) -> float | None:
-        """Log marginal likelihood of the update that was kept, divided by N (nats)."""
-        return self.results["evidence"]["kept"] / self.results["num_data"] if self.results else None
-
-    @property
-    def is_fit(self) -> bool:
-        """Whether it is a posterior that was fitted to a trained network, which has no log."""
-        return bool(self.results) and not self.epochs
-
-    @property
     def layers(self) -> dict[str, dict[str, float]]:
-        """Tensor name -> "parameters", "effective_parameters", "learned" weight decay at the end.
-
-        From the input to the output.
-        """
+        """Tensor, from the input to the output -> its row of "weight_decay" in results.json."""
         return self.results.get("weight_decay", {})
+
+    def titled(self, title: str) -> str:
+        """A title that names the run, too, if the page has several."""
+        return f"{self.label}: {title}" if self.label else title
 
 
 @dataclass(frozen=True)
@@ -116,12 +99,12 @@ class Predictive:
     @property
     def chart(self) -> str:
         """The title of its chart: all predictives of one run share a chart, or all runs do."""
-        return "All predictives" if self.run.alone else self.name
+        return self.name if self.run.label else "All predictives"
 
     @property
     def style(self) -> int:
         """The position of its colour and symbol."""
-        return self.place if self.run.alone else self.run.style
+        return self.run.style if self.run.label else self.place
 
 
 def predictives(runs: Sequence[Run], key: str = "metrics") -> list[Predictive]:
@@ -129,7 +112,7 @@ def predictives(runs: Sequence[Run], key: str = "metrics") -> list[Predictive]:
     found = [(run, *item) for run in runs for item in run.evaluation.get("predictives", {}).items()]
     places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name, _ in found))}
     return [
-        Predictive(run, name, content, name if run.alone else run.label, places[name])
+        Predictive(run, name, content, run.label or name, places[name])
         for run, name, content in found
         if content.get(key)
     ]
@@ -142,24 +125,20 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         ValueError: no folder, a folder twice, one that is not of a run, or a damaged file in it.
         FileNotFoundError: a folder that is not there.
     """
-    if not folders:
-        raise ValueError("A report needs the folder of a run; pass one or several.")
-    for folder, times in Counter(folder.resolve() for folder in folders).items():
-        if times > 1:
-            raise ValueError(f"{folder} is given {times} times; pass it once.")
+    if not folders or len({folder.resolve() for folder in folders}) < len(folders):
+        shown = ", ".join(map(str, folders)) or "none"
+        raise ValueError(f"Folders of runs: {shown}; pass one or several, each of them once.")
     runs = [_read_run(folder) for folder in folders]
-    labels = _labels(folders, [run.options for run in runs])
+    labels = _labels(folders, [run.options for run in runs]) if len(runs) > 1 else [""]
     return [
-        replace(run, label=label, style=position, alone=len(runs) == 1)
+        replace(run, label=label, style=position)
         for position, (run, label) in enumerate(zip(runs, labels, strict=True))
     ]
 
 
 def _read_run(folder: Path) -> Run:
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
-        error = ValueError if folder.exists() else FileNotFoundError
-        raise error(f"{folder} {problem}; pass the folder of a run, which marglik train writes.")
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist; pass a folder that marglik train wrote.")
     main = next((folder / name for name in MAIN_NAMES if (folder / name).is_file()), None)
     if main is None:
         raise ValueError(

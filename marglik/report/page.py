@@ -105,18 +105,19 @@ def _facts_of(run: Run) -> dict[str, str]:
     total, effective = (
         sum(layer[key] for layer in layers) for key in ("parameters", "effective_parameters")
     )
-    evidence, kept = run.evidence_per_example, run.results.get("evidence", {}).get("epoch")
+    N, evidence = run.results.get("num_data"), run.results.get("evidence", {})
+    kept = evidence.get("epoch")
     last = str(run.epochs[-1]["epoch"]) if run.epochs else NOTHING
     unfinished = ", unfinished" if run.epochs and not run.results else ""
     return {
         "Network": run.model or NOTHING,
         "Data": run.data or NOTHING,
         "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
-        "Training examples": number(run.num_data),
+        "Training examples": number(N),
         "Epochs": last if kept is None or not run.epochs else f"{last} (kept: {kept})",
-        "Log marginal likelihood": NOTHING
-        if evidence is None
-        else f"{number(evidence, 4)} nats per example",
+        "Log marginal likelihood": f"{number(evidence['kept'] / N, 4)} nats per example"
+        if N
+        else NOTHING,
         "Effective parameters": f"{number(round(effective))} of {number(total)}"
         if total
         else NOTHING,

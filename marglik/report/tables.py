@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from marglik.report.contents import Predictive, Run, predictives
@@ -13,18 +12,17 @@ __all__ = [
     "NOTHING",
     "Row",
     "Table",
-    "of_evaluation_and_results",
     "differences_table",
     "duration",
     "interval",
     "number",
+    "of_evaluation_and_results",
     "percentage",
     "summary_table",
 ]
 
 NOTHING = "–"
 """Text for a missing value."""
-MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ class Table:
     columns: Sequence[str]
     """Titles of the columns, that of the header column first."""
     rows: Sequence[Row]
-    groups: Sequence[tuple[str, int]] = ()
-    """Titles above groups of columns, with the number of columns that each spans."""
     has_words: bool = False
     """Whether cells are text, which is aligned left."""
     summary: str = ""
@@ -61,37 +57,25 @@ class Table:
     open: bool = True
     """Whether it is unfolded at first."""
 
-    @property
-    def starts(self) -> set[int]:
-        """Positions of the cells that begin a group."""
-        ends = accumulate(span for _, span in self.groups)
-        return {end - 1 for end, _ in zip(ends, self.groups[1:], strict=False)}
-
 
 def number(value: float | None, decimals: int | None = None) -> str:
     """A number as text, with four significant digits or ``decimals``; integers in full."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else (f"{MINUS}∞" if value < 0 else "∞")
-    if decimals is not None:
+        text = str(value).replace("inf", "∞").replace("nan", "NaN")
+    elif decimals is not None:
         text = f"{value:,.{decimals}f}"
-    elif isinstance(value, int):
-        text = f"{value:,}"
-    elif value == 0 or 1e-3 <= abs(value) < 1e4:
-        text = f"{value:.4g}"
-    elif 1e4 <= abs(value) < 1e9:
+    elif isinstance(value, int) or 1e4 <= abs(value) < 1e9:
         text = f"{value:,.0f}"
     else:
-        text = f"{value:.2e}"
-    return text.replace("-", MINUS)
+        text = f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def percentage(share: float | None, decimals: int = 2) -> str:
     """A share in 0..1 as a percentage."""
-    if share is None or not math.isfinite(share):
-        return number(share)
-    return f"{number(100 * share, decimals)} %"
+    return number(None) if share is None else f"{number(100 * share, decimals)} %"
 
 
 def interval(ends: Sequence[float] | None, decimals: int, scale: float = 1) -> str:
@@ -101,12 +85,11 @@ def interval(ends: Sequence[float] | None, decimals: int, scale: float = 1) -> s
 
 def duration(seconds: float | None) -> str:
     """Seconds as text, in milliseconds, seconds, minutes or hours."""
-    if seconds is None or not math.isfinite(seconds):
-        return number(seconds)
-    if seconds < 1:
-        return f"{number(1000 * seconds, 0)} ms"
+    if seconds is None:
+        return NOTHING
     if seconds < 120:
-        return f"{number(seconds, 1)} s"
+        short = seconds < 1
+        return f"{number(1000 * seconds, 0)} ms" if short else f"{number(seconds, 1)} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
@@ -164,12 +147,11 @@ METRICS = {
 }
 """Part of a key after "test/", "validation/", "ood/" or "shift/KIND/SEVERITY/" -> metric."""
 SPLITS = {"test": "Test set", "validation": "Validation set", "ood": "Out of distribution"}
-DIFFERENCES = {
-    "test/cls/NLL": Metric("NLL (nats)"),
-    "test/cls/accuracy": Metric("accuracy (percentage points)", "%"),
-    "test/cls/Brier": Metric("Brier score"),
-    "test/reg/NLL": Metric("NLL (nats)"),
+SECONDS = {
+    "seconds": "Time to predict the test set",
+    "seconds_of_training": "Time to train its members",
 }
+DIFFERENCES = ("test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/reg/NLL")
 
 
 def of_evaluation_and_results(runs: Sequence[Run]) -> list[Predictive]:
@@ -199,20 +181,12 @@ def summary_table(runs: Sequence[Run]) -> Table:
         of_split = [key for key in keys if key.split("/", 1)[0] == split]
         rows += [Row(title)] if of_split else []
         rows += [_row(key, key.removeprefix(f"{split}/"), columns) for key in of_split]
-    seconds = [one.content.get("seconds") for one in columns]
-    if any(value is not None for value in seconds):
-        rows += [Row("Cost"), Row("Time to predict the test set", [*map(duration, seconds)])]
-    seconds = [one.content.get("seconds_of_training") for one in columns]
-    if any(value is not None for value in seconds):
-        rows += [Row("Time to train its members", [*map(duration, seconds)])]
-    counts = {run.label: sum(one.run is run for one in columns) for run in runs}
-    groups = [("", 1), *((label, count) for label, count in counts.items() if count)]
-    return Table(
-        "Metrics of every predictive",
-        ["Metric", *(one.name for one in columns)],
-        rows,
-        groups if len(runs) > 1 else (),
-    )
+    for key, title in SECONDS.items():
+        seconds = [one.content.get(key) for one in columns]
+        if any(value is not None for value in seconds):
+            rows.append(Row(title, [*map(duration, seconds)]))
+    titles = [one.run.titled(one.name) for one in columns]
+    return Table("Metrics of every predictive", ["Metric", *titles], rows)
 
 
 def _row(key: str, name: str, columns: Sequence[Predictive]) -> Row:
@@ -240,16 +214,18 @@ def differences_table(
     title: str, found: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> list[Table]:
     """A table of differences (value, lower end, upper end) by predictive; none if none is known."""
-    keys = [key for key in DIFFERENCES if any(key in one for one in found.values())]
+    metrics = {
+        key: METRICS[key.removeprefix("test/")]
+        for key in DIFFERENCES
+        if any(key in one for one in found.values())
+    }
     rows = []
     for name, differences in found.items():
         cells, small = [], []
-        for key in keys:
-            known = differences.get(key, ())
-            value, ends = known[0] if known else None, known[1:]
-            metric, decimals = DIFFERENCES[key], 2 if DIFFERENCES[key].unit == "%" else 4
+        for key, metric in metrics.items():
+            value, *ends = differences.get(key, (None,))
             cells.append(f"{'+' if value and value > 0 else ''}{metric.show(value)}")
-            small.append(" to ".join(number(metric.scale * end, decimals) for end in ends))
+            small.append(" to ".join(map(metric.show, ends)))
         rows.append(Row(name, cells, small=small))
-    columns = ["Predictive", *(DIFFERENCES[key].title for key in keys)]
-    return [Table(title, columns, rows, summary=title)] if keys else []
+    units = [f"{metric.title} ({metric.unit})".replace(" ()", "") for metric in metrics.values()]
+    return [Table(title, ["Predictive", *units], rows, summary=title)] if metrics else []

@@ -5,25 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from marglik.cli import main
-from tests.marglik import threads
-from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN
 from tests.marglik.runs.tensor_problems import Problem, bernoulli, regression
 
 
 @pytest.fixture(scope="module", autouse=True)
 def in_one_thread(one_thread):
     """Each file's tests, since a fixture of the package's would last until the last test of all."""
-
-
-@pytest.fixture(scope="package")
-def trained(tmp_path_factory) -> Path:
-    """What marglik train leaves, with a baseline; not to be written to."""
-    folder = tmp_path_factory.mktemp("runs") / "trained"
-    options = [*DATA, *MODEL, *NOISE, "--baseline", "--monitor", "2", "--curvature.fisher", "mc"]
-    with threads.one_thread():
-        assert main([*TRAIN, *options, "--output", str(folder)]) == 0
-    return folder
 
 
 @pytest.fixture
