@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marglik.augmentation import LearnedAugmentation
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
-    from marglik.posterior.hyperparameters import Hyperparameters
     from marglik.posterior.laplace_torch import KronLaplace
     from marglik.posterior.posterior import Posterior
     from marglik.posterior.posterior_file import load_posterior, save_posterior
     from marglik.posterior.prior import (
+        Hyperparameters,
         PriorGroups,
         precision_to_weight_decay,
         weight_decay_to_precision,
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from marglik.prediction.suspicious_labels import SuspiciousLabels, suspicious_labels
     from marglik.report import write_report
     from marglik.training.drop_in import marglik_training
-    from marglik.training.learner import PriorLearner
+    from marglik.training.learner import PriorLearner, update_prior
     from marglik.training.loop import OnlineResult, OnlineTraining
     from marglik.training.post_hoc import maximize_evidence, minimize_validation_loss
     from marglik.training.schedule import Schedule, settling_rate
-    from marglik.training.update import update_prior
 
 __all__ = [
     "Ensemble",
@@ -71,7 +70,7 @@ __all__ = [
 _MODULES = {
     "Ensemble": "prediction.ensemble",
     "EvidenceTerms": "posterior.evidence",
-    "Hyperparameters": "posterior.hyperparameters",
+    "Hyperparameters": "posterior.prior",
     "KronLaplace": "posterior.laplace_torch",
     "LearnedAugmentation": "augmentation.learned",
     "OnlineResult": "training.loop",
@@ -98,7 +97,7 @@ _MODULES = {
     "save_posterior": "posterior.posterior_file",
     "settling_rate": "training.schedule",
     "suspicious_labels": "prediction.suspicious_labels",
-    "update_prior": "training.update",
+    "update_prior": "training.learner",
     "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",
 }

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from experiments.speed.contenders import (
@@ -44,7 +43,7 @@ from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader
-from marglik.training.network import NetworkTraining
+from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 __all__ = ["compare", "measure"]
@@ -151,11 +150,9 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
     """
     config = OptimizerConfig(lr=1e-6, min_lr=0.0)
     optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
-    fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
-    learner = PriorLearner("classification", curvature_from="pass")
-    learner.start(model, optimizer, loader, 1000)
-    training = NetworkTraining(model, optimizer, loader, learner, fabric, scheduler=scheduler)
-    return lambda: training.epoch(1)
+    learner = PriorLearner("classification", curvature_from="pass", epochs=1000)
+    training = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler)
+    return lambda: training.train_epoch()
 
 
 def _add_epochs(

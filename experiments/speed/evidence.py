@@ -12,10 +12,9 @@ from torch.nn.utils import parameters_to_vector
 
 from experiments.speed.contenders import Work
 from kfac_backend.options import KfacApprox
-from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
-from marglik.posterior.prior import PriorGroups
-from marglik.training.update import update_prior
+from marglik.posterior.prior import Hyperparameters, PriorGroups
+from marglik.training.learner import update_prior
 
 __all__ = ["evidence_work", "update"]
 
@@ -35,7 +34,7 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
         # Blocks keep their eigenvalues: new ones, on the same factors.
         fitted.load_state_dict(state)
         groups = PriorGroups.from_model(model)
-        Hyperparameters(groups, 1.0, device=device).update(fitted, STEPS)
+        Hyperparameters(groups, 1.0).update(fitted, STEPS)
 
     kfacs = [[F for F in (block.B, block.A) if F is not None] for block in factors.blocks.values()]
 
@@ -62,8 +61,7 @@ def update(
     model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], **options: Any
 ) -> dict[str, float]:
     """An update of one precision per tensor as in the online loop; returns seconds of its parts."""
-    device = next(model.parameters()).device
-    hyperparameters = Hyperparameters(PriorGroups.from_model(model), 1.0, device=device)
+    hyperparameters = Hyperparameters(PriorGroups.from_model(model), 1.0)
     laplace = KronLaplace(model, "classification", **options)
     num_data = sum(len(x) for x, _ in batches)
     _, record = update_prior(hyperparameters, laplace, batches, num_data, STEPS)

@@ -26,7 +26,7 @@ from marglik import (
     weight_decay_to_precision,
 )
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
-from marglik.training.update import update_prior
+from marglik.training.learner import update_prior
 
 __all__ = [
     "Batches",

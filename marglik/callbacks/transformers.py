@@ -18,10 +18,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood
+from kfac_backend.ranks import Ranks
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.learner import PriorLearner
-from marglik.training.ranks import check_alone
 
 __all__ = ["MarginalLikelihood"]
 
@@ -96,7 +96,12 @@ class MarginalLikelihood(TrainerCallback):
                 to give each process the same number.
             ValueError: the state in ``output_dir`` was not saved with the model's parameters.
         """
-        check_alone("the callback for Hugging Face's Trainer")
+        if (size := Ranks().size) > 1:
+            raise NotImplementedError(
+                f"This is one of {size} processes of torch.distributed, and the callback for "
+                "Hugging Face's Trainer works in a single process only. Train with OnlineTraining "
+                "and a Fabric of several devices (marglik train --devices), or in one process."
+            )
         model: nn.Module = kwargs["model"]
         if args.load_best_model_at_end:
             self.learner.schedule = replace(self.learner.schedule, average=None)

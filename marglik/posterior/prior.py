@@ -1,4 +1,4 @@
-"""Groups of parameters that share one prior precision, and weight decay <-> precision.
+"""The prior: groups of parameters with one precision each, and how the evidence learns them.
 
 The prior is θ ~ N(0, P₀⁻¹) with one precision δ per group on the diagonal of P₀. In the training
 loss, a mean over N examples with likelihood temperature T, precision δ acts as the weight decay
@@ -8,23 +8,32 @@ T·δ/N.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend.model.checks import check_module
+from kfac_backend.options import check_option, check_positive
+from marglik.posterior.posterior import Posterior
 
 __all__ = [
+    "Hyperparameters",
     "PriorGroups",
     "PriorStructure",
+    "UpdateMethod",
     "parameter_kind",
     "precision_to_weight_decay",
     "weight_decay_to_precision",
 ]
 
-PriorStructure = Literal["layerwise", "scalar", "kind", "stage", "diagonal"]
+PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
+UpdateMethod = Literal["adam", "mackay"]
 Number = TypeVar("Number", float, Tensor)
+
+# MacKay's fixed point δ = γ/‖θ‖² is infinite for a group whose parameters are all zero, and 0 for
+# one that the data ignores. These bounds are far outside the precisions of trained networks.
+SMALLEST_PRECISION, LARGEST_PRECISION = 1e-6, 1e10
 
 
 def weight_decay_to_precision(
@@ -50,19 +59,12 @@ def parameter_kind(parameter: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PriorGroups:
-    """The groups of parameter tensors that share a prior precision.
-
-    Values of groups are tensors (G,). With the structure "diagonal", each of the P parameters is a
-    group of its own.
-    """
+    """The groups of parameter tensors that share a prior precision; values of groups are (G,)."""
 
     names: tuple[str, ...]
-    """Group names, (G,); for "diagonal" the tensors' names."""
+    """Group names, (G,)."""
     index: tuple[int, ...]
     """The group of each trainable tensor, in ``parameters()`` order."""
-    shapes: tuple[torch.Size, ...]
-    """Shape of each trainable tensor."""
-    diagonal: bool = False
 
     @classmethod
     def from_model(
@@ -73,10 +75,9 @@ class PriorGroups:
         Args:
             model: the model.
             structure: "layerwise", one group per tensor; "scalar", one for all; "kind", weights,
-                biases and scalars; "stage", one per top-level child of the model; "diagonal", one
-                per entry (not with Kronecker factors). Or rules, group name -> pattern: a shell
-                pattern on parameter names ("stage1.*"), or "kind:weights", "kind:biases",
-                "kind:scalars"; the first that matches decides.
+                biases and scalars; "stage", one per top-level child of the model. Or rules, group
+                name -> pattern: a shell pattern on parameter names ("stage1.*"), or "kind:weights",
+                "kind:biases", "kind:scalars"; the first that matches decides.
 
         Raises:
             ValueError: an unknown structure, rules that leave a parameter or a group out.
@@ -93,7 +94,7 @@ class PriorGroups:
                     f"Prior group '{unused[0]}' ({structure[unused[0]]!r}) matches no parameter "
                     "that an earlier group has not taken; drop it or reorder the rules."
                 )
-        elif structure in ("layerwise", "diagonal"):
+        elif structure == "layerwise":
             labels = list(trainable)
         elif structure == "scalar":
             labels = ["all"] * len(trainable)
@@ -108,54 +109,19 @@ class PriorGroups:
                 "pass rules {group: pattern}."
             )
         names = tuple(dict.fromkeys(labels))
-        index = tuple(names.index(label) for label in labels)
-        shapes = tuple(p.shape for p in trainable.values())
-        return cls(names, index, shapes, diagonal=structure == "diagonal")
+        return cls(names, tuple(map(names.index, labels)))
 
-    @property
-    def num_values(self) -> int:
-        """G, the number of precisions to learn."""
-        return sum(s.numel() for s in self.shapes) if self.diagonal else len(self.names)
-
-    def initial(self, prior_precision: float | Sequence[float] | Tensor) -> Tensor:
-        """The groups' initial precisions (G,), float64, from one number or from one per group.
-
-        Raises:
-            ValueError: a wrong length, or a precision that is not positive and finite.
-        """
-        value = torch.as_tensor(prior_precision, dtype=torch.float64).detach().flatten().cpu()
-        if len(value) not in (1, self.num_values):
-            raise ValueError(
-                f"prior_precision has length {len(value)}; expected 1 or {self.num_values}, one "
-                f"per group ({', '.join(self.names[:4])}{', ...' if len(self.names) > 4 else ''})."
-            )
-        if not (torch.isfinite(value).all() and (value > 0).all()):
-            wrong = value[~(torch.isfinite(value) & (value > 0))][0].item()
-            raise ValueError(f"A prior precision must be positive and finite, not {wrong}.")
-        return value.expand(self.num_values).clone()
-
-    def for_laplace(self, values: Tensor) -> Tensor:
-        """Values of groups (G,) as a posterior takes them: one per tensor, or one per parameter."""
-        return values if self.diagonal else values[list(self.index)]
-
-    def for_parameters(self, values: Tensor) -> list[Tensor]:
-        """Values of groups (G,) as one tensor per parameter tensor, broadcastable to its shape."""
-        if not self.diagonal:
-            return list(self.for_laplace(values))
-        parts = values.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def of_tensors(self, values: Tensor) -> Tensor:
+        """Values of groups (G,) as one for each tensor, as a posterior takes them."""
+        return values[list(self.index)]
 
     def sum_over_tensors(self, values: Tensor) -> Tensor:
         """One value per tensor, summed within its group: (G,)."""
-        if self.diagonal:
-            raise ValueError("The structure 'diagonal' has no groups of tensors.")
         index = torch.tensor(self.index, device=values.device)
         return values.new_zeros(len(self.names)).index_add(0, index, values)
 
     def summary(self, values: Tensor) -> dict[str, float]:
-        """Group name -> value; for "diagonal" the mean within each tensor."""
-        if self.diagonal:
-            values = torch.stack([part.mean() for part in self.for_parameters(values)])
+        """Group name -> value."""
         return dict(zip(self.names, values.tolist(), strict=True))
 
 
@@ -172,3 +138,145 @@ def _first_match(name: str, parameter: Tensor, rules: Mapping[str, str]) -> str:
     raise ValueError(
         f"No prior group matches parameter '{name}'; add a last group with pattern '*'."
     )
+
+
+class Hyperparameters:
+    """log δ of each group and log σ, in float64 on the CPU, and how they are learned.
+
+    They outlive the posteriors: each update fits a new one, and goes on from the values of the last
+    update with the same state of Adam.
+
+    Args:
+        groups: which tensor belongs to which group.
+        prior_precision: initial δ, one number or one per group; includes N.
+        sigma_noise: initial σ.
+        learn_sigma_noise: whether σ is learned (regression).
+        method: "adam", gradient steps on the logarithms; "mackay", the fixed point
+            δ = γ / ‖θ‖², σ² = 2·loss / (number of targets − Σγ), of MacKay 1992, "Bayesian
+            interpolation".
+        lr: Adam's step size on the logarithms.
+
+    Raises:
+        ValueError: precisions that are not positive, or not as many as there are groups.
+    """
+
+    def __init__(
+        self,
+        groups: PriorGroups,
+        prior_precision: float | Sequence[float] | Tensor,
+        *,
+        sigma_noise: float = 1.0,
+        learn_sigma_noise: bool = False,
+        method: UpdateMethod = "adam",
+        lr: float = 0.1,
+    ) -> None:
+        delta = torch.as_tensor(prior_precision, dtype=torch.float64).detach().flatten().cpu()
+        if len(delta) not in (1, len(groups.names)):
+            raise ValueError(
+                f"prior_precision has length {len(delta)}; expected 1 or {len(groups.names)}, one "
+                f"per group ({', '.join(groups.names[:4])}{', ...' * (len(groups.names) > 4)})."
+            )
+        check_positive("prior_precision", delta)
+        check_positive("sigma_noise", sigma_noise)
+        check_positive("The hyperparameters' learning rate", lr)
+        check_option("method", method, UpdateMethod)
+        self.groups = groups
+        self.method = method
+        self.learn_sigma_noise = learn_sigma_noise
+        self._log_delta = delta.expand(len(groups.names)).log().requires_grad_()
+        self._log_sigma = torch.tensor(sigma_noise, dtype=torch.float64).log()
+        self._log_sigma.requires_grad_(learn_sigma_noise)
+        learned = [self._log_delta] + [self._log_sigma] * learn_sigma_noise
+        self._adam = torch.optim.Adam(learned, lr=lr)
+        self._lr = lr
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ per group, (G,), detached."""
+        return self._log_delta.detach().exp()
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ, a scalar, detached."""
+        return self._log_sigma.detach().exp()
+
+    def set(self, prior_precision: Tensor, sigma_noise: Tensor) -> None:
+        """Replace the values; Adam's state stays."""
+        with torch.no_grad():
+            self._log_delta.copy_(prior_precision.log())
+            self._log_sigma.copy_(sigma_noise.log())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values, Adam's state, and the options that must agree where it is loaded."""
+        return {
+            "options": self._options(),
+            "log_delta": self._log_delta.detach().clone(),
+            "log_sigma": self._log_sigma.detach().clone(),
+            "adam": self._adam.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: the state of other groups, or of another method or step size.
+        """
+        for name, value in self._options().items():
+            if state["options"][name] != value:
+                raise ValueError(
+                    f"The state of the prior has {name} {state['options'][name]!r}, these "
+                    f"have {value!r}. Continue with the same options, or start anew."
+                )
+        with torch.no_grad():
+            self._log_delta.copy_(state["log_delta"])
+            self._log_sigma.copy_(state["log_sigma"])
+        self._adam.load_state_dict(state["adam"])
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "groups": list(self.groups.names),
+            "method": self.method,
+            "lr": self._lr,
+            "learn_sigma_noise": self.learn_sigma_noise,
+        }
+
+    def update(self, posterior: Posterior, steps: int) -> list[float]:
+        """Take steps that raise the evidence; returns it (nats) before each step and at the end.
+
+        Args:
+            posterior: fitted; its hyperparameters become the new ones.
+            steps: number of steps.
+
+        Raises:
+            FloatingPointError: the evidence is not finite.
+        """
+        evidences = []
+        for _ in range(steps):
+            self._adam.zero_grad()
+            evidence = self._evidence(posterior)
+            if self.method == "adam":
+                (-evidence).backward()
+                self._adam.step()
+            else:
+                self._fixed_point_step(posterior)
+            evidences.append(evidence.item())
+        with torch.no_grad():
+            evidences.append(self._evidence(posterior).item())
+        return evidences
+
+    def _evidence(self, posterior: Posterior) -> Tensor:
+        delta = self.groups.of_tensors(self._log_delta.exp())
+        sigma = self._log_sigma.exp() if self.learn_sigma_noise else None
+        return posterior.log_marginal_likelihood(delta, sigma)
+
+    @torch.no_grad()
+    def _fixed_point_step(self, posterior: Posterior) -> None:
+        terms, gamma = posterior.evidence_terms, posterior.effective_parameters()
+        norms = self.groups.sum_over_tensors(terms.squared_norms)
+        tiny = torch.finfo(norms.dtype).tiny  # of zero parameters: no 0/0
+        delta = self.groups.sum_over_tensors(gamma) / norms.clamp(min=tiny)
+        self._log_delta.copy_(delta.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
+        if self.learn_sigma_noise:
+            temperature = posterior.temperature
+            free = (terms.num_targets / temperature - gamma.sum()).clamp(min=1e-3)
+            self._log_sigma.copy_((2 * terms.loss / temperature / free).log() / 2)

@@ -10,9 +10,9 @@ from kfac_backend.options import (
     check_option,
     check_positive,
 )
-from marglik.posterior.hyperparameters import UpdateMethod
+from marglik.posterior.prior import UpdateMethod
 from marglik.posterior.subset import Layers
-from marglik.training.network import CompileMode
+from marglik.training.loop import CompileMode
 from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 
 __all__ = [

@@ -30,8 +30,8 @@ from marglik.runs.build import (
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.run_folder import begin_run, check_free, write_results
+from marglik.training.loaders import WithExamples
 from marglik.training.post_hoc import maximize_evidence
-from marglik.training.ranks import WithExamples, copy_from_rank_0
 
 __all__ = ["fit"]
 
@@ -132,10 +132,8 @@ def fit(
     _logger.info("prior by %s", prior.method)
     if prior.method == "evidence":
         maximize_evidence(laplace, prior.structure)
-        if ranks.size > 1:  # to the bit
-            delta, sigma = laplace.prior_precision.clone(), laplace.sigma_noise.clone()
-            copy_from_rank_0([delta, sigma], ranks, device)
-            laplace.prior_precision, laplace.sigma_noise = delta, sigma
+        found = laplace.prior_precision.cpu(), laplace.sigma_noise.cpu()
+        laplace.prior_precision, laplace.sigma_noise = ranks.gather(found, "the prior")[0]
     if calibrates:
         size = predictive.batch_size
         held_out = split_batches(splits, "validation", size, device=device, shard=shard)

@@ -25,10 +25,9 @@ from marglik.data.images.out_of_distribution import (
 )
 from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
-from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import save_posterior
-from marglik.posterior.prior import PriorGroups
+from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import predict_all
@@ -62,9 +61,9 @@ from marglik.storage.run_folder import (
     write_results,
 )
 from marglik.training.learner import PriorLearner
-from marglik.training.loop import OnlineResult, OnlineTraining
+from marglik.training.loaders import WithExamples
+from marglik.training.loop import OnlineResult, OnlineTraining, ranks_of
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
-from marglik.training.ranks import WithExamples, ranks_of
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

@@ -3,24 +3,24 @@
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.laplace_torch.kron import laplace as laplace_torch
-from kfac_backend.model.checks import check_module
-from kfac_backend.options import CurvatureOptions, Likelihood
+from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
-from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
-from marglik.posterior.prior import PriorGroups, PriorStructure, weight_decay_to_precision
+from marglik.posterior.prior import (
+    Hyperparameters,
+    PriorGroups,
+    PriorStructure,
+    weight_decay_to_precision,
+)
 from marglik.training.learner import WEIGHT_DECAY, PriorLearner
-from marglik.training.loaders import CountedLoader, num_batches
-from marglik.training.loop import OnlineTraining
-from marglik.training.ranks import check_alone, count_on_ranks, ranks_of
+from marglik.training.loaders import count_on_ranks, num_batches
+from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, Keep, Schedule, settling_rate
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def marglik_training(
     keep: Keep = "last",
     average: Average | None = "last",
     **options: Any,
-) -> tuple[Any, nn.Module, list[float], list[float]]:
+) -> tuple[KronLaplace, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
     What differs: N is the number of examples that were seen, also with ``drop_last`` or a sampler;
@@ -65,15 +65,14 @@ def marglik_training(
     the loss, and multiplies the initial precision by it); ``losses`` are epoch means of
     `OnlineTraining`'s objective. Its defaults are those of `PriorLearner`; laplace-torch's are
     marglik_frequency=1, keep="best", prior_prec_init=1.0, sigma_noise_init=1.0 and a constant
-    learning rate. With "diag", "full" or another backend, the evidence is
-    laplace-torch's own, which does not temper the Gaussian normaliser.
+    learning rate.
 
     Args:
         model: the network; returns logits, or means in regression.
         train_loader: batches (x, y), or mappings.
-        likelihood: "classification" or "regression"; with this backend and "kron" "bernoulli", too.
-        hessian_structure: "kron", or "diag" and "full" for small networks.
-        backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's.
+        likelihood: "classification", "regression" or "bernoulli".
+        hessian_structure: "kron"; for others use laplace-torch's function with our backend.
+        backend: `KfacGGN` or `KfacEF`.
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
         scheduler_cls: class of a learning-rate schedule, stepped after every batch; None takes
@@ -81,7 +80,7 @@ def marglik_training(
         scheduler_kwargs: its keywords.
         n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.
-        prior_structure: "layerwise", "scalar", or "diag" (not with "kron").
+        prior_structure: "layerwise" or "scalar".
         n_epochs_burnin: no update before the end of this epoch.
         n_hypersteps: hyperparameter steps per update.
         marglik_frequency: epochs between updates; None spreads twenty over all epochs.
@@ -99,100 +98,73 @@ def marglik_training(
             laplace-torch; see `Schedule`.
         average: which parameters are averaged, see `Schedule`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
-            ``fisher`` and ``mc_samples``, which the backend sets; for our backends only.
+            ``fisher`` and ``mc_samples``, which the backend sets.
 
     Returns:
         The Laplace approximation, fitted; the model with its parameters; the negative evidence
         (nats) at every hyperparameter step; the loss of every epoch.
     """
-    check_module(model)
-    structures = {"layerwise": "layerwise", "scalar": "scalar", "diag": "diagonal"}
-    if prior_structure not in structures:
+    if hessian_structure != "kron" or prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
-            f"prior_structure {prior_structure!r} is not supported; choose 'layerwise', 'scalar' "
-            "or 'diag'."
+            f"hessian_structure {hessian_structure!r} with prior_structure {prior_structure!r} is "
+            "not supported: Kronecker factors ('kron') have a precision for each tensor "
+            "('layerwise'), or one for all ('scalar'). For others, use "
+            "laplace.marglik_training(..., backend=KfacGGN)."
         )
-    if prior_structure == "diag" and hessian_structure == "kron":
-        raise ValueError("Kronecker factors need prior_structure 'layerwise' or 'scalar'.")
-    ours = hasattr(backend, "fisher") and hessian_structure == "kron"
-    if options and not ours:
-        raise ValueError(
-            f"{next(iter(options))} needs hessian_structure 'kron' and backend KfacGGN or KfacEF, "
-            f"not {hessian_structure!r} and {backend.__name__}."
+
+    def laplace(**hyperparameters: Any) -> KronLaplace:
+        return KronLaplace(
+            model,
+            likelihood,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            backend_kwargs=dict(options),
+            **hyperparameters,
         )
-    if not ours:
-        check_alone(f"hessian_structure {hessian_structure!r} with {backend.__name__}")
-    # laplace-torch neither shifts labels nor masks positions.
-    of_targets = {} if ours else {"shift_labels": False, "dict_key_mask": None}
-    curvature = CurvatureOptions().but(**{"dict_key_y": dict_key_y, **of_targets, **options})
-    optimizer_kwargs = dict(optimizer_kwargs or {})
-    optimizer = optimizer_cls(model.parameters(), **optimizer_kwargs)
+
+    curvature = laplace().options  # checks the arguments, too
+    optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
     schedule = Schedule(
-        n_epochs,
-        marglik_frequency,
-        n_epochs_burnin,
-        n_hypersteps,
-        last_epoch=keep == "last",
-        keep=keep,
-        average=average,
+        n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, keep=keep, average=average
     )
-    if n_epochs_burnin > n_epochs or (
-        keep == "best" and not any(map(schedule.is_due, range(1, n_epochs + 1)))
-    ):
+    is_due = any(map(schedule.is_due, range(1, n_epochs + 1)))
+    if n_epochs_burnin > n_epochs or (keep == "best" and not is_due):
         warnings.warn(
             f"No update is due: n_epochs={n_epochs}, marglik_frequency={marglik_frequency}, "
             f"n_epochs_burnin={n_epochs_burnin}. The weight decays keep their initial values. Pass "
             "a smaller marglik_frequency, or more epochs.",
             stacklevel=2,
         )
-    # laplace-torch takes the length of the dataset for the number of examples that it sees.
-    curvature_loader = train_loader if ours else CountedLoader(train_loader)
     if prior_prec_init is None:
         ranks = Ranks(None) if fabric is None else ranks_of(fabric)
-        number = count_on_ranks(curvature_loader, ranks)
-        prior_prec_init = weight_decay_to_precision(WEIGHT_DECAY, number, temperature)
+        num_data = count_on_ranks(train_loader, ranks)
+        prior_prec_init = weight_decay_to_precision(WEIGHT_DECAY, num_data, temperature)
     scheduler: LRScheduler = (
         settling_rate(optimizer, n_epochs * num_batches(train_loader))
         if scheduler_cls is None
         else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     )
     is_regression = likelihood == "regression"
-
-    def make_laplace(prior_precision: Tensor, sigma_noise: Tensor) -> Any:
-        arguments = {
-            "sigma_noise": sigma_noise if is_regression else 1.0,
-            "prior_precision": prior_precision,
-            "temperature": temperature,
-            "enable_backprop": enable_backprop,
-            "dict_key_x": dict_key_x,
-            "dict_key_y": dict_key_y,
-            "backend": backend,
-        }
-        if ours:
-            return KronLaplace(model, likelihood, backend_kwargs=dict(options), **arguments)
-        return laplace_torch.Laplace(model, likelihood, "all", hessian_structure, **arguments)
-
-    groups = PriorGroups.from_model(model, cast(PriorStructure, structures[prior_structure]))
     hyperparameters = Hyperparameters(
-        groups,
+        PriorGroups.from_model(model, cast(PriorStructure, prior_structure)),
         prior_prec_init,
         sigma_noise=sigma_noise_init if is_regression else 1.0,
         learn_sigma_noise=is_regression and not fix_sigma_noise,
         lr=lr_hyp,
-        device=next(model.parameters()).device if fabric is None else fabric.device,
     )
-    example = make_laplace(groups.for_laplace(hyperparameters.prior_precision), torch.ones(()))
     learner = PriorLearner(
         cast(Likelihood, likelihood),
-        getattr(example, "options", curvature),  # what the backend does
+        curvature,
         temperature=temperature,
         schedule=schedule,
         hyperparameters=hyperparameters,
-        make_posterior=make_laplace,
     )
     result = OnlineTraining(
         model,
@@ -200,10 +172,13 @@ def marglik_training(
         train_loader,
         learner,
         scheduler=scheduler,
-        curvature_loader=curvature_loader,
         fabric=fabric,
         progress=progress_bar,
     ).run()
+    found = laplace(
+        prior_precision=result.laplace.prior_precision, sigma_noise=result.laplace.sigma_noise
+    )
+    found.restore(result.laplace.fitted_factors())
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
-    return result.laplace, model, [-evidence for evidence in result.evidences], losses
+    return found, model, [-evidence for evidence in result.evidences], losses

@@ -11,10 +11,11 @@ examples.
 """
 
 import logging
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from copy import copy, deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,38 +26,39 @@ from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.training_pass import MeanOver
-from kfac_backend.options import (
-    CurvatureOptions,
-    Likelihood,
-    TargetOptions,
-    check_option,
-    check_positive,
-)
+from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
-from marglik.posterior.hyperparameters import Hyperparameters, UpdateMethod
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import (
+    Hyperparameters,
     PriorGroups,
     PriorStructure,
+    UpdateMethod,
     precision_to_weight_decay,
     weight_decay_to_precision,
 )
-from marglik.training.average import WeightAverage, renew_batch_norm
-from marglik.training.loaders import Loader, MergedBatches
-from marglik.training.penalty import (
-    Decay,
+from marglik.training.loaders import (
+    Loader,
+    MergedBatches,
+    WithExamples,
+    check_shards,
+    count_examples,
+    count_on_ranks,
+)
+from marglik.training.random_state import own_random_numbers
+from marglik.training.schedule import CurvatureFrom, Schedule
+from marglik.training.steps import (
+    WeightAverage,
     add_penalty,
     check_no_weight_decay,
     clip_gradients,
+    renew_batch_norm,
     stable_decays,
 )
-from marglik.training.ranks import check_shards, count_on_ranks
-from marglik.training.schedule import CurvatureFrom, Schedule
-from marglik.training.update import update_prior
 
-__all__ = ["PriorLearner"]
+__all__ = ["PriorLearner", "update_prior"]
 
 _logger = logging.getLogger(__name__)
 
@@ -117,8 +119,6 @@ class PriorLearner:
         schedule: when updates happen, and what is averaged; or give its fields as keywords, such as
             ``updates``, ``every``, ``burn_in``, ``steps`` and ``average``, see `Schedule`.
         hyperparameters: your own, in place of weight_decay, structure, method, lr and the noise.
-        make_posterior: returns an unfitted Laplace approximation, given δ and σ; None takes
-            `Posterior`.
         options: fields of `Schedule`.
 
     Raises:
@@ -127,7 +127,7 @@ class PriorLearner:
 
     STATE = (
         "_epoch", "_steps", "_steps_at_update", "_highest_rate", "evidences", "evidences_of_steps",
-        "_best", "_invariant", "_moves", "_objective_then", "_said", "_gradient_norm",
+        "_best", "_invariant", "_moves", "_said", "_gradient_norm",
     )  # fmt: skip
     """Attributes of plain data and tensors that change from step to step; see `state_dict`."""
 
@@ -148,7 +148,6 @@ class PriorLearner:
         curvature_from: CurvatureFrom = "auto",
         schedule: Schedule = Schedule(),  # noqa: B008
         hyperparameters: Hyperparameters | None = None,
-        make_posterior: Callable[[Tensor, Tensor], Any] | None = None,
         **options: Any,
     ) -> None:
         curvature.check(likelihood)
@@ -167,7 +166,7 @@ class PriorLearner:
         self.temperature = temperature
         self.mean_over: MeanOver = mean_over
         self.loss_scale = loss_scale
-        self.posterior: Any = None
+        self.posterior: Posterior | None = None
         """The posterior of the latest update, with the hyperparameters that it learned; after
         `end_of_training` it is fitted at the network's final parameters."""
         self.evidences: list[float] = []
@@ -181,7 +180,6 @@ class PriorLearner:
         self.limited: set[str] = set()
         """Names of the parameters whose weight decay SGD could not take, see `stable_decays`."""
         self.progress = False
-        self._make_posterior = make_posterior or self._new_posterior
         self._curvature_from: CurvatureFrom = curvature_from
         self._given = hyperparameters
         self._structure: PriorStructure | Mapping[str, str] = structure
@@ -233,7 +231,7 @@ class PriorLearner:
         check_module(model)
         check_no_weight_decay(optimizer)
         self._ranks = Ranks() if ranks is None else ranks
-        check_shards(self._ranks, loader=loader)
+        check_shards(loader, self._ranks)
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.schedule = replace(self.schedule, epochs=epochs)
@@ -258,7 +256,6 @@ class PriorLearner:
         self._best: dict[str, Any] | None = None
         self._moves: dict[str, float] = {}
         self._gradient_norm: Tensor | None = None
-        self._objective_then: float | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
         if self._given_ranges:
             set_ranges(model, self._given_ranges)
@@ -353,6 +350,14 @@ class PriorLearner:
         self._steps += 1
         if self._steps == OBSERVED_STEPS:
             self._raise_start()
+            if self._invariant:
+                _logger.info(
+                    "the outputs do not depend on the length of %s (a normalisation follows): "
+                    "their weight decay acts on the learning rate of their direction alone, and "
+                    "training takes at most %.0e of it",
+                    ", ".join(self._invariant),
+                    LARGEST_INVARIANT_DECAY,
+                )
         self._highest_rate = max(self._highest_rate, self._rate)
         gradient_scale = self.gradient_scale
         rates = [gradient_scale, *(float(group["lr"]) for group in self._optimizer.param_groups)]
@@ -392,8 +397,8 @@ class PriorLearner:
         scale = self.hyperparameters.sigma_noise.square().item() * self.loss_scale
         return scale / self._terms_per_example if self.mean_over == "terms" else scale
 
-    def decays_of_parameters(self) -> list[Decay]:
-        """T·δ/N of each trainable tensor, in ``parameters()`` order: a number, or one per entry."""
+    def decays_of_parameters(self) -> list[float]:
+        """T·δ/N of each trainable tensor, in ``parameters()`` order."""
         return self._decays
 
     def weight_decays(self) -> Tensor:
@@ -403,13 +408,13 @@ class PriorLearner:
 
     def kept_hyperparameters(self) -> Hyperparameters:
         """The decays and σ that training has come to, one δ per tensor; not learned any further."""
-        groups, decays = self.hyperparameters.groups, self.weight_decays()
-        if not groups.diagonal:
-            # As training takes them, with the limit for scale-invariant weights.
-            groups = PriorGroups.from_model(self._model)
-            decays = torch.tensor(self._decays, dtype=torch.float64)
-        delta = weight_decay_to_precision(decays, self.num_data, self.temperature)
-        return Hyperparameters(groups, delta, sigma_noise=self.hyperparameters.sigma_noise.item())
+        # As training takes them, with the limit for scale-invariant weights.
+        decays = torch.tensor(self._decays, dtype=torch.float64)
+        return Hyperparameters(
+            PriorGroups.from_model(self._model),
+            weight_decay_to_precision(decays, self.num_data, self.temperature),
+            sigma_noise=self.hyperparameters.sigma_noise.item(),
+        )
 
     def fixed(self) -> "PriorLearner":
         """A learner for another network of this kind, with the decays and ranges of this one.
@@ -438,11 +443,8 @@ class PriorLearner:
         training breaks down once the direction turns too far. So these decays have a limit.
         """
         self._rates_of_stable: list[float] = []
-        groups, decays = self.hyperparameters.groups, self.weight_decays()
-        if groups.diagonal:
-            self._decays: list[Decay] = list(groups.for_parameters(decays))
-            return
-        self._decays = groups.for_laplace(decays).tolist()
+        of_groups = self.weight_decays()
+        self._decays: list[float] = self.hyperparameters.groups.of_tensors(of_groups).tolist()
         if self._steps_at_update is not None and self._steps >= OBSERVED_STEPS:
             self._decays = [
                 min(decay, LARGEST_INVARIANT_DECAY) if name in self._invariant else decay
@@ -463,7 +465,6 @@ class PriorLearner:
         if (
             self.likelihood != "classification"
             or not isinstance(inner, torch.optim.SGD)
-            or groups.diagonal
             or not isinstance(self._loader, Sized)
         ):
             return
@@ -554,17 +555,18 @@ class PriorLearner:
                 renew_batch_norm(self._model, self._loader, key, self._ranks)
             self._average = WeightAverage(self.schedule.average or "last")
         self.kept_epoch = self._epoch
-        schedule, known = self.schedule, self.posterior
+        schedule = self.schedule
         if not schedule.updates:
             return {}
         # Step 2: the last update, or else a posterior, at the parameters that are there now. They
         # are compared by value, as the loop may have loaded others since; and an update at them,
         # perhaps before a resume, is not made again.
         found: dict[str, float] = {}
-        is_fitted = self._is_fitted_here(known)
-        is_updated = self._steps == self._steps_at_update and (known is None or is_fitted)
+        here = parameter_vector(self._named.values())
+        is_fitted = self.posterior is not None and torch.equal(here, self.posterior.mean)
+        is_updated = self._steps == self._steps_at_update and (self.posterior is None or is_fitted)
         learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
-        if learns and (schedule.last_epoch or schedule.is_due(self._epoch)):
+        if learns and (schedule.keep == "last" or schedule.is_due(self._epoch)):
             found = self._update(schedule.steps, is_last=True)
         elif not is_fitted or self._draws_labels:
             if is_updated:
@@ -585,18 +587,12 @@ class PriorLearner:
         )
         return found
 
-    def _is_fitted_here(self, posterior: Any) -> bool:
-        if posterior is None or getattr(posterior, "model", None) is not self._model:
-            return False
-        return torch.equal(parameter_vector(self._named.values()), posterior.mean)
-
     def _update(self, steps: int, is_last: bool = False) -> dict[str, float]:
         """Raise the evidence at the present parameters; returns what to log."""
         hyper = self.hyperparameters
-        before = hyper.prior_precision, hyper.sigma_noise
+        before = hyper.prior_precision
         evidences, self.record = self._fit(steps, is_last)
-        if isinstance(self.posterior, Posterior):
-            self._watch(self.posterior, before)
+        self._remember_moves(before)
         self._steps_at_update = self._steps
         self._set_decays()
         self.evidences.append(evidences[-1])
@@ -620,95 +616,52 @@ class PriorLearner:
             found["sigma_noise"] = self.record["sigma_noise"]
         return found
 
-    def _new_posterior(self, prior_precision: Tensor, sigma_noise: Tensor) -> Posterior:
-        return Posterior(
-            self._model, self.likelihood, self.curvature, prior_precision=prior_precision,
-            sigma_noise=sigma_noise, temperature=self.temperature,
-        )  # fmt: skip
-
     def _fit(self, steps: int, is_last: bool) -> tuple[list[float], dict[str, Any]]:
         """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
 
         The last one has the curvature that was asked for, and not a cheaper one.
         """
-        hyper = self.hyperparameters
-        delta = hyper.groups.for_laplace(hyper.prior_precision)
-        self.posterior = laplace = self._make_posterior(delta, hyper.sigma_noise)
-        if self._draws_labels and not is_last and isinstance(laplace, Posterior):
-            laplace.options = laplace.options.but(fisher="mc", mc_samples=1)
-        if isinstance(laplace, Posterior) and _targets(laplace.options) != _targets(self.curvature):
-            raise ValueError(
-                f"make_posterior has {_targets(laplace.options)}, the learner "
-                f"{_targets(self.curvature)}: curvature and loss would use different targets. Give "
-                "both the same."
-            )
+        hyper, options = self.hyperparameters, self.curvature
+        if self._draws_labels and not is_last:
+            options = options.but(fisher="mc", mc_samples=1)
+        self.posterior = posterior = Posterior(
+            self._model,
+            self.likelihood,
+            options,
+            prior_precision=hyper.groups.of_tensors(hyper.prior_precision),
+            sigma_noise=hyper.sigma_noise,
+            temperature=self.temperature,
+            process_group=self._ranks.process_group,
+        )
         # Its own random numbers, so that neither the loop's depend on when updates happen, nor
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):
             torch.manual_seed(self._epoch)
-            # Not on several ranks, whose batches correspond; laplace-torch wants its data set.
-            merges = self._ranks.size == 1 and isinstance(laplace, Posterior)
+            # Not on several ranks, whose batches correspond.
+            data = MergedBatches(self._loader) if self._ranks.size == 1 else self._loader
             found = update_prior(
-                hyper,
-                laplace,
-                MergedBatches(self._loader) if merges else self._loader,
-                self.num_data,
-                steps,
-                progress=self.progress,
-                ranks=self._ranks,
-                dict_key_y=self.curvature.dict_key_y,
+                hyper, posterior, data, self.num_data, steps, progress=self.progress
             )
             if not is_last:  # the last posterior is that of the ranges as they are
-                self._ranges.learn(laplace, self._loader, self.num_data)
+                self._ranges.learn(posterior, self._loader, self.num_data)
             return found
 
     # --- what it says while it runs ---
 
-    def _watch(self, laplace: Posterior, before: tuple[Tensor, Tensor]) -> None:
-        """Warn of a network that does not follow, and remember which decays still move.
-
-        ``before`` are δ of the groups and σ before the update.
-        """
-        groups, now = self.hyperparameters.groups, self._steps >= OBSERVED_STEPS
-        if self._invariant and now and "invariant" not in self._said:
-            self._said.append("invariant")
-            _logger.info(
-                "the outputs do not depend on the length of %s (a normalisation follows): their "
-                "weight decay acts on the learning rate of their direction alone, and training "
-                "takes at most %.0e of it",
-                ", ".join(self._invariant),
-                LARGEST_INVARIANT_DECAY,
-            )
-        if groups.diagonal:
+    def _remember_moves(self, before: Tensor) -> None:
+        """Remember which decays still move while steps are large; ``before`` is δ of the groups."""
+        posterior, groups = self.posterior, self.hyperparameters.groups
+        if posterior is None or self._rate < 0.1 * self._highest_rate:
             return
-        if self._objective_then is not None and self._rate > 0:
-            rise = self._objective(laplace, *before) - self._objective_then
-            self._say_once(
-                "rise",
-                ["the objective"] if rise > max(0.1, 0.5 * abs(self._objective_then)) else [],
-                f"After the latest update {{}} rose by {rise:.2g} nats an example, though training "
-                "should lower it: the network does not follow its weight decays. Lower the "
-                "learning rate, or pass fewer steps per update.",
-            )
-        delta, sigma = self.hyperparameters.prior_precision, self.hyperparameters.sigma_noise
-        self._objective_then = self._objective(laplace, delta, sigma)
-        if self._rate >= 0.1 * self._highest_rate:
-            gamma = groups.sum_over_tensors(laplace.effective_parameters()).tolist()
-            moves = (delta / before[0]).log().abs().exp().tolist()
-            self._moves = {
-                name: move
-                for name, move, number in zip(groups.names, moves, gamma, strict=True)
-                # A group of which the data determines nothing has no decay to settle at, nor has
-                # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
-                if move > STILL_MOVING and number >= 1 and name not in self._invariant
-            }
-
-    def _objective(self, laplace: Posterior, delta: Tensor, sigma: Tensor) -> float:
-        """The objective of training (nats per example) with δ of the groups, and σ."""
-        terms = laplace.evidence_terms
-        per_tensor = self.hyperparameters.groups.for_laplace(delta).to(terms.squared_norms)
-        penalty = 0.5 * self.temperature * (per_tensor * terms.squared_norms).sum().item()
-        return (terms.loss / float(sigma) ** 2 + penalty) / self.num_data
+        gamma = groups.sum_over_tensors(posterior.effective_parameters()).tolist()
+        moves = (self.hyperparameters.prior_precision / before).log().abs().exp().tolist()
+        self._moves = {
+            name: move
+            for name, move, number in zip(groups.names, moves, gamma, strict=True)
+            # A group of which the data determines nothing has no decay to settle at, nor has
+            # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
+            if move > STILL_MOVING and number >= 1 and name not in self._invariant
+        }
 
     def _say_once(self, kind: str, names: list[str], text: str) -> None:
         """Warn, once for each name."""
@@ -766,6 +719,87 @@ class PriorLearner:
             setattr(self, name, copy(state[name.strip("_")]))
 
 
-def _targets(options: TargetOptions) -> dict[str, Any]:
-    """How batches give their targets."""
-    return {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
+def update_prior(
+    hyperparameters: Hyperparameters,
+    posterior: Posterior,
+    data: Loader,
+    num_data: int | None = None,
+    steps: int = 10,
+    *,
+    progress: bool = False,
+) -> tuple[list[float], dict[str, Any]]:
+    """Fit a posterior, then take hyperparameter steps that raise its evidence.
+
+    `PriorLearner` calls it; call it yourself where you hold the hyperparameters. Collective where
+    there are several ranks.
+
+    Args:
+        hyperparameters: prior precisions and noise; changed in place.
+        posterior: fitted here, and given the new hyperparameters.
+        data: batches for the curvature pass; with several ranks this rank's shard.
+        num_data: N, the number of examples that all ranks together should see; None counts them.
+        steps: number of hyperparameter steps.
+        progress: whether to show a bar over the batches.
+
+    Returns:
+        The evidence (nats, a sum over the data) before each step and after the last; and the record
+        of the update, with the seconds of the pass, of the eigenvalues and of the steps.
+
+    Raises:
+        ValueError: the pass saw another number of examples than ``num_data``.
+        FloatingPointError: the evidence is not finite.
+    """
+    ranks, device = posterior.ranks, posterior.params[0].device
+    num_data = count_examples(data) if num_data is None else num_data
+    start = _now(device)
+    with own_random_numbers(ranks):
+        own = data if ranks.size == 1 else WithExamples(data, posterior.options.dict_key_y)
+        posterior.fit(own, progress_bar=progress)
+    # The weight decays T·δ/N of the steps and the evidence must be of the same N.
+    if posterior.n_data != num_data:
+        raise ValueError(
+            f"The curvature pass saw {posterior.n_data} examples, but the loader promised "
+            f"{num_data}; its length must be what it yields."
+        )
+    fitted = _now(device)
+    # The first evidence computes the eigenvalues (unless `fit` has), which all steps share.
+    before = float(posterior.log_marginal_likelihood())
+    decomposed = _now(device)
+    evidences = hyperparameters.update(posterior, steps)
+    if ranks.size > 1:
+        # Each rank has taken the same steps, but on another processor they may round otherwise, and
+        # ranks with different weight decays would drift apart.
+        mine = before, evidences, hyperparameters.state_dict()
+        before, evidences, state = ranks.gather(mine, "an update of the prior")[0]
+        hyperparameters.load_state_dict(state)
+    groups, delta = hyperparameters.groups, hyperparameters.prior_precision
+    posterior.prior_precision = groups.of_tensors(delta)
+    posterior.sigma_noise = hyperparameters.sigma_noise
+    end = _now(device)
+
+    weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
+    factors, gamma = posterior.fitted_factors(), posterior.effective_parameters().tolist()
+    record: dict[str, Any] = {
+        "evidence_before": before,
+        "evidence": evidences[-1],
+        "evidence_per_example": evidences[-1] / num_data,
+        "prior_precision": groups.summary(delta),
+        "weight_decay": groups.summary(weight_decay),
+        "effective_parameters": dict(zip(factors.blocks, gamma, strict=True)),
+        "clipped_eigenvalues": factors.num_clipped(),
+        "seconds": {
+            "pass": fitted - start,
+            "eigenvalues": decomposed - fitted,
+            "steps": end - decomposed,
+        },
+    }
+    if posterior.likelihood == "regression":
+        record["sigma_noise"] = hyperparameters.sigma_noise.item()
+    return evidences, record
+
+
+def _now(device: torch.device) -> float:
+    """Seconds on a clock, read once the device has finished its work so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

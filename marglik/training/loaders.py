@@ -1,15 +1,31 @@
-"""What a loader is, and how many examples it yields."""
+"""What a loader is, how many examples it yields, and what several ranks need of theirs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
-__all__ = ["CountedLoader", "Loader", "MergedBatches", "count_examples", "num_batches"]
+from kfac_backend.model.batches import split_batch
+from kfac_backend.ranks import Ranks
+
+__all__ = [
+    "Loader",
+    "MergedBatches",
+    "WithExamples",
+    "check_shards",
+    "count_examples",
+    "count_on_ranks",
+    "num_batches",
+    "samplers_of",
+]
 
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
+
+MERGED_NUMBERS = 2**17
+"""Most numbers in the tensors of a merged batch: 512 images of 16 x 16 pixels."""
 
 
 def count_examples(loader: Loader) -> int:
@@ -37,16 +53,25 @@ def count_examples(loader: Loader) -> int:
     return sum(len(_any_tensor(batch)) for batch in batches)
 
 
-class CountedLoader:
-    """A loader whose ``dataset`` has the length that its batches add up to; for laplace-torch."""
+def _any_tensor(batch: Any) -> Tensor:
+    for value in _tensors(batch):
+        if isinstance(value, Tensor):
+            return value
+    raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-        self.num_examples = count_examples(loader)
-        self.dataset = range(self.num_examples)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+def num_batches(loader: Any) -> int:
+    """The number of batches in one pass over a loader."""
+    try:
+        return len(loader)
+    except TypeError:
+        return sum(1 for _ in loader)
+
+
+def samplers_of(loader: Any) -> tuple[Any, ...]:
+    """The sampler of a loader, and that of its batch sampler; None where there is none."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
 
 
 class MergedBatches:
@@ -61,11 +86,6 @@ class MergedBatches:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-
-    @property
-    def num_examples(self) -> int:
-        """The number of examples in one pass."""
-        return count_examples(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         waiting: list[Any] = []
@@ -84,12 +104,8 @@ class MergedBatches:
             yield _joined(waiting)
 
 
-MERGED_NUMBERS = 2**17
-"""Most numbers in the tensors of a merged batch: 512 images of 16 x 16 pixels."""
-
-
 def _tensors(batch: Any) -> list[Any]:
-    return list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+    return list(batch.values() if hasattr(batch, "values") else batch)
 
 
 def _shape_of_examples(batch: Any) -> Any:
@@ -116,17 +132,70 @@ def _joined(batches: list[Any]) -> Any:
     return tuple(columns)
 
 
-def num_batches(loader: Any) -> int:
-    """The number of batches in one pass over a loader."""
-    try:
-        return len(loader)
-    except TypeError:
-        return sum(1 for _ in loader)
+# --- several ranks ---
 
 
-def _any_tensor(batch: Any) -> Tensor:
-    values = batch.values() if hasattr(batch, "values") else batch
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-    raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")
+class WithExamples:
+    """The batches of a loader without the empty ones: a rank's shard of a small batch may be empty.
+
+    The curvature pass has no use for a batch without examples; network steps do, since there all
+    ranks step together.
+    """
+
+    def __init__(self, loader: Loader, dict_key_y: str = "labels") -> None:
+        self._loader = loader
+        self._dict_key_y = dict_key_y
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if len(split_batch(batch, self._dict_key_y)[1]):
+                yield batch
+
+
+def count_on_ranks(loader: Loader, ranks: Ranks) -> int:
+    """N, the number of examples in the shards of all ranks; collective.
+
+    Raises:
+        ValueError: there are none.
+    """
+    num_data = sum(ranks.gather(count_examples(loader), "counting the data"))
+    if not num_data:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    return num_data
+
+
+def check_shards(loader: Loader, ranks: Ranks) -> None:
+    """Raise a ValueError unless a loader is a shard that ranks can train on together; collective.
+
+    An example that is in two shards is not detected.
+    """
+    if ranks.size == 1:
+        return
+    for sampler in samplers_of(loader):
+        if isinstance(sampler, DistributedSampler):
+            _check_sampler(sampler, ranks)
+    numbers = ranks.gather(num_batches(loader), "the check of the loaders")
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            f"Ranks have different numbers of batches: {', '.join(map(str, numbers))}. They take "
+            "their steps together. Give each rank a shard of the same number of batches, for "
+            "example with drop_last=True."
+        )
+
+
+def _check_sampler(sampler: DistributedSampler, ranks: Ranks) -> None:
+    size: int = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+    if sampler.num_replicas != ranks.size or sampler.rank != ranks.rank:
+        raise ValueError(
+            f"The DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, but "
+            f"this is rank {ranks.rank} of {ranks.size}. Create it after the launch, without "
+            "num_replicas and rank."
+        )
+    if sampler.total_size > size:
+        raise ValueError(
+            f"The DistributedSampler repeats {sampler.total_size - size} of {size} examples to "
+            f"give {ranks.size} ranks the same number; they would count twice. Pass "
+            "DistributedSampler(..., drop_last=True), which leaves the rest out, or use the shard "
+            "Subset(dataset, range(rank, len(dataset), ranks)) if that gives all ranks the same "
+            "number of batches."
+        )

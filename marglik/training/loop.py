@@ -1,7 +1,22 @@
 """The online loop: network steps, and now and then an update of the prior by the evidence.
 
 Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The method is in
-`marglik.training.learner`, the network's steps and their objective in `marglik.training.network`.
+`marglik.training.learner`; here are the network's steps, checkpoints and records.
+
+The objective on a batch of M examples is 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖². Over the data it is
+−T/N times the tempered log joint, up to a constant. Gradient steps are taken on σ² times the
+objective, so that learning rates do not depend on the noise of regression. ℓ is the loss of an
+example, for a sequence the sum over the positions that count. Code that takes the mean over R
+positions instead has gradients R times smaller: here SGD needs a learning rate R times smaller
+than there (Adam's steps do not grow with the gradient).
+
+`KFAC` divides the gradient by damped curvature. With damping on the product, the prior's curvature
+σ² T δ_g/N is added to the damping, so that a step is a natural-gradient step on the posterior.
+
+With several ranks, the M examples of a batch are spread over them. Each rank multiplies its own sum
+of losses by (ranks / M); `DistributedDataParallel` averages the gradients over ranks; then the
+prior's gradient is added. The step equals that of one process with the whole batch, up to the order
+of sums.
 """
 
 import logging
@@ -9,38 +24,49 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
-from kfac_backend.model.checks import check_module
+from kfac_backend.loss import check_targets, counted_terms, loss_sum
+from kfac_backend.model.batches import Targets, each_batch, split_batch
+from kfac_backend.model.calls import arguments, logits_of
+from kfac_backend.model.checks import check_module, check_output
+from kfac_backend.optimizer import KFAC
+from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode, kept_mode
-from marglik.posterior.hyperparameters import Hyperparameters
+from marglik.posterior.prior import Hyperparameters
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import versions
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader
-from marglik.training.network import CompileMode, NetworkTraining, Record
+from marglik.training.loaders import Loader, check_shards, samplers_of
 from marglik.training.random_state import (
     check_workers,
     generators_of,
+    own_random_numbers,
     random_state,
     set_random_state,
 )
-from marglik.training.ranks import check_shards, own_random_numbers, ranks_of
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
+    from lightning.fabric import Fabric  # importing Lightning takes seconds
 
-__all__ = ["OnlineResult", "OnlineTraining"]
+__all__ = ["CompileMode", "OnlineResult", "OnlineTraining", "Record", "ranks_of"]
 
 _logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+"""Of `torch.compile`; the last two record CUDA graphs on a GPU."""
 
 
 @dataclass
@@ -48,8 +74,8 @@ class OnlineResult:
     """What the loop learned. The model holds the parameters that the schedule ends with."""
 
     laplace: Any
-    """The Laplace approximation at the model's parameters, with the learned hyperparameters; None
-    with Schedule(updates=0)."""
+    """The `Posterior` at the model's parameters, with the learned hyperparameters; None with
+    Schedule(updates=0)."""
     evidence: float
     """The log marginal likelihood (nats, a sum over the data) there; NaN without ``laplace``."""
     epoch: int
@@ -103,8 +129,8 @@ class OnlineTraining:
         progress: whether to show progress bars, on rank 0 alone.
 
     Raises:
-        ValueError: no number of epochs; no data; several processes of torch.distributed without a
-            Fabric of them; shards that do not fit together.
+        ValueError: no number of epochs; no data; K-FAC with a compiled model; several processes of
+            torch.distributed without a Fabric of them; shards that do not fit together.
         NotImplementedError: a Fabric's strategy other than DDP.
         RankError: ranks with different models or options.
     """
@@ -129,6 +155,12 @@ class OnlineTraining:
         epochs = learner.schedule.epochs
         if epochs is None:
             raise ValueError("The loop needs a number of epochs; pass Schedule(epochs=...).")
+        kfac = optimizer if isinstance(optimizer, KFAC) else None
+        if compile_mode is not None and kfac is not None:
+            raise ValueError(
+                "A compiled model hides its layers from K-FAC (optimizer.name=kfac). Train without "
+                "compile, or with another optimiser."
+            )
         self.model = model
         self.train_loader = train_loader
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
@@ -142,21 +174,29 @@ class OnlineTraining:
         self.learner = learner
         """Holds the method and its state; network, optimiser and data are this object's."""
         learner.progress = self.progress
-        # Before the network is wrapped in DDP, so that ranks which differ end with an error that
+        # Before Fabric wraps the network in DDP, so that ranks which differ end with an error that
         # names the difference.
-        self._agree()
-        self.network = NetworkTraining(
-            model,
-            optimizer,
-            train_loader,
-            learner,
-            self.fabric,
-            scheduler=scheduler,
-            compile_mode=compile_mode,
-            prior_is_damping=prior_is_damping,
-            progress=self.progress,
-            ranks=self.ranks,
+        self._check_ranks()
+        # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
+        # gets a graph of its own, and none has a symbolic size.
+        compiled: Any = (
+            model
+            if compile_mode is None
+            else torch.compile(model, mode=compile_mode, dynamic=False)
         )
+        # Only steps go through the wrapped network; all else uses the caller's module.
+        self._forward, self.optimizer = self.fabric.setup(compiled, optimizer)
+        self._kfac = kfac
+        is_damped = kfac is not None and kfac.preconditioner.options.damping_on == "product"
+        self._own_damping = (
+            kfac.preconditioner.options.damping
+            if kfac is not None and is_damped and prior_is_damping
+            else None
+        )
+        self._targets = Targets(learner.likelihood, learner.curvature)
+        # Checking a target waits for the device, so only the first epoch does it.
+        self._targets_are_checked = False
+        self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
         self._start = (model, optimizer, self.curvature_loader, epochs)
         learner.start(*self._start, ranks=self.ranks, sums_terms=True)
         self._epoch = 0
@@ -219,7 +259,7 @@ class OnlineTraining:
             while self.learner.ended_epochs < epochs:
                 # Algorithm 1: the network's steps on the objective of the present prior, ...
                 if self._epoch == self.learner.ended_epochs:
-                    bar.set_postfix(loss=f"{self._train_epoch()['loss']:.3f}")
+                    bar.set_postfix(loss=f"{self.train_epoch()['loss']:.3f}")
                     bar.update()
                     save(self.learner.is_due(self._epoch))  # an update may take as long
                 # ... then the prior's steps on the evidence of the present parameters.
@@ -233,88 +273,23 @@ class OnlineTraining:
             self.learner.kept_epoch,
             self._records,
             self.learner.evidences_of_steps,
-            self.network.probabilities,
+            self.probabilities,
             self._seconds,
             self.learner.kept_hyperparameters(),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue: plain data and tensors.
+    # --- an epoch of network steps ---
 
-        Collective. The state is the same on all ranks, except for their seconds, and can be loaded
-        with any number of ranks.
-        """
-        return {
-            "epoch": self._epoch,
-            "model": self.model.state_dict(),
-            "optimizer": self.network.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "precision": self.fabric.strategy.precision.state_dict(),
-            "learner": self.learner.state_dict(),
-            "random": self._random_states(),
-            "records": self._records,
-            "probabilities": self.network.probabilities.state_dict(),
-            "seconds": self._seconds,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
+    def train_epoch(self) -> Record:
+        """Take the steps of the next epoch; returns its record.
 
         Raises:
-            ValueError: the state of another run.
+            FloatingPointError: the loss is not finite.
+            ValueError: targets that do not fit the outputs (checked in the first epoch), or no
+                data.
         """
-        self.learner.load_state_dict(state["learner"])
-        self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
-        self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
-        self.model.load_state_dict(state["model"])
-        self.network.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.fabric.strategy.precision.load_state_dict(state["precision"])
-        self.network.probabilities.load_state_dict(state["probabilities"])
-        for record in state["records"]:  # the log is written again from its start
-            self._report(record)
-        # Last, so that nothing above draws from the restored generators. Another number of ranks
-        # goes on from the first one's state, which ranks of one seed have in common.
-        random = state["random"]
-        own = random[self.ranks.rank if len(random) == self.ranks.size else 0]
-        set_random_state(own, self._generators)
-
-    def _random_states(self) -> list[dict[str, Any]]:
-        """Each rank's random state; usually all are the same, see `own_random_numbers`."""
-        own = random_state(self._generators, own_device=self.ranks.size > 1)
-        return self.ranks.gather(own, "random states") if self.ranks.size > 1 else [own]
-
-    @property
-    def _generators(self) -> list[torch.Generator]:
-        return generators_of(self.train_loader, self.curvature_loader)
-
-    def _agree(self) -> None:
-        """Raise an error on all ranks if their models, options or loaders do not fit together."""
-        if self.ranks.size == 1:
-            return
-        parameters, learner = self.model.named_parameters(), self.learner
-        self.ranks.agree(
-            {
-                **{f"the version of {name}": value for name, value in versions().items()},
-                "the likelihood": learner.likelihood,
-                "the temperature": learner.temperature,
-                "the schedule": repr(learner.schedule),
-                "the curvature": repr(learner.curvature),
-                "the precision": str(getattr(self.fabric.strategy.precision, "precision", "")),
-                "the parameters": {n: (tuple(p.shape), p.requires_grad) for n, p in parameters},
-            },
-            "the start of training",
-        )
-        loaders = {"train_loader": self.train_loader}
-        if self.curvature_loader is not self.train_loader:
-            loaders["curvature_loader"] = self.curvature_loader
-        check_shards(self.ranks, **loaders)
-        _warn_of_batch_norm(self.model)
-
-    def _train_epoch(self) -> Record:
         with own_random_numbers(self.ranks):
-            record = self.network.epoch(self._epoch + 1)
+            record = self._take_steps(self._epoch + 1)
         self._epoch += 1
         if self.monitor is not None:
             with eval_mode(self.model), torch.no_grad():
@@ -330,6 +305,126 @@ class OnlineTraining:
             self._epoch, self._start[-1], record["loss"], metrics, record["seconds"],
         )  # fmt: skip
         return record
+
+    def _take_steps(self, epoch: int) -> Record:
+        start = time.perf_counter()
+        self.model.train()
+        variance = self.hyperparameters.sigma_noise.square().item()
+        if self._own_damping is not None:
+            self._set_damping(self._own_damping, variance)
+        for sampler in samplers_of(self.train_loader):
+            if self.ranks.size > 1 and isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(epoch)  # it would else repeat its order
+        # On the device, and read once at the end: reading a loss waits for its step. Sums of
+        # losses, penalties, hits and labels, and the number of examples.
+        totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
+        latest = None
+        for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
+            given = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
+            # The last batch may be too small for this rank to have a part of it. It must take part
+            # all the same, since the others wait for its gradients: it runs on its latest examples,
+            # with weight zero.
+            counts = self.ranks.size == 1 or len(given[1]) > 0
+            latest = given if counts else latest
+            if latest is None:
+                raise ValueError(
+                    f"Rank {self.ranks.rank} of {self.ranks.size} has no example of the first "
+                    "batch; each batch but the last must have at least as many examples as there "
+                    "are ranks."
+                )
+            x, y = latest
+            sums = self._step(x, self._targets(self.model, x, y), which, counts)
+            if counts:
+                totals += sums
+        self._targets_are_checked = True
+        self.probabilities.end_epoch()
+        self.ranks.sum_([totals], "the sums of an epoch")
+        loss, prior, correct, terms, examples = totals.tolist()
+        if not examples:
+            raise ValueError("The training data is empty: the loader yielded no batch.")
+        if not torch.isfinite(totals).all():
+            raise FloatingPointError(
+                f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "
+                "data, or too large a learning rate; try a tenth of it."
+            )
+        record: Record = {
+            "kind": "epoch",
+            "epoch": epoch,
+            "loss": loss / examples,
+            "objective": loss / examples / variance + prior / examples,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "seconds": time.perf_counter() - start,
+        }
+        if self.learner.likelihood == "classification":
+            record["accuracy"] = correct / terms if terms else 0.0
+        if self.learner.limited:
+            record["limited_weight_decay"] = sorted(self.learner.limited)
+        if clipped := int(self.learner.clipped):
+            record["clipped_steps"] = clipped
+        return record
+
+    def _step(self, x: Any, y: Tensor, which: Tensor | None, counts: bool) -> Tensor:
+        """Take one step; returns the batch's sums (5,), see `_take_steps`.
+
+        ``which`` are the examples' indices, if they are known. ``counts`` is False where this rank
+        has no example of the batch and runs on others.
+        """
+        likelihood = self.learner.likelihood
+        self.optimizer.zero_grad()
+        # A copy, since a model may change its input in place, and batches may live for many epochs.
+        args, kwargs = arguments(self.model, deepcopy(x))
+        unseen: Any = nullcontext()
+        if self._kfac is not None and not counts:  # its factors must not count examples twice
+            unseen = self._kfac.preconditioner.paused()
+        with unseen:
+            f = logits_of(self._forward(*args, **kwargs))
+            if not self._targets_are_checked:
+                check_output(f)
+                check_targets(f, y, likelihood, may_ignore=self._targets.may_ignore)
+            data_loss = loss_sum(f, y, likelihood)
+            if counts:
+                self.probabilities.add(which, f)
+            objective = self._mean_over_ranks(data_loss, len(f), counts)
+            # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
+            # changes from step to step. The prior's gradient must get the same one: the hook
+            # records it as the gradient of the objective itself, which is 1 in other precisions.
+            scale: list[Tensor] = []
+            objective.register_hook(scale.append)
+            self.fabric.backward(objective)
+        penalty = self.learner.add_to_gradients(scale[0])
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        correct = terms = torch.zeros_like(data_loss)
+        if likelihood == "classification":
+            counted = counted_terms(y, likelihood)
+            right = f.argmax(-1) == y
+            correct = (right if counted is None else right & counted).sum()
+            terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
+        examples = torch.full_like(data_loss, len(f))
+        sums = (data_loss.detach(), penalty * len(f), correct, terms, examples)
+        return torch.stack([value.double() for value in sums])
+
+    def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
+        """The loss that this rank differentiates; the ranks' average is the mean over examples."""
+        if self.ranks.size == 1:
+            return data_loss / examples
+        of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
+        self.ranks.sum_([of_all], "a step of training")
+        weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])
+        return data_loss * weight.to(data_loss.dtype)
+
+    def _set_damping(self, own_damping: float, variance: float) -> None:
+        """Set K-FAC's damping to its own plus the prior's curvature σ²·T·δ/N of each tensor."""
+        assert self._kfac is not None
+        names = (name for name, p in self.model.named_parameters() if p.requires_grad)
+        decays = dict(zip(names, self.learner.decays_of_parameters(), strict=True))
+        preconditioner = self._kfac.preconditioner
+        preconditioner.damping = {
+            name: own_damping + variance * decays[name] for name in preconditioner.names
+        }
+
+    # --- records ---
 
     def _report_update(self, found: Mapping[str, float]) -> None:
         """Report the learner's latest update, if it has made one."""
@@ -347,17 +442,113 @@ class OnlineTraining:
         if self.on_record is not None and self.ranks.rank == 0:
             self.on_record(record)
 
+    # --- the state ---
 
-def _warn_of_batch_norm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            warnings.warn(
-                f"Layer '{name}' ({type(module).__name__}) normalises the examples of each rank "
-                "separately, so that steps differ from those of one process. On GPUs, "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all ranks.",
-                stacklevel=4,
-            )
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to continue: plain data and tensors.
+
+        Collective. The state is the same on all ranks, except for their seconds, and can be loaded
+        with any number of ranks.
+        """
+        random = random_state(generators_of(self.train_loader, self.curvature_loader))
+        return {
+            "epoch": self._epoch,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "precision": self.fabric.strategy.precision.state_dict(),
+            "learner": self.learner.state_dict(),
+            # Usually the same on all ranks, see `own_random_numbers`.
+            "random": self.ranks.gather(random, "random states"),
+            "records": self._records,
+            "probabilities": self.probabilities.state_dict(),
+            "seconds": self._seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            ValueError: the state of another run.
+        """
+        self.learner.load_state_dict(state["learner"])
+        self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
+        self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.fabric.strategy.precision.load_state_dict(state["precision"])
+        self.probabilities.load_state_dict(state["probabilities"])
+        for record in state["records"]:  # the log is written again from its start
+            self._report(record)
+        # Last, so that nothing above draws from the restored generators. Another number of ranks
+        # goes on from the first one's state, which ranks of one seed have in common.
+        random = state["random"]
+        own = random[self.ranks.rank if len(random) == self.ranks.size else 0]
+        set_random_state(own, generators_of(self.train_loader, self.curvature_loader))
+
+    # --- several ranks ---
+
+    def _check_ranks(self) -> None:
+        """Raise an error on all ranks if their models, options or loaders do not fit together."""
+        if self.ranks.size == 1:
             return
+        parameters, learner = self.model.named_parameters(), self.learner
+        self.ranks.agree(
+            {
+                **{f"the version of {name}": value for name, value in versions().items()},
+                "the likelihood": learner.likelihood,
+                "the temperature": learner.temperature,
+                "the schedule": repr(learner.schedule),
+                "the curvature": repr(learner.curvature),
+                "the precision": str(getattr(self.fabric.strategy.precision, "precision", "")),
+                "the parameters": {n: (tuple(p.shape), p.requires_grad) for n, p in parameters},
+            },
+            "the start of training",
+        )
+        check_shards(self.train_loader, self.ranks)
+        for name, module in self.model.named_modules():
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+                warnings.warn(
+                    f"Layer '{name}' ({type(module).__name__}) normalises the examples of each "
+                    "rank separately, so that steps differ from those of one process. On GPUs, "
+                    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all.",
+                    stacklevel=3,
+                )
+                return
+
+
+def ranks_of(fabric: "Fabric") -> Ranks:
+    """The ranks that a Fabric has launched; this process alone if it has one device.
+
+    Raises:
+        NotImplementedError: a strategy that splits a model over ranks, or copies it to several
+            devices of one process.
+        RuntimeError: a Fabric that was not launched.
+        ValueError: a Fabric of one device in one of several processes.
+    """
+    running, strategy = Ranks().size, type(fabric.strategy).__name__
+    if fabric.world_size == running == 1:
+        return Ranks(None)
+    if fabric.world_size == 1:
+        raise ValueError(
+            f"This is one of {running} processes of torch.distributed, but the Fabric has a "
+            "single device: each process would train a network of its own on its part of the "
+            f'data. Pass fabric=Fabric(devices={running}, strategy="ddp"), after its launch(), '
+            "or leave the process group (torch.distributed.destroy_process_group())."
+        )
+    if strategy != "DDPStrategy":
+        raise NotImplementedError(
+            f"The Fabric's strategy is {strategy}; the curvature needs the whole network on each "
+            'rank. Pass Fabric(strategy="ddp").'
+        )
+    if running != fabric.world_size:
+        raise RuntimeError(
+            f"The Fabric is for {fabric.world_size} processes, but this is one of {running}: call "
+            "fabric.launch() first."
+        )
+    return Ranks()
 
 
 def _fabric_of(model: nn.Module) -> "Fabric":

@@ -6,24 +6,27 @@ its evidence after training: Daxberger et al. 2021 (arXiv:2106.14806).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from kfac_backend.ranks import Ranks
 from marglik.posterior import evidence
-from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import PriorGroups
+from marglik.posterior.prior import (
+    LARGEST_PRECISION,
+    SMALLEST_PRECISION,
+    PriorGroups,
+    PriorStructure,
+)
 from marglik.prediction.evaluation import predict_all
 from marglik.prediction.metrics import compute_metrics
-from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
+from marglik.prediction.predictive import laplace_predictive
 
-__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss", "validation_nll"]
+__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss"]
 
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
@@ -40,13 +43,11 @@ class PriorFit:
     """The log marginal likelihood (nats), or the validation loss, at it."""
     evaluations: int
     """How often the objective was computed."""
-    at_bound: bool = False
-    """Whether the validation loss still falls at a bound of the search: no minimum was found."""
 
 
 def maximize_evidence(
     laplace: Posterior,
-    structure: Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str] = "layerwise",
+    structure: PriorStructure | Mapping[str, str] = "layerwise",
     *,
     learn_sigma_noise: bool = True,
 ) -> PriorFit:
@@ -87,7 +88,7 @@ def maximize_evidence(
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, dtype=torch.float64, device=start.device, requires_grad=True)
-        delta = groups.for_laplace(v[: len(groups.names)].exp())
+        delta = groups.of_tensors(v[: len(groups.names)].exp())
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
         value = -evidence.log_marginal_likelihood(terms, delta, sigma, laplace.temperature)
         (gradient,) = torch.autograd.grad(value, v)
@@ -103,44 +104,10 @@ def maximize_evidence(
         raise FloatingPointError(f"The prior's evidence could not be maximised: {found.message}.")
     values = torch.tensor(found.x, dtype=torch.float64).exp().to(start.device)
     delta = values[: len(groups.names)]
-    laplace.prior_precision = groups.for_laplace(delta)
+    laplace.prior_precision = groups.of_tensors(delta)
     if learns_noise:
         laplace.sigma_noise = values[-1]
     return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -found.fun, found.nfev)
-
-
-def validation_nll(
-    laplace: Posterior,
-    batches: Iterable[Any],
-    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
-    *,
-    seed: int = 0,
-    progress: bool = False,
-    ranks: Ranks = Ranks(None),  # noqa: B008
-) -> float:
-    """The NLL of the posterior's predictive on some data (nats, mean over examples or positions).
-
-    Each call draws the same random numbers, so that it is a function of the hyperparameters alone.
-    Batches give their targets as in the fit.
-
-    Args:
-        laplace: a fitted posterior.
-        batches: (x, y), or mappings.
-        predictive: how the posterior predicts.
-        seed: seed of the random numbers.
-        progress: whether to show a bar.
-        ranks: the ranks that each have a part of each batch, see `predict_all`.
-    """
-    generator = torch.Generator(laplace.mean.device).manual_seed(seed)
-    prediction, targets = predict_all(
-        laplace_predictive(laplace, predictive, generator, ranks=ranks),
-        batches,
-        targets=laplace.options,
-        progress=progress,
-        ranks=ranks,
-    )
-    key = "reg/NLL" if laplace.likelihood == "regression" else "cls/NLL"
-    return compute_metrics(prediction, targets, laplace.likelihood)[key]
 
 
 def minimize_validation_loss(
@@ -153,62 +120,73 @@ def minimize_validation_loss(
     """Set one δ for all parameters to the value that minimises a loss on validation data.
 
     A grid on log δ comes first, since the loss may have several minima, then Brent's method around
-    the best point of the grid. After an error δ is what it was before.
+    the best point of the grid. After an error δ is what it was before. Warns if the loss still
+    falls at a bound of the search: no minimum was found.
 
     Args:
         laplace: a fitted posterior, whose δ is set.
-        loss: a loader of validation data, on which `validation_nll` is minimised; or any function
-            of the posterior.
+        loss: a loader of validation data, for the NLL of the posterior's predictive on it; or any
+            function of the posterior.
         bounds: smallest and largest δ.
-        grid_size: number of points of the grid.
+        grid_size: number of points of the grid, at least three.
 
     Raises:
         TypeError: a loss that is neither; an iterator, which could be read only once.
-        ValueError: bounds that are not an interval of positive numbers, or fewer than three points.
+        ValueError: bounds that are not an interval of positive numbers.
         FloatingPointError: a loss that is finite nowhere on the grid.
     """
     from scipy.optimize import minimize_scalar  # here, since it takes long to import
 
-    if not callable(loss):
-        if isinstance(loss, Iterator) or not isinstance(loss, Iterable):
-            raise TypeError(
-                f"loss is {type(loss).__name__}; pass a loader or a list of batches (x, y), which "
-                "are read once for each δ, or a function of the posterior."
-            )
-        loss = partial(validation_nll, batches=loss)
-    if not 0 < bounds[0] < bounds[1] < math.inf:
-        raise ValueError(f"bounds of δ must be positive, finite and ascend, not {bounds}.")
-    if grid_size < 3:
-        raise ValueError(f"grid_size must be at least 3, not {grid_size}.")
-    evaluations = 0
+    if not callable(loss) and (isinstance(loss, Iterator) or not isinstance(loss, Iterable)):
+        raise TypeError(
+            f"loss is {type(loss).__name__}; pass a loader or a list of batches (x, y), which are "
+            "read once for each δ, or a function of the posterior."
+        )
+    if not 0 < bounds[0] < bounds[1] < math.inf or grid_size < 3:
+        raise ValueError(
+            f"bounds of δ must be positive, finite and ascend, with a grid of three points at "
+            f"least; not {bounds} and {grid_size}."
+        )
     chosen: float | torch.Tensor = laplace.prior_precision
+    seen: dict[float, float] = {}
 
     def at(log_delta: float) -> float:
-        nonlocal evaluations
-        evaluations += 1
-        laplace.prior_precision = float(np.exp(log_delta))
-        value = float(loss(laplace))
-        return value if np.isfinite(value) else float("inf")
+        laplace.prior_precision = math.exp(log_delta)
+        value = float(loss(laplace)) if callable(loss) else _nll(laplace, loss)
+        seen[log_delta] = value if math.isfinite(value) else math.inf
+        return seen[log_delta]
 
-    grid = np.linspace(np.log(bounds[0]), np.log(bounds[1]), grid_size)
+    grid = np.linspace(math.log(bounds[0]), math.log(bounds[1]), grid_size)
     try:
-        losses = [at(point) for point in grid]
-        best = int(np.argmin(losses))
-        if not np.isfinite(losses[best]):
+        best = int(np.argmin([at(point) for point in grid]))
+        if not math.isfinite(seen[grid[best]]):
             raise FloatingPointError(
                 f"The validation loss is not finite for any δ in {bounds}. Check the network's "
                 "outputs."
             )
         around = grid[max(best - 1, 0)], grid[min(best + 1, grid_size - 1)]
-        found: Any = minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
-        candidates = (found.x, found.fun), (grid[best], losses[best])
-        log_delta, value = min(candidates, key=lambda p: p[1])
-        chosen = float(np.exp(log_delta))
+        minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
+        log_delta = min(seen, key=lambda point: seen[point])
+        chosen = math.exp(log_delta)
     finally:
         laplace.prior_precision = chosen
-    delta = laplace.prior_precision.item()
-    span = grid[1] - grid[0]
-    at_bound = min(log_delta - grid[0], grid[-1] - log_delta) < span / 10
+    if min(log_delta - grid[0], grid[-1] - log_delta) < (grid[1] - grid[0]) / 10:
+        warnings.warn(
+            f"The validation loss still falls at δ = {chosen:.3g}, a bound of the search.",
+            stacklevel=2,
+        )
     return PriorFit(
-        {"all": delta}, float(laplace.sigma_noise), float(value), evaluations, bool(at_bound)
+        {"all": laplace.prior_precision.item()},
+        float(laplace.sigma_noise),
+        seen[log_delta],
+        len(seen),
     )
+
+
+def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
+    """The NLL of the posterior's predictive (nats, mean over loss terms), by the same noise."""
+    generator = torch.Generator(laplace.mean.device).manual_seed(0)
+    predict = laplace_predictive(laplace, generator=generator)
+    found = predict_all(predict, batches, targets=laplace.options)
+    key = "reg/NLL" if laplace.likelihood == "regression" else "cls/NLL"
+    return compute_metrics(*found, laplace.likelihood)[key]

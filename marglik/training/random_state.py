@@ -1,17 +1,21 @@
-"""The state of all random generators that training may draw from."""
+"""The state of all random generators that training may draw from, on each rank."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from kfac_backend.ranks import Ranks
+from marglik.training.loaders import samplers_of
+
 __all__ = [
     "check_workers",
     "generators_of",
+    "own_random_numbers",
     "random_state",
-    "samplers_of",
     "set_random_state",
 ]
 
@@ -28,34 +32,20 @@ def check_workers(*loaders: Any) -> None:
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:
     """The ``generator`` attributes of loaders and their samplers, each once."""
-    found = []
-    for loader in loaders:
-        owners = (loader, *samplers_of(loader))
-        found += [getattr(owner, "generator", None) for owner in owners]
+    owners = [owner for loader in loaders for owner in (loader, *samplers_of(loader))]
+    found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def samplers_of(loader: Any) -> tuple[Any, ...]:
-    """The sampler of a loader, and that of its batch sampler; None where there is none."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """The states of torch's, numpy's and Python's generators, and of ``generators``: plain data.
 
-
-def random_state(
-    generators: Sequence[torch.Generator] = (), *, own_device: bool = False
-) -> dict[str, Any]:
-    """The states of torch's (CPU and CUDA), numpy's and Python's generators, and of ``generators``.
-
-    Plain data and tensors. ``own_device`` leaves out all CUDA devices but the current one, since
-    with several processes the others belong to other processes.
+    Of CUDA devices that of the current one alone; others belong to other processes.
     """
-    cuda: list[torch.Tensor] = []
-    if torch.cuda.is_available():
-        cuda = [torch.cuda.get_rng_state()] if own_device else torch.cuda.get_rng_state_all()
     kind, keys, position, has_normal, normal = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_normal, normal),
         "python": random.getstate(),
         "generators": [generator.get_state() for generator in generators],
@@ -63,18 +53,36 @@ def random_state(
 
 
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Restore what `random_state` returned.
-
-    The state of a single CUDA device is set on the current one. States of several are set if this
-    machine has the same number of devices, and ignored otherwise: they are of another machine.
-    """
+    """Restore what `random_state` returned; without a CUDA device, all but that device's."""
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == 1:
-        torch.cuda.set_rng_state(state["cuda"][0])
-    elif torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(state["python"])
     for generator, own in zip(generators, state["generators"], strict=True):
         generator.set_state(own)
+
+
+@contextmanager
+def own_random_numbers(ranks: Ranks) -> Iterator[None]:
+    """A context in which torch, numpy and Python draw other random numbers on each rank.
+
+    Otherwise dropout and augmentation would do the same to the examples of all ranks. The seeds are
+    derived from the state that all ranks have in common, and that state is restored afterwards. So
+    a checkpoint between two such contexts has one state, which holds for any number of ranks. The
+    same seed and number of ranks give the same numbers.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    common = random_state()
+    seed = ranks.generator(torch.default_generator).initial_seed()
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(common)
+        torch.rand(())  # moves the common state on: the next context must derive other seeds

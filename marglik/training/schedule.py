@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from kfac_backend.options import check_option
+
 __all__ = ["Average", "CurvatureFrom", "Keep", "Schedule", "settling_rate"]
 
 Keep = Literal["best", "last"]
@@ -37,11 +39,10 @@ class Schedule:
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update. Few bound what one update changes: Adam's 10
             steps of 0.1 on log δ change a weight decay by a factor of e at most.
-        last_epoch: whether the training ends with an update even if none is due after the last
-            epoch.
-        keep: "last" ends with the last update; "best" with that of the highest evidence, and puts
-            its parameters back into the network, as laplace-torch's loop does. The best update may
-            be an early one, made before the network fits the data, where the evidence says little.
+        keep: "last" ends with an update, also if none is due after the last epoch; "best" with the
+            update of the highest evidence, and puts its parameters back into the network, as
+            laplace-torch's loop does. The best update may be an early one, made before the network
+            fits the data, where the evidence says little.
         updates: number of updates, at most one per epoch, and without the one that ends training.
             0 keeps the decays as they are, and fits no posterior, not even at the end.
         average: "last" ends with the mean of the parameters over all steps of the last third of the
@@ -58,7 +59,6 @@ class Schedule:
     every: int | None = None
     burn_in: int = 0
     steps: int = 10
-    last_epoch: bool = True
     keep: Keep = "last"
     updates: int = 20
     average: Average | None = "last"
@@ -72,21 +72,13 @@ class Schedule:
                 raise ValueError(f"{name} must be at least {least}, not {value}.")
         if self.clip is not None and not self.clip > 1:
             raise ValueError(f"clip must be above 1, or None for no limit, not {self.clip}.")
-        for name, supported in (("keep", ("last", "best")), ("average", ("last", "ema", None))):
-            if getattr(self, name) not in supported:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported; choose one of {supported}."
-                )
+        check_option("keep", self.keep, Keep)
+        if self.average is not None:
+            check_option("average", self.average, Average)
 
     def is_due(self, epoch: int) -> bool:
-        """Whether an update follows this epoch; epochs count from 1.
-
-        The update that ends the training is not meant: see ``last_epoch``.
-        """
-        return epoch >= self.burn_in and self._is_regular(epoch)
-
-    def _is_regular(self, epoch: int) -> bool:
-        if not self.updates:
+        """Whether an update follows this epoch, from 1; that which ends training is not meant."""
+        if epoch < self.burn_in or not self.updates:
             return False
         if self.every is not None:
             return epoch % self.every == 0

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from marglik.cli import main
-from marglik.posterior.hyperparameters import Hyperparameters
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.posterior.prior import PriorGroups
+from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from marglik.storage.run_folder import read_log
@@ -34,9 +33,7 @@ def learned(likelihood, device):
     model = posteriors.network(torch.float64).to(device)
     laplace = KronLaplace(model, likelihood, kfac_approx="reduce")
     laplace.fit([posteriors.data(likelihood, torch.float64)])  # from the host
-    Hyperparameters(PriorGroups.from_model(model), 1.0, device=torch.device(device)).update(
-        laplace, 20
-    )
+    Hyperparameters(PriorGroups.from_model(model), 1.0).update(laplace, 20)
     return laplace
 
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
@@ -24,7 +23,7 @@ from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, 
 from marglik.runs.build import check_model
 from marglik.runs.config import CurvatureConfig
 from marglik.training.learner import PriorLearner
-from marglik.training.network import NetworkTraining
+from marglik.training.loop import OnlineTraining
 from tests import oracles
 from tests.marglik.linear_networks import TokenNetwork
 
@@ -109,15 +108,8 @@ def trained(ignore_index, y, steps_lr=0.1):
     learner = PriorLearner(
         "classification", CurvatureOptions(ignore_index=ignore_index), weight_decay=0.01
     )
-    learner.start(model, optimizer, [(data()[0], y)], sums_terms=True)
-    training = NetworkTraining(
-        model,
-        optimizer,
-        [(data()[0], y)],
-        learner,
-        Fabric(accelerator="cpu"),
-    )
-    return training.epoch(1), torch.cat([p.flatten() for p in model.parameters()])
+    training = OnlineTraining(model, optimizer, [(data()[0], y)], learner)
+    return training.train_epoch(), torch.cat([p.flatten() for p in model.parameters()])
 
 
 def test_the_objective_is_the_sum_over_positions_averaged_over_examples():

@@ -227,4 +227,4 @@ def test_ranks_learn_what_one_process_learns(worlds):
 def test_a_sampler_that_repeats_examples_is_refused(worlds):
     """Lightning's own, for 30 examples on four ranks."""
     for said in worlds.run(4, ON_RANKS, True):
-        assert "of loader repeats 2 of 30 examples" in said.args[1]
+        assert "repeats 2 of 30 examples" in said.args[1]

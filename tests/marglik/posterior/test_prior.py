@@ -1,4 +1,4 @@
-"""Groups of parameters, and weight decay <-> precision."""
+"""Groups of parameters, weight decay <-> precision, and both ways to climb the evidence."""
 
 import pytest
 import torch
@@ -6,11 +6,15 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.layers import Bias
-from marglik.posterior.prior import (
+from marglik import (
+    Hyperparameters,
+    Posterior,
     PriorGroups,
     precision_to_weight_decay,
     weight_decay_to_precision,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -40,26 +44,16 @@ def model():
 )
 def test_structures(model, structure, names, index):
     groups = PriorGroups.from_model(model, structure)
-    assert groups.names == names
-    assert groups.index == index
+    assert (groups.names, groups.index) == (names, index)
     values = torch.arange(1.0, len(names) + 1)
-    assert groups.for_laplace(values).tolist() == [values[i] for i in index]
-    assert_close(groups.sum_over_tensors(torch.ones(5)).sum(), torch.tensor(5.0))
-
-
-def test_diagonal_has_a_value_for_every_entry(model):
-    groups = PriorGroups.from_model(model, "diagonal")
-    P = sum(p.numel() for p in model.parameters())
-    values = torch.arange(float(P))
-    assert groups.num_values == P
-    parts = groups.for_parameters(values)
-    assert [part.shape for part in parts] == [p.shape for p in model.parameters()]
-    assert_close(torch.cat([part.flatten() for part in parts]), values)
+    assert groups.of_tensors(values).tolist() == [values[i] for i in index]
+    assert groups.sum_over_tensors(torch.ones(5)).tolist() == [
+        index.count(g) for g in range(len(names))
+    ]
 
 
 def test_weight_decay_and_precision_are_inverse():
     assert weight_decay_to_precision(5e-3, 50_000) == pytest.approx(250.0)
-    assert weight_decay_to_precision(5e-4, 50_000) == pytest.approx(25.0)
     assert precision_to_weight_decay(weight_decay_to_precision(0.3, 7, 2.0), 7, 2.0) == 0.3
     assert precision_to_weight_decay(10.0, 100, temperature=2.0) == pytest.approx(0.2)
 
@@ -79,20 +73,76 @@ def test_wrong_structures(model, structure, message):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("options", "message"),
     [
-        ([1.0, 2.0], "has length 2; expected 1 or 5"),
-        (0.0, "positive and finite, not 0.0"),
-        ([1.0, 1.0, -3.0, 1.0, 1.0], "not -3.0"),
-        (float("nan"), "not nan"),
-        (float("inf"), "not inf"),
+        ({"prior_precision": [1.0, 2.0]}, "has length 2; expected 1 or 5"),
+        ({"prior_precision": [1.0, 1.0, -3.0, 1.0, 1.0]}, "not -3.0"),
+        ({"prior_precision": float("nan")}, "not nan"),
+        ({"sigma_noise": 0.0}, "sigma_noise must be positive"),
+        ({"lr": 0.0}, "learning rate must be positive"),
+        ({"method": "newton"}, "'newton' is not supported; choose one of 'adam', 'mackay'"),
     ],
 )
-def test_wrong_initial_precisions(model, value, message):
+def test_wrong_options(model, options, message):
     with pytest.raises(ValueError, match=message):
-        PriorGroups.from_model(model).initial(value)
+        Hyperparameters(PriorGroups.from_model(model), **{"prior_precision": 1.0} | options)
 
 
-def test_no_trainable_parameter():
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        PriorGroups.from_model(nn.ReLU())
+def fitted(likelihood="classification", temperature=1.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = torch.randn(30, 4).double()
+    y = x[:, :3].argmax(-1) if likelihood == "classification" else x[:, :3].sin()
+    posterior = Posterior(model, likelihood, temperature=temperature)
+    posterior.fit([(x, y)])
+    return posterior
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "structure"),
+    [("adam", 300, "layerwise"), ("mackay", 100, "layerwise"), ("mackay", 100, "kind")],
+)
+def test_both_methods_reach_a_stationary_point(method, steps, structure):
+    posterior = fitted()
+    groups = PriorGroups.from_model(posterior.model, structure)
+    hyper = Hyperparameters(groups, 1.0, method=method, lr=0.1)
+    evidences = hyper.update(posterior, steps)
+    assert len(evidences) == steps + 1 and evidences[-1] > evidences[0]
+
+    def gradient(delta):
+        delta.requires_grad_()
+        evidence = posterior.log_marginal_likelihood(groups.of_tensors(delta))
+        return torch.autograd.grad(evidence, delta)[0] * delta
+
+    delta = hyper.prior_precision
+    assert_close(gradient(delta), torch.zeros_like(delta), atol=1e-5, rtol=0)
+    assert gradient(torch.ones_like(delta)).abs().max() > 0.1  # control: the start is not
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_methods_agree_on_noise_and_precision(temperature):
+    posterior = fitted("regression", temperature)
+    groups, results = PriorGroups.from_model(posterior.model), []
+    for method in ("adam", "mackay"):
+        hyper = Hyperparameters(groups, 1.0, learn_sigma_noise=True, method=method, lr=0.1)
+        hyper.update(posterior, 300)
+        results.append((hyper.prior_precision.log(), hyper.sigma_noise.log()))
+    assert_close(*results, atol=1e-5, rtol=0)
+    assert results[0][1].abs() > 0.1
+
+
+def test_fixed_point_stays_finite_for_a_group_that_is_zero():
+    posterior = fitted()
+    posterior.params[0].data.zero_()
+    posterior.restore(posterior.fitted_factors())
+    hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, method="mackay")
+    hyper.update(posterior, 5)
+    assert torch.isfinite(hyper.prior_precision).all()
+    assert hyper.prior_precision[0] > 1e6 * hyper.prior_precision[2]
+
+
+def test_noise_stays_without_leave_to_learn_it():
+    posterior = fitted("regression")
+    hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, sigma_noise=0.5)
+    hyper.update(posterior, 5)
+    assert_close(hyper.sigma_noise, torch.tensor(0.5).double())

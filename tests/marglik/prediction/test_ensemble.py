@@ -12,7 +12,7 @@ from marglik import Ensemble, PriorLearner
 from marglik.cli import main
 from marglik.models import MLP
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
-from marglik.training.network import NetworkTraining
+from marglik.training.loop import OnlineTraining
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, evaluated, results_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,15 +187,15 @@ def test_the_command_trains_evaluates_and_reports_an_ensemble(run):
 
 def test_a_finished_member_is_not_trained_again(run, tmp_path, monkeypatch):
     """Cut off in the last member; the result is that of the run that was not cut off."""
-    epoch, calls = NetworkTraining.epoch, []
+    epoch, calls = OnlineTraining.train_epoch, []
 
-    def counted(self, number):
-        calls.append(number)
+    def counted(self):
+        calls.append(self._epoch + 1)
         if len(calls) == 3 + 3 + 2:
             raise KeyboardInterrupt
-        return epoch(self, number)
+        return epoch(self)
 
-    monkeypatch.setattr(NetworkTraining, "epoch", counted)
+    monkeypatch.setattr(OnlineTraining, "train_epoch", counted)
     monkeypatch.setattr("marglik.storage.checkpoint.MINUTES", 0.0)
     command = [*OPTIONS, "--output", str(tmp_path / "run"), "--resume"]
     assert main(command) == 130

@@ -17,7 +17,7 @@ import pytest
 
 from marglik.cli import main
 from marglik.storage.run_folder import read_log, read_posterior, read_record
-from marglik.training.network import NetworkTraining
+from marglik.training.loop import OnlineTraining
 from tests.marglik.runs.command_line import (
     DATA,
     MODEL,
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_damaged_or_gone_is_no_silent_restart(cut_off, caps
 def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, capsys):
     before = content(run)
     with monkeypatch.context() as patched:
-        patched.setattr(NetworkTraining, "epoch", None)
+        patched.setattr(OnlineTraining, "train_epoch", None)
         assert main(arguments(run, "--resume")) == 0
     assert "log marginal likelihood per example" in capsys.readouterr().out
     assert {k: v for k, v in content(run).items() if k != "report.html"} == {
@@ -197,7 +197,7 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
 
 
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
-    epoch, calls = NetworkTraining.epoch, []
+    epoch, calls = OnlineTraining.train_epoch, []
 
     def failing(self, *given):
         calls.append(given)
@@ -205,6 +205,6 @@ def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatc
             raise KeyboardInterrupt
         return epoch(self, *given)
 
-    monkeypatch.setattr(NetworkTraining, "epoch", failing)
+    monkeypatch.setattr(OnlineTraining, "train_epoch", failing)
     assert main(arguments(tmp_path, "--epochs", "1")) == 130
     assert [name.split(",")[0] for name in results_of(tmp_path)["metrics"]] == ["learned"] * 3

@@ -24,8 +24,8 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.train import Training
 from marglik.training import learner
-from marglik.training.loaders import MergedBatches
 from marglik.training.optimizers import OptimizerConfig
+from marglik.training.steps import NEW_NORM, clip_gradients
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
@@ -33,7 +33,6 @@ from tests.marglik.callbacks.online import (
     dataset,
     loader,
     network,
-    online_training,
     sgd,
 )
 
@@ -58,16 +57,6 @@ def learn(model, optimizer, prior, data=None, epochs=EPOCHS, scheduler=None, see
         prior.end_of_epoch(epoch)
     prior.end_of_training()
     return prior
-
-
-def test_the_decays_of_a_plain_loop_are_those_of_online_training():
-    model = network()
-    prior = learn(model, sgd(model), PriorLearner("classification", **OPTIONS))
-    other = network()
-    decays, evidence = online_training(other, sgd(other))
-    assert torch.equal(prior.weight_decays(), decays)
-    assert prior.evidences[-1] == evidence
-    assert len(set(decays.tolist())) == len(decays)  # they were learned
 
 
 def test_all_entries_learn_the_same_decays_by_default():
@@ -170,17 +159,15 @@ def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training
 ):
     """Twenty updates of V = 2 backward passes cost 100 epochs' thirds; there are 18, or 180."""
     monkeypatch.setattr(learner, "FEW_VECTORS", few)
-    model = network()
+    model, fishers = network(), []
+    real = learner.update_prior
 
-    def make(delta, sigma):
-        posterior = Posterior(model, "classification", prior_precision=delta)
-        posteriors.append(posterior)
-        return posterior
+    def noted(hyperparameters, posterior, *arguments, **keywords):
+        fishers.append(posterior.options.fisher)
+        return real(hyperparameters, posterior, *arguments, **keywords)
 
-    posteriors: list[Posterior] = []
-    prior = PriorLearner("classification", make_posterior=make, updates=20)
-    learn(model, sgd(model), prior, epochs=epochs)
-    fishers = [p.options.fisher for p in posteriors]
+    monkeypatch.setattr(learner, "update_prior", noted)
+    learn(model, sgd(model), PriorLearner("classification", updates=20), epochs=epochs)
     assert fishers[-1] == "exact"
     assert set(fishers[:-1]) == ({"mc"} if draws else {"exact"})
 
@@ -201,13 +188,6 @@ def test_update_prior_by_hand():
 
 
 # --- what it says ---
-
-
-def said_while(run):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run()
-    return [str(w.message) for w in told if "decay" in str(w.message)]
 
 
 def test_weights_before_a_normalisation_are_named_once(caplog):
@@ -241,37 +221,13 @@ def test_training_limits_the_decay_of_weights_before_a_normalisation():
         assert prior.decays_of_parameters()[-2] == prior.weight_decays()[-2].item()
 
 
-def test_decays_that_still_move_at_the_end_are_named():
-    def end(rate, epochs):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
-        return said_while(
-            lambda: learn(model, optimizer, PriorLearner("classification"), None, epochs)
-        )
-
-    assert any("before its weight decays settled" in text for text in end(LR, 4))
-    assert not any("before its weight decays settled" in text for text in end(LR, 90))
-
-
-def test_a_network_that_does_not_follow_is_told():
+@pytest.mark.parametrize(("epochs", "moves"), [(4, True), (90, False)])
+def test_decays_that_still_move_at_the_end_are_named(epochs, moves):
     model = network()
-    optimizer, prior = sgd(model), PriorLearner("classification", every=1, average=None)
-
-    def wreck():
-        prior.start(model, optimizer, loader(), 3)
-        for epoch in (1, 2):
-            for x, y in loader():
-                optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
-                prior.add_to_gradients()
-                optimizer.step()
-            if epoch == 2:
-                with torch.no_grad():
-                    model[2].weight.mul_(-10)
-            prior.end_of_epoch(epoch)
-
-    said = said_while(wreck)
-    assert sum("does not follow its weight decays" in text for text in said) == 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        learn(model, sgd(model), PriorLearner("classification"), None, epochs)
+    assert any("before its weight decays settled" in str(w.message) for w in told) == moves
 
 
 # --- its state ---
@@ -281,10 +237,8 @@ def test_a_network_that_does_not_follow_is_told():
     ("options", "word"),
     [
         ({"method": "mackay"}, "method 'adam'"),
-        ({"lr": 0.2}, "lr 0.1"),
         ({"structure": "scalar"}, "groups"),
         ({"temperature": 0.5}, "temperature is 1.0 there, 0.5 here"),
-        ({"steps": 3}, "steps is 10 there, 3 here"),
         ({"average": None}, "average is 'last' there, None here"),
     ],
 )
@@ -349,24 +303,6 @@ def test_a_step_before_the_start_is_told():
         PriorLearner("classification").add_to_gradients()
 
 
-def test_small_batches_are_merged_without_a_change_of_the_data():
-    x, y = torch.randn(23, 4), torch.arange(23)
-    loader = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 23, 5)]
-    merged = list(MergedBatches(loader))
-    assert len(merged) == 1
-    assert torch.equal(merged[0][0], x)
-    assert torch.equal(merged[0][1], y)
-    # Large batches, other lengths and other types stay as they are.
-    large = [(torch.zeros(2, 2**17), torch.zeros(2))] * 2
-    tokens = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
-    other = [("text", torch.zeros(2))] * 2
-    for kept in (large, tokens, other):
-        assert all(a is b for a, b in zip(MergedBatches(kept), kept, strict=True))
-    mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
-    (joined,) = MergedBatches(mapping)
-    assert torch.equal(joined["labels"], y[:4])
-
-
 START = {
     "SGD": ({}, 1e-2),
     "Adam": ({"optimizer": torch.optim.Adam}, 5e-4),
@@ -402,3 +338,35 @@ def test_decays_come_down_from_a_high_start(name):
     assert found.get("3.weight", found.get("all")) == pytest.approx(expected)
     for other in found.keys() - {"3.weight"}:  # invariant to scale, or a vector
         assert found[other] == pytest.approx(options.get("weight_decay", 5e-4))
+
+
+# --- the limit of a step's gradients ---
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_limits_the_norm_to_a_multiple_of_its_running_mean(scale):
+    mean, running, clipped = None, None, []
+    for g in [torch.randn(5) * size for size in (1.0, 1.2, 30.0, 0.1, 9.0)]:
+        norm = g.norm().item()
+        factor = 1.0 if mean is None else min(1.0, 2 * mean / norm)
+        mean = norm if mean is None else mean + NEW_NORM * (factor * norm - mean)
+        p = nn.Parameter(torch.zeros(5))
+        p.grad = scale * g
+        running, is_clipped = clip_gradients([p], running, 2.0, torch.tensor(scale))
+        clipped.append(int(is_clipped))
+        assert_close(p.grad / scale, factor * g)
+        assert_close(running.item(), mean, rtol=1e-5, atol=0)
+    assert clipped == [0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "clip", "mean"),
+    [([50.0, 0.0], None, 1 + NEW_NORM * 49), ([1.0, float("inf")], 2.0, 1.0)],
+)
+def test_gradients_that_are_not_limited_are_left(gradient, clip, mean):
+    """Without a limit, the norm is followed alone; infinite ones are left to a scaler."""
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor(gradient)
+    running, is_clipped = clip_gradients([p], torch.tensor(1.0), clip, torch.tensor(1.0))
+    assert p.grad.tolist() == gradient and not is_clipped
+    assert running.item() == pytest.approx(mean)

@@ -1,4 +1,4 @@
-"""The prior found by evidence afterwards, against dense evidences and brute force."""
+"""The prior found afterwards: by evidence, beside dense matrices; by validation, beside a grid."""
 
 import math
 
@@ -6,11 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from marglik import KronLaplace
-from marglik.posterior.hyperparameters import LARGEST_PRECISION, SMALLEST_PRECISION
-from marglik.training.post_hoc import maximize_evidence
+from marglik import (
+    Posterior,
+    compute_metrics,
+    laplace_predictive,
+    maximize_evidence,
+    minimize_validation_loss,
+    predict_all,
+)
+from marglik.posterior.prior import LARGEST_PRECISION, SMALLEST_PRECISION
 from tests import oracles
 from tests.evidence_oracles import laplace_log_evidence
+from tests.marglik.posteriors import CASES, data, fitted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +35,7 @@ STRUCTURES = {name: RULES if name == "rules" else name for name in GROUPS}
 class Problem:
     """A fitted network, and its evidence by dense matrices."""
 
-    def __init__(self, likelihood, *, temperature=1.0, start=1.0, sigma=1.0):
+    def __init__(self, likelihood, temperature=1.0):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         self.x = torch.randn(20, 3).double()
@@ -40,13 +47,7 @@ class Problem:
             "bernoulli": (f + 0.5 * noise > 0).double(),
         }[likelihood]
         self.likelihood, self.temperature = likelihood, temperature
-        self.laplace = KronLaplace(
-            self.model,
-            likelihood,
-            prior_precision=start,
-            sigma_noise=sigma,
-            temperature=temperature,
-        )
+        self.laplace = Posterior(self.model, likelihood, temperature=temperature)
         self.laplace.fit([(self.x[:15], self.y[:15]), (self.x[15:], self.y[15:])])
         self.theta = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         self.sizes = torch.tensor([p.numel() for p in self.model.parameters()])
@@ -86,8 +87,15 @@ class Problem:
         return torch.tensor([(at(k, step) - at(k, -step)) / (2 * step) for k in keys])
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+@pytest.mark.parametrize(
+    ("likelihood", "structure"),
+    [
+        ("classification", "scalar"),
+        ("regression", "layerwise"),
+        ("bernoulli", "kind"),
+        ("classification", "rules"),
+    ],
+)
 def test_the_gradient_is_zero_at_the_top(likelihood, structure):
     problem = Problem(likelihood)
     start = dict.fromkeys(GROUPS[structure], 1.0)
@@ -105,11 +113,12 @@ def test_the_gradient_is_zero_at_the_top(likelihood, structure):
     assert problem.laplace.prior_precision.tolist() == pytest.approx(delta.tolist())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.4])
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize(
+    ("likelihood", "temperature"), [("classification", 1), ("regression", 0.4)]
+)
 def test_the_top_is_mackays_fixed_point(likelihood, temperature):
     """δ = γ/‖θ‖² with γ = tr H (H + P₀)⁻¹, and the noise's counterpart."""
-    problem = Problem(likelihood, temperature=temperature)
+    problem = Problem(likelihood, temperature)
     found = maximize_evidence(problem.laplace)
     sigma = found.sigma_noise
     delta = torch.tensor(list(found.prior_precision.values())).double()
@@ -130,7 +139,7 @@ def test_groups_without_an_optimum_stay_in_their_bounds():
     problem = Problem("classification")
     with torch.no_grad():
         problem.model[2].weight.zero_()  # which cuts off what is before it
-    laplace = KronLaplace(problem.model, "classification")
+    laplace = Posterior(problem.model, "classification")
     laplace.fit([(problem.x, problem.y)])
     before = float(laplace.log_marginal_likelihood())
     found = maximize_evidence(laplace)
@@ -142,12 +151,66 @@ def test_groups_without_an_optimum_stay_in_their_bounds():
     assert 0.01 < found.prior_precision["2.bias"] < 1e4
 
 
-def test_frozen_tensors_have_no_prior():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    model[0].requires_grad_(False)
-    laplace = KronLaplace(model, "classification")
-    laplace.fit([(torch.randn(9, 3), torch.arange(9) % 2)])
-    found = maximize_evidence(laplace)
-    assert list(found.prior_precision) == ["2.weight", "2.bias"]
-    assert laplace.prior_precision.dtype == torch.float32
+def test_corrected_eigenvalues_are_refused():
+    problem = Problem("classification")
+    problem.laplace.fit([(problem.x, problem.y)], corrected=True)
+    with pytest.raises(ValueError, match="lower bound.*corrected=False"):
+        maximize_evidence(problem.laplace)
+
+
+# --- by validation ---
+
+
+def valleys(laplace):
+    """A wide valley around δ = 10, and a deeper one around 10^5.6, which no grid point hits."""
+    v = math.log10(float(laplace.prior_precision[0]))
+    return -math.exp(-((v - 1.0) ** 2) / 4) - 1.5 * math.exp(-((v - 5.6) ** 2) / 1.5)
+
+
+def test_the_deepest_of_several_valleys():
+    laplace, calls = fitted(), []
+
+    def loss(posterior):
+        calls.append(float(posterior.prior_precision[0]))
+        return valleys(posterior)
+
+    found = minimize_validation_loss(laplace, loss)
+    assert found.prior_precision["all"] == pytest.approx(10**5.6, rel=0.1)
+    assert laplace.prior_precision.tolist() == [found.prior_precision["all"]]
+    assert found.objective == valleys(laplace)
+    assert found.evaluations == len(calls) < 30
+    with pytest.warns(UserWarning, match="still falls at δ = 10, a bound"):
+        minimize_validation_loss(laplace, valleys, bounds=(10, 100))
+
+
+@pytest.mark.parametrize("case", ["classification", "regression"])
+def test_a_loader_stands_for_the_loss_on_it(case):
+    laplace = fitted(**CASES[case])
+    batches = [data(case)]
+    key = "reg/NLL" if case == "regression" else "cls/NLL"
+
+    def nll(posterior):
+        predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
+        return compute_metrics(*predict_all(predict, batches), case)[key]
+
+    found = minimize_validation_loss(laplace, batches)
+    assert nll(laplace) == found.objective
+    for delta in torch.logspace(-2, 8, 6).tolist():  # no other δ is better
+        laplace.prior_precision = delta
+        assert found.objective <= nll(laplace) + 1e-4
+
+
+def test_a_search_that_fails_leaves_the_prior():
+    laplace, calls = fitted(), []
+
+    def loss(posterior):
+        calls.append(0)
+        if len(calls) == 13:
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        minimize_validation_loss(laplace, loss)
+    assert laplace.prior_precision.tolist() == fitted().prior_precision.tolist()
+    with pytest.raises(TypeError, match="pass a loader or a list of batches"):
+        minimize_validation_loss(laplace, iter([]))

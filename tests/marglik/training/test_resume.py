@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik import threads
 from tests.marglik.same_state import same
-from tests.marglik.training.online_runs import CASES, NUM_RECORDS, make, outcome, run_until
+from tests.marglik.training.runs import CASES, make, outcome, run_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,100 +37,70 @@ def resumed(case, checkpoints):
 
 @pytest.mark.parametrize("case", CASES)
 def test_interrupted_after_any_record(case, tmp_path):
+    """Epochs 1, 2, update 2, epochs 3, 4, update 4: after each, and never, with SGD."""
     num_records = len(uninterrupted(case)["records"])
-    assert num_records == {"no update": 4, "averaged": 9}.get(case, NUM_RECORDS - 1)
-    # After each record, and never, for those that differ most; else after an epoch, and in an
-    # update where it takes the optimiser's factors.
-    every = case in ("SGD", "averaged")
-    for stop in range(1, num_records + 2) if every else (5,):
+    assert num_records == {"no update": 4, "averaged": 9}.get(case, 6)
+    stops = {"SGD": range(1, num_records + 2), "averaged": (5, num_records)}
+    for stop in stops.get(case, (5,)):
         folder = tmp_path / str(stop)
         run_until(stop, Checkpoints(folder, minutes=0), case, seed=0)
         check(case, resumed(case, Checkpoints(folder, minutes=0)))
 
 
-@pytest.mark.parametrize("case", ["images"])
-def test_interrupted_after_every_record(case, tmp_path):
-    for stop in range(2, NUM_RECORDS):
-        run_until(stop, Checkpoints(tmp_path, minutes=0), case, seed=77 * (stop > 2))
-    check(case, resumed(case, Checkpoints(tmp_path, minutes=0)))
+def test_interrupted_after_every_record(tmp_path):
+    for stop in range(2, 7):
+        run_until(stop, Checkpoints(tmp_path, minutes=0), "images", seed=77 * (stop > 2))
+    check("images", resumed("images", Checkpoints(tmp_path, minutes=0)))
 
 
 def test_cases_are_what_they_are_called():
     assert uninterrupted("the first is the best")["evidence"][1] == 2
     assert uninterrupted("SGD")["evidence"][1] == 4
-    assert uninterrupted("regression")["laplace"][1] != 0.8
+    assert uninterrupted("regression, MacKay")["laplace"][1] != 0.8
     assert uninterrupted("float16")["precision"]["scale"] == 64.0 * 2**6
     assert uninterrupted("no update")["evidence"][2] == []
     assert "momentum_buffer" in uninterrupted("SGD")["optimizer"]["state"][0]
-    others = {case: uninterrupted(case)["parameters"] for case in CASES if case != "SGD"}
-    same_training = ("random labels", "the last")  # they differ in what an update sees or keeps
-    for case, parameters in others.items():
-        assert case in same_training or not same(parameters, uninterrupted("SGD")["parameters"])
-
-
-def optimizer_state(state, fresh):
-    state["optimizer"]["state"] = fresh["optimizer"]["state"]
-
-
-def adam(state, fresh):
-    state["learner"]["hyperparameters"]["adam"] = fresh["learner"]["hyperparameters"]["adam"]
-
-
-def torch_generator(state, fresh):
-    state["random"][0]["torch"] = fresh["random"][0]["torch"]
-
-
-def loader_generator(state, fresh):
-    state["random"][0]["generators"][0] = fresh["random"][0]["generators"][0]
-
-
-def part(name):
-    def drop(state, fresh):
-        state[name] = fresh[name]
-
-    return drop
-
-
-def part_of_learner(name):
-    def drop(state, fresh):
-        state["learner"][name] = fresh["learner"][name]
-
-    return drop
+    for case in CASES.keys() - {"SGD", "random labels"}:  # this one differs in what an update sees
+        assert not same(uninterrupted(case)["parameters"], uninterrupted("SGD")["parameters"])
 
 
 DROPPED = {
-    "momentum": ("SGD", optimizer_state),
-    "Adam of the hyperparameters": ("SGD", adam),
-    "hyperparameters": ("MacKay", part_of_learner("hyperparameters")),
-    "torch's generator": ("SGD", torch_generator),
-    "order of the images": ("images", loader_generator),
-    "parameters": ("SGD", part("model")),
-    "scheduler": ("SGD", part("scheduler")),
-    "scale of the loss": ("float16", part("precision")),
-    "best so far": ("the first is the best", part_of_learner("best")),
-    "exponential average": ("exponential average", part_of_learner("average")),
-    "records": ("SGD", part("records")),
-    "Adam of the ranges": ("ranges", part_of_learner("ranges")),
-    "evidences": ("SGD", part_of_learner("evidences_of_steps")),
+    "momentum": ("SGD", "optimizer", "state"),
+    "Adam of the hyperparameters": ("SGD", "learner", "hyperparameters", "adam"),
+    "hyperparameters": ("regression, MacKay", "learner", "hyperparameters"),
+    "torch's generator": ("SGD", "random", 0, "torch"),
+    "numpy's generator": ("SGD", "random", 0, "numpy"),
+    "Python's generator": ("SGD", "random", 0, "python"),
+    "order of the images": ("images", "random", 0, "generators"),
+    "parameters": ("SGD", "model"),
+    "scheduler": ("SGD", "scheduler"),
+    "scale of the loss": ("float16", "precision"),
+    "best so far": ("the first is the best", "learner", "best"),
+    "exponential average": ("exponential average", "learner", "average"),
+    "records": ("SGD", "records"),
+    "Adam of the ranges": ("ranges", "learner", "ranges"),
+    "evidences": ("SGD", "learner", "evidences_of_steps"),
 }
 
 
 @pytest.mark.parametrize("dropped", DROPPED)
 def test_every_part_of_the_state_counts(dropped, tmp_path):
     """Negative control: a resume that forgets a part comes to something else."""
-    case, drop = DROPPED[dropped]
-    run_until(4 + (case != "no update"), Checkpoints(tmp_path, minutes=0), case, seed=0)
-    state = Checkpoints(tmp_path).load()
-    drop(state, make(case, seed=77).state_dict())
-    Checkpoints(tmp_path).save(state)
+    case, *path, last = DROPPED[dropped]
+    run_until(5, Checkpoints(tmp_path, minutes=0), case, seed=0)
+    whole = Checkpoints(tmp_path).load()
+    state, fresh = whole, make(case, seed=77).state_dict()
+    for key in path:
+        state, fresh = state[key], fresh[key]
+    state[last] = fresh[last]
+    Checkpoints(tmp_path).save(whole)
     assert not same(uninterrupted(case), resumed(case, Checkpoints(tmp_path)))
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
-    first = make("SGD")
-    first.run(Checkpoints(tmp_path))
+    make("SGD").run(Checkpoints(tmp_path))
     again = make("SGD", seed=77)
-    monkeypatch.setattr(again.network, "epoch", None)
+    monkeypatch.setattr(again, "train_epoch", None)
     check("SGD", outcome(again, again.run(Checkpoints(tmp_path))))
 
 

@@ -1,0 +1,503 @@
+"""The online loop: its steps, its records, what it ends with, what it refuses."""
+
+import math
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from kfac_backend import CurvatureOptions, kronecker_factors
+from kfac_backend.loss import loss_sum
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from marglik import (
+    Hyperparameters,
+    OnlineTraining,
+    Posterior,
+    PriorGroups,
+    PriorLearner,
+    Schedule,
+    map_predictive,
+    predict_all,
+)
+from marglik.training.loaders import MergedBatches, count_examples
+from marglik.training.optimizers import KfacConfig, OptimizerConfig, build_optimizer
+from tests.marglik.same_state import same
+from tests.marglik.training.runs import make, outcome, scaled_fabric
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LR = 0.05
+DELTA = torch.tensor([3.0, 0.5, 2.0, 7.0, 1.0]).double()
+"""Prior precisions of the network's five trainable tensors."""
+
+
+class Network(nn.Module):
+    """With a parameter that the outputs do not need, and one that is frozen."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.first = nn.Linear(4, 6)
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.last = nn.Linear(6, 3)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x) * self.frozen))
+
+
+class Halving(Network):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def batch(likelihood="classification", dtype=torch.float64, n=7):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    y = {
+        "classification": x[:, :3].argmax(-1),
+        "regression": x[:, :3].sin(),
+        "bernoulli": (x[:, :3] > 0).double(),
+    }[likelihood]
+    return x.to(dtype), y.to(dtype) if y.is_floating_point() else y
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, nesterov=True)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=LR)
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def training(
+    likelihood="classification", model=None, optimizer=None, loader=None, delta=DELTA, sigma=1.0,
+    temperature=1.0, schedule=None, learns=False, dtype=torch.float64, **options,
+):  # fmt: skip
+    """A run on one batch, which learns nothing if not asked to."""
+    model = model or Network(dtype)
+    loader = [batch(likelihood, dtype)] if loader is None else loader
+    learner = PriorLearner(
+        likelihood,
+        CurvatureOptions(unsupported="diagonal"),
+        temperature=temperature,
+        schedule=schedule or Schedule(updates=0 if not learns else 20, average=None),
+        hyperparameters=Hyperparameters(PriorGroups.from_model(model), delta, sigma_noise=sigma),
+    )
+    optimizer = optimizer or momentum(trainable(model))
+    return OnlineTraining(model, optimizer, loader, learner, **options)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "sigma", "temperature", "make_optimizer"),
+    [
+        ("classification", 1.0, 1.0, momentum),
+        ("classification", 1.0, 0.3, adam),
+        ("bernoulli", 1.0, 0.3, momentum),
+        ("regression", 0.5, 1.0, adam),
+        ("regression", 0.5, 0.3, momentum),
+    ],
+)
+def test_steps_follow_the_tempered_log_joint(likelihood, sigma, temperature, make_optimizer):
+    """Their loss is −σ²·T/N·(log p(D|θ)/T + log p(θ)); records have it without σ²."""
+
+    def steps_of_autograd(delta):
+        model, (x, y) = Network(), batch(likelihood)
+        parameters, values = trainable(model), []
+        optimizer = make_optimizer(parameters)
+        for _ in range(4):
+            f = model(x)
+            distribution = {
+                "classification": lambda f=f: torch.distributions.Categorical(logits=f),
+                "bernoulli": lambda f=f: torch.distributions.Bernoulli(logits=f),
+                "regression": lambda f=f: torch.distributions.Normal(f, sigma),
+            }[likelihood]()
+            log_prior = sum(
+                torch.distributions.Normal(0.0, d**-0.5).log_prob(p).sum()
+                for p, d in zip(parameters, delta, strict=True)
+            )
+            log_joint = distribution.log_prob(y).sum() / temperature + log_prior
+            objective = -temperature / len(x) * log_joint
+            optimizer.zero_grad()
+            (sigma**2 * objective).backward()
+            optimizer.step()
+            values.append(objective.item())
+        return parameters, values
+
+    model = Network()
+    run = training(
+        likelihood, model, make_optimizer(trainable(model)), sigma=sigma, temperature=temperature
+    )
+    records = [run.train_epoch() for _ in range(4)]
+    expected, values = steps_of_autograd(DELTA)
+    for p, after, first in zip(trainable(model), expected, trainable(Network()), strict=True):
+        assert_close(p, after, rtol=1e-12, atol=1e-14)
+        assert (p - first).abs().min() > 0  # the unused ones, too
+    found = [r["objective"] - records[0]["objective"] for r in records]
+    assert found == pytest.approx([v - values[0] for v in values], rel=1e-9)  # up to a constant
+    assert torch.equal(model.frozen, Network().frozen) and model.frozen.grad is None
+    # Negative control: another precision of any one tensor is seen.
+    unlike, _ = steps_of_autograd([*DELTA[:-1], 2 * DELTA[-1]])
+    assert (trainable(model)[-1] - unlike[-1]).abs().max() > 1e-4
+
+
+def test_a_scaled_loss_has_a_scaled_penalty():
+    """What the optimiser sees is unscaled again; a power of two changes no bit."""
+
+    class Scaled(Fabric):
+        def backward(self, tensor, *arguments, **keywords):
+            super().backward(1024 * tensor, *arguments, **keywords)
+
+    ends = []
+    for kind, scale in ((Fabric, 1), (Scaled, 1024)):
+        run = training(fabric=kind(accelerator="cpu", devices=1))
+        parameters = trainable(run.model)
+
+        def unscale(*_, parameters=parameters, scale=scale):
+            for p in parameters:
+                p.grad /= scale
+
+        run.optimizer.optimizer.register_step_pre_hook(unscale)
+        ends.append([run.train_epoch()["objective"], *(p.detach() for p in parameters)])
+    assert same(ends[0], ends[1])
+
+
+def test_float16_with_a_scaler_follows_float32():
+    """The loss's scale starts at 64 and doubles every second step."""
+    plain = training(dtype=torch.float32)
+    half = training(dtype=torch.float32, fabric=scaled_fabric())
+    curves = [[run.train_epoch()["objective"] for _ in range(12)] for run in (plain, half)]
+    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
+    assert curves[1] != curves[0]  # negative control: it was float16
+    for p, q in zip(trainable(half.model), trainable(plain.model), strict=True):
+        assert_close(p, q, rtol=0, atol=5e-3)
+
+
+@pytest.mark.slow
+def test_compilation_changes_rounding_alone():
+    plain, compiled = training(), training(compile_mode="default")
+    for _ in range(4):
+        assert plain.train_epoch()["loss"] == pytest.approx(compiled.train_epoch()["loss"])
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "sigma", "prior_is_damping"),
+    [("classification", 1.0, True), ("regression", 0.5, True), ("regression", 0.5, False)],
+)
+def test_kfac_takes_natural_gradient_steps_on_the_posterior(likelihood, sigma, prior_is_damping):
+    """Δ = −lr (F + (λ + σ² T δ/N) I)⁻¹ (g + σ² T δ/N θ), F of the mean loss with unit noise."""
+    model, (x, y) = Network(), batch(likelihood)
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    factors = kronecker_factors(model, [(x, y)], likelihood, unsupported="diagonal")
+    (loss_sum(model(x), y, likelihood) / len(x)).backward()
+    gradients = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
+    }
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="No K-FAC rule for unused"):
+        optimizer = KFAC(
+            model, likelihood, LR, momentum=0.0, fisher="exact",
+            options=PreconditionerOptions(
+                damping=0.02, damping_on="product", norm_control="none"
+            ),
+        )  # fmt: skip
+    training(
+        likelihood, model, optimizer, sigma=sigma, prior_is_damping=prior_is_damping
+    ).train_epoch()
+    for delta, (name, p) in zip(DELTA.tolist(), parameters.items(), strict=True):
+        decay = sigma**2 * delta / len(x)
+        g = (gradients[name] + decay * before[name]).flatten()
+        if name != "unused":
+            damping = 0.02 + (decay if prior_is_damping else 0.0)
+            block = factors.to_dense(name) / len(x)
+            g = torch.linalg.solve(block + damping * torch.eye(len(block)).double(), g)
+        assert_close(p.detach(), before[name] - LR * g.view(p.shape))
+
+
+def test_batches_that_stay_in_memory_are_left_as_they_are():
+    run = training(model=Halving(), learns=True, schedule=Schedule(4, every=2))
+    run.run()
+    assert same(run.train_loader[0], batch())
+
+
+def test_a_monitor_looks_and_changes_nothing():
+    """Whose model has dropout, which eval mode turns off; it is back on after each look."""
+    run = make("SGD")
+    expected = outcome(run, run.run())
+    run, looks = make("SGD"), []
+
+    def look(epoch):
+        modes = {module.training for module in run.model.modules()}
+        looks.append((epoch, modes, torch.is_grad_enabled()))
+        return {"twice": 2.0 * epoch} if epoch % 2 == 0 else {}
+
+    run.monitor = look
+    found = outcome(run, run.run())
+    assert looks == [(epoch, {False}, False) for epoch in (1, 2, 3, 4)]
+    twice = [(r["epoch"], r.pop("twice")) for r in found["records"] if "twice" in r]
+    assert twice == [(2, 4.0), (4, 8.0)]
+    assert same(expected, found)
+
+
+# --- what it learns, records and ends with ---
+
+
+def test_learns_and_records():
+    records = []
+    model = Network().eval()
+    schedule = Schedule(6, every=2, steps=20, average=None)
+    run = training(model=model, learns=True, schedule=schedule, on_record=records.append)
+    result = run.run()
+    assert not model.training and not model.last.training  # the mode that it was in
+    assert records == result.records
+    assert [(r["kind"], r["epoch"]) for r in records] == [
+        ("epoch", 1), ("epoch", 2), ("update", 2), ("epoch", 3), ("epoch", 4), ("update", 4),
+        ("epoch", 5), ("epoch", 6), ("update", 6),
+    ]  # fmt: skip
+    updates = [r for r in records if r["kind"] == "update"]
+    assert all(u["evidence"] > u["evidence_before"] for u in updates)
+    assert result.evidence == updates[-1]["evidence"] and len(result.evidences) == 3 * 20
+    last = updates[-1]
+    assert len(set(last["weight_decay"].values())) == 5  # none of the frozen tensor
+    assert last["weight_decay"]["first.weight"] == last["prior_precision"]["first.weight"] / 7
+    assert set(last["seconds"]) == {"pass", "eigenvalues", "steps"}
+    assert records[-2]["loss"] < records[0]["loss"] < records[0]["objective"]
+    assert 0 <= records[-2]["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_best_evidence_comes_back(keep):
+    """A last epoch that wrecks the network loses against the update before it, unless asked for."""
+    schedule = Schedule(2, every=1, steps=5, keep=keep, average=None)
+    run, seen = training(learns=True, schedule=schedule), []
+
+    def wreck(record):
+        if record["kind"] == "epoch":
+            seen.append([p.detach().clone() for p in trainable(run.model)])
+        if record["kind"] == "update" and record["epoch"] == 1:
+            with torch.no_grad():
+                for p in trainable(run.model):
+                    p.add_(30 * torch.randn_like(p))
+
+    run.on_record = wreck
+    result = run.run()
+    evidences = [r["evidence"] for r in result.records if r["kind"] == "update"]
+    assert evidences[0] > evidences[1] + 10
+    kept = {"best": 0, "last": 1}[keep]
+    assert result.epoch == kept + 1
+    assert same([p.detach() for p in trainable(run.model)], seen[kept])
+    assert_close(result.laplace.mean, torch.cat([p.flatten() for p in seen[kept]]))
+    delta = result.records[2 * kept + 1]["prior_precision"].values()
+    assert_close(result.laplace.prior_precision, torch.tensor(list(delta)).double())
+    assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(result.evidence)
+
+
+def test_without_any_update_the_posterior_is_fitted_at_the_end():
+    schedule = Schedule(epochs=2, every=5, burn_in=10, average=None)
+    result = training(learns=True, schedule=schedule).run()
+    assert result.epoch == 2
+    assert_close(result.laplace.prior_precision, DELTA)
+    assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(result.evidence)
+
+
+def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
+    """Without the limit lr · T·δ/N = 71 would multiply the parameter by −70 in each step."""
+    run = training(delta=[1.0, 1.0, 1e4, 1.0, 1.0], schedule=Schedule(3, updates=0, average=None))
+    with pytest.warns(RuntimeWarning, match="weight decay of first.bias has grown beyond") as told:
+        result = run.run()
+    assert len(told) == 1
+    assert [r["limited_weight_decay"] for r in result.records] == [["first.bias"]] * 3
+    assert run.model.first.bias.abs().max() < 0.1
+
+
+# --- what it refuses ---
+
+
+def test_refusals():
+    x, y = batch()
+    run = training(loader=[(x, y + 1)])
+    with pytest.raises(ValueError, match="Label 3 is out of range: the model has 3 outputs"):
+        run.train_epoch()
+    assert same(trainable(run.model), trainable(Network()))  # before the first step
+    x[3, 1] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite in epoch 1.*NaN in the data"):
+        training(loader=[(x, y)]).run()
+    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
+        training(temperature=0.0)
+    with pytest.raises(ValueError, match="The data is empty"):
+        training(loader=[])
+    model = Network()
+    decaying = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+    with pytest.raises(ValueError, match="weight decay of its own"):
+        training(model=model, optimizer=decaying)
+    linear = nn.Linear(4, 3).double()
+    with pytest.raises(ValueError, match="hides its layers from K-FAC"):
+        kfac = KFAC(linear, "classification", LR)
+        training(model=linear, optimizer=kfac, delta=1.0, compile_mode="default")
+
+
+def test_a_loader_that_does_not_keep_its_word():
+    class Short(DataLoader):
+        num_examples = 8
+
+    loader = Short(TensorDataset(*batch()), 7)
+    with pytest.raises(ValueError, match="saw 7 examples, but the loader promised 8"):
+        training(loader=loader, learns=True, schedule=Schedule(1, every=1)).run()
+
+
+# --- its loaders ---
+
+
+class Counting:
+    """A loader that notes what each pass over it was given."""
+
+    def __init__(self, loader):
+        self.loader, self.passes = loader, []
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        taken = []
+        self.passes.append(taken)
+        batches = iter(self.loader)  # now, as a DataLoader does, and not with the first batch
+
+        def each():
+            for x, y in batches:
+                taken.extend(x[:, 0].tolist())
+                yield x, y
+
+        return each()
+
+
+PASSES = {  # passes over all of the data, after those that look at a first batch
+    "fit": (lambda model, loader: Posterior(model, "classification").fit(loader), 1, 0),
+    "predictions": (lambda model, loader: predict_all(map_predictive(model), loader), 1, 0),
+    "online training": (
+        lambda model, loader: training(
+            model=model, delta=1.0, loader=loader, learns=True, schedule=Schedule(2, every=2)
+        ).run(), 3, 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_each_pass_iterates_once(name):
+    run, expected, looks = PASSES[name]
+    torch.manual_seed(0)
+    x = torch.arange(32.0).reshape(8, 4)
+    loader = Counting(DataLoader(TensorDataset(x, torch.arange(8) % 2), 3, shuffle=True))
+    run(nn.Linear(4, 2), loader)
+    assert len(loader.passes) == looks + expected
+    for taken in loader.passes[looks:]:
+        assert sorted(taken) == [4.0 * i for i in range(8)]
+
+
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, 8), (True, 6)])
+def test_batch_samplers_are_counted_without_loading(drop_last, expected):
+    class Loud(TensorDataset):
+        def __getitem__(self, index):
+            raise AssertionError("loaded")
+
+    dataset = Loud(torch.zeros(8, 3))
+    sampler = BatchSampler(RandomSampler(dataset), 3, drop_last)
+    assert count_examples(DataLoader(dataset, batch_sampler=sampler)) == expected
+
+
+def test_small_batches_are_merged_without_a_change_of_the_data():
+    x, y = torch.randn(23, 4), torch.arange(23)
+    loader = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 23, 5)]
+    (merged,) = MergedBatches(loader)
+    assert torch.equal(merged[0], x) and torch.equal(merged[1], y)
+    # Large batches, other lengths and other types stay as they are.
+    large = [(torch.zeros(2, 2**17), torch.zeros(2))] * 2
+    tokens = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
+    other = [("text", torch.zeros(2))] * 2
+    for kept in (large, tokens, other):
+        assert all(a is b for a, b in zip(MergedBatches(kept), kept, strict=True))
+    mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
+    (joined,) = MergedBatches(mapping)
+    assert torch.equal(joined["labels"], y[:4])
+
+
+# --- schedules and optimisers ---
+
+
+def test_epochs_of_updates_and_averages():
+    def epochs_of(question, epochs=12, **options):
+        schedule = Schedule(epochs=epochs, **options)
+        return [e for e in range(1, (epochs or 45) + 1) if getattr(schedule, question)(e)]
+
+    def due(*args, **options):
+        return epochs_of("is_due", *args, **options)
+
+    assert due() == list(range(1, 9))  # twenty updates, at most one per epoch, before the average
+    assert due(average=None) == list(range(1, 13))
+    assert due(150) == list(range(5, 101, 5))
+    assert due(30, updates=4, average="ema") == [8, 15, 23, 30]
+    assert due(None, updates=5) == [1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35, 40, 45]
+    assert due(every=5) == [5, 10]
+    assert due(every=4, burn_in=8) == [8, 12]
+    assert due(every=5, burn_in=13) == []
+
+    def averaged(*args, **options):
+        return epochs_of("is_averaged", *args, **options)
+
+    assert averaged() == [9, 10, 11, 12]
+    assert averaged(average="ema") == list(range(1, 13))
+    assert averaged(None, average="ema") == list(range(1, 46))
+    assert averaged(average=None) == averaged(keep="best") == averaged(None) == []
+    for name in ("epochs", "every"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+            Schedule(**{name: 0})
+
+
+def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_schedule():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(1, 1, bias=False))
+
+    def rates(settles):
+        optimizer, scheduler = build_optimizer(
+            model, OptimizerConfig(lr=0.1, min_lr=1e-3), 10, settles=settles
+        )
+        assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1]
+        for _ in range(11):
+            big, small = optimizer.param_groups
+            assert settles is False or small["lr"] == pytest.approx(big["lr"] / 10)
+            yield big["lr"]
+            optimizer.step()
+            scheduler.step()
+
+    cosine = [1e-3 + 0.099 * (1 + math.cos(math.pi * k / 10)) / 2 for k in range(11)]
+    assert list(rates(False)) == pytest.approx(cosine)
+    assert list(rates(True)) == pytest.approx([0.1] * 5 + [0.06] * 6)
+    adamw, _ = build_optimizer(model, OptimizerConfig(name="adamw"), 10)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert all(g["weight_decay"] == 0 for g in adamw.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "optimizer.lr must be positive"),
+        ({"min_lr": 1.0}, "optimizer.min_lr"),
+        ({"momentum": 0.0}, "nesterov needs momentum"),
+        ({"kfac": KfacConfig(damping=1.0)}, "optimizer.name is sgd; pass --optimizer.name kfac"),
+    ],
+)
+def test_wrong_optimizer_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)
