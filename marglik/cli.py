@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
@@ -70,7 +69,7 @@ TRAIN = {
     ),
     "predictions": ("predictive.method",),
     "the machine": (
-        "accelerator", "devices", "rank_timeout", "precision", "compile", "progress",
+        "accelerator", "precision", "compile", "progress",
     ),
 }  # fmt: skip
 FIT = {
@@ -87,7 +86,7 @@ FIT = {
         "predictive.method", "predictive.networks", "predictive.layers",
         "predictive.batch_size", "predictive.calibration",
     ),
-    "the machine": ("accelerator", "devices", "rank_timeout", "progress"),
+    "the machine": ("accelerator", "progress"),
 }  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if not arguments:
-        print(_short_help(), file=sys.stderr)
+        _parsers(None)[0].print_help(sys.stderr)
         return 2  # as for any other incomplete command line
     way_out = f" {RESUME}" if command == "train" else ""
     try:
@@ -138,7 +137,6 @@ def _run(command: str | None, arguments: list[str]) -> None:
     options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
-    _start_ranks(options[command], arguments)
     # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
     progress = options[command].get("progress", False)
     lines = progress and not sys.stderr.isatty() and not _is_another_rank()
@@ -149,16 +147,6 @@ def _run(command: str | None, arguments: list[str]) -> None:
 def _print_error(message: str) -> None:
     which = f"rank {os.environ['RANK']}: " if _is_another_rank() else ""
     print(f"marglik: {which}{' '.join(message.split())}", file=sys.stderr)
-
-
-def _short_help() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
-    return (
-        f"usage: marglik COMMAND [OPTIONS]\n\n{textwrap.fill(DESCRIPTION, 80)}\n\n{commands}\n\n"
-        f"To begin, in seconds:  {FIRST_STEP}\n"
-        "Options of a command:  marglik COMMAND --help"
-    )
 
 
 def _parsers(command: str | None) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
@@ -462,44 +450,18 @@ def _made(arguments: dict[str, Any], configs: dict[str, type[Any]]) -> dict[str,
 
 
 def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
-    """The options as YAML, the preset, and how to build network and data.
+    """The options as YAML, and how to build network and data.
 
     Removes --config from the options: its content is among them already.
     """
-    shipped = {str(files("marglik.presets") / f"{name}.yaml"): name for name in preset_names()}
-    given = [shipped.get(str(path)) for path in options.pop("config", None) or ()]
-    preset = ", ".join(name for name in given if name) or None
+    options.pop("config", None)
     plain = json.loads(parser.dump(options, format="json_compact"))
-    return Provenance(parser.dump(options), plain.get("model"), plain.get("data"), preset)
-
-
-# Several ranks of one machine
+    return Provenance(parser.dump(options), plain.get("model"), plain.get("data"))
 
 
 def _is_another_rank() -> bool:
     """Whether this process is a rank other than the first, as torchrun's environment says."""
     return os.environ.get("RANK", "0") != "0"
-
-
-def _start_ranks(options: Any, arguments: Sequence[str]) -> None:
-    """If ``--devices`` asks for several ranks, become torchrun, which runs this command on each.
-
-    Raises:
-        ValueError: a number of devices that is not possible on this machine.
-    """
-    devices = options.get("devices")
-    # A process that torchrun has started is a rank already.
-    if devices in (None, 1) or "TORCHELASTIC_RUN_ID" in os.environ:
-        return
-    from marglik.runs.build import number_of_ranks
-    from marglik.runs.config import check_devices
-
-    check_devices(devices, options.rank_timeout)
-    number = str(number_of_ranks(devices, options.accelerator))
-    # Ranks that each used all cores would slow each other down. A user's own setting has priority.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(number))))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "--", "marglik", *arguments])
 
 
 if __name__ == "__main__":

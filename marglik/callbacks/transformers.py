@@ -100,7 +100,7 @@ class MarginalLikelihood(TrainerCallback):
             raise NotImplementedError(
                 f"This is one of {size} processes of torch.distributed, and the callback for "
                 "Hugging Face's Trainer works in a single process only. Train with OnlineTraining "
-                "and a Fabric of several devices (marglik train --devices), or in one process."
+                "and a Fabric of several devices (torchrun -m marglik train), or in one process."
             )
         model: nn.Module = kwargs["model"]
         if args.load_best_model_at_end:

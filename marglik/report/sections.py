@@ -164,7 +164,7 @@ def _seconds(run: Run) -> dict[str, float]:
     beside: dict[str, float] = run.results.get("seconds_beside", {})
     for seconds_of in [*(update["seconds"] for update in run.updates), beside]:
         for key, seconds in seconds_of.items():
-            parts[PARTS.get(key, key)] += seconds
+            parts[PARTS[key] if key in PARTS else key] += seconds
     rest = run.results.get("seconds", 0.0) - sum(parts.values())
     return parts | {"everything else": rest} if rest > 0 else parts
 

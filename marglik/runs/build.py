@@ -44,12 +44,13 @@ __all__ = [
     "check_model",
     "check_same_on_ranks",
     "join_ranks",
-    "number_of_ranks",
     "posterior_results",
 ]
 
 TRUSTED = ("marglik", "torchvision")
 """Packages whose classes a file may name."""
+RANK_TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for another, before all end."""
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
@@ -67,72 +68,32 @@ def device_of(accelerator: Accelerator) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" or not has_gpu else torch.device("cuda", 0)
 
 
-def number_of_ranks(devices: int | None, accelerator: Accelerator = "auto") -> int:
-    """The number of processes that share the work: torchrun's, else ``devices``, else one.
-
-    Raises:
-        ValueError: torchrun has started another number than ``devices``, or there are fewer GPUs.
-    """
-    started = _started()
-    number = devices or started or 1
-    if started and started != number:
-        raise ValueError(
-            f"--devices {number}: torchrun has started {started} processes. Leave --devices out."
-        )
-    here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else number
-    gpus = torch.cuda.device_count()
-    if number > 1 and device_of(accelerator).type == "cuda" and here > gpus:
-        raise ValueError(
-            f"--devices {here}: this machine has {gpus} GPU(s). Pass {gpus} or less, or "
-            "--accelerator cpu."
-        )
-    return number
-
-
-def _started() -> int:
-    """The number of processes that torchrun has started, 0 without torchrun."""
-    by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
-    return int(os.environ["WORLD_SIZE"]) if by_torchrun else 0
-
-
-def build_fabric(
-    accelerator: Accelerator,
-    precision: Precision = "32-true",
-    devices: int | None = None,
-    rank_timeout: float = 600.0,
-) -> "Fabric":
-    """A launched Fabric: device and precision of training steps, and the other processes, if any.
+def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> "Fabric":
+    """A launched Fabric: device and precision of training steps, and torchrun's processes, if any.
 
     Commands that do not train use `join_ranks`, which imports Lightning only for several processes.
 
-    Args:
-        accelerator: "cpu", "cuda" or "auto".
-        precision: precision of the training steps.
-        devices: see `number_of_ranks`.
-        rank_timeout: seconds that a process waits for the others.
-
     Raises:
-        ValueError: a device that this machine does not have, or another number of processes.
+        ValueError: a device that this machine does not have, or more processes than GPUs.
     """
-    number, device = number_of_ranks(devices, accelerator), device_of(accelerator)
+    device, started = device_of(accelerator), _started()
     from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
     from lightning.fabric.strategies import DDPStrategy
 
-    if number == 1:
+    if started == 1:
         return Fabric(accelerator=device.type, devices=1, precision=precision)
-    if not _started():
+    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if device.type == "cuda" and here > gpus:
         raise ValueError(
-            f"devices={number} works on the command line, which starts the processes. Start this "
-            f"program with torchrun --nproc-per-node {number}."
+            f"torchrun has started {here} processes, and this machine has {gpus} GPU(s). Start "
+            f"{gpus} or less (--nproc-per-node), or pass --accelerator cpu."
         )
-    here = int(os.environ["LOCAL_WORLD_SIZE"])
     backend = "nccl" if device.type == "cuda" else "gloo"
-    limit = timedelta(seconds=rank_timeout)
     fabric = Fabric(
         accelerator=device.type,
         devices=here,
-        num_nodes=number // here,
-        strategy=DDPStrategy(process_group_backend=backend, timeout=limit),
+        num_nodes=started // here,
+        strategy=DDPStrategy(process_group_backend=backend, timeout=RANK_TIMEOUT),
         precision=precision,
     )
     for name in ("lightning.fabric", "lightning.pytorch"):  # no lines about the launch
@@ -141,17 +102,21 @@ def build_fabric(
     return fabric
 
 
-def join_ranks(
-    accelerator: Accelerator, devices: int | None = None, rank_timeout: float = 600.0
-) -> tuple[torch.device, Ranks]:
+def join_ranks(accelerator: Accelerator) -> tuple[torch.device, Ranks]:
     """The device of this process, and the ranks that it shares the work with, once it joined them.
 
     Raises:
-        ValueError: a device that this machine does not have, or another number of processes.
+        ValueError: as for `build_fabric`.
     """
-    if number_of_ranks(devices, accelerator) == 1:
+    if _started() == 1:
         return device_of(accelerator), Ranks(None)
-    return build_fabric(accelerator, devices=devices, rank_timeout=rank_timeout).device, Ranks()
+    return build_fabric(accelerator).device, Ranks()
+
+
+def _started() -> int:
+    """The number of processes that torchrun has started; 1 without torchrun."""
+    by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
+    return int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
 
 
 def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
@@ -314,7 +279,7 @@ def check_model(
             by_covariance = predictive is not None and predictive.method != "linearised"
             if not (corrects or by_covariance):
                 return
-            unit = _unit_factors(curvature_pass.factors())
+            unit = _identities(curvature_pass.factors())
             if corrects:
                 CorrectionPass(unit, model, of_pass, process_group=None).add(x, y)
             if predictive is not None and by_covariance:
@@ -327,17 +292,17 @@ def check_model(
                 covariance(x, first, torch.arange(min(2, f.shape[-1])))
 
 
-def _unit_factors(factors: KroneckerFactors) -> KroneckerFactors:
+def _identities(factors: KroneckerFactors) -> KroneckerFactors:
     """The same factors as identities, which `decompose` recognises and needs no solver for."""
+
+    def one(factor: Tensor) -> Tensor:
+        return torch.diag_embed(torch.ones_like(factor[..., 0]))
+
     blocks = {
-        name: replace(block, B=_unit(block.B), A=None if block.A is None else _unit(block.A))
+        name: replace(block, B=one(block.B), A=block.A if block.A is None else one(block.A))
         for name, block in factors.blocks.items()
     }
     return replace(factors, blocks=blocks)
-
-
-def _unit(factor: Tensor) -> Tensor:
-    return torch.diag_embed(torch.ones_like(factor[..., 0]))
 
 
 def _check_output(

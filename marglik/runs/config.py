@@ -26,7 +26,6 @@ __all__ = [
     "PriorMethod",
     "PriorRules",
     "RunConfig",
-    "check_devices",
     "check_seed",
 ]
 
@@ -193,9 +192,6 @@ class PostHocRunConfig:
         seed: seed of all random numbers.
         accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
             since it lacks float64, which the evidence needs.)
-        devices: number of processes that share the work, one per GPU, or all on the CPU; each
-            processes a part of every batch. null takes the number that torchrun has started, or 1.
-        rank_timeout: largest number of seconds that a process waits for another, before all end.
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
     """
 
@@ -204,15 +200,12 @@ class PostHocRunConfig:
     batch_size: int = 128
     seed: int = 0
     accelerator: Accelerator = "auto"
-    devices: int | None = None
-    rank_timeout: float = 600.0
     progress: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
         check_seed(self.seed)
-        check_devices(self.devices, self.rank_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,10 +270,3 @@ def check_seed(seed: int) -> None:
     """Raise a ValueError for a seed that torch's generators do not take."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must lie in 0..{2**63 - 1}, not {seed}.")
-
-
-def check_devices(devices: int | None, rank_timeout: float) -> None:
-    """Raise a ValueError for a number of processes, or of seconds, that is not positive."""
-    if devices is not None and devices < 1:
-        raise ValueError(f"devices must be at least 1, not {devices}.")
-    check_positive("rank_timeout", rank_timeout)

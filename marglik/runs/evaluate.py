@@ -27,7 +27,7 @@ from marglik.runs.build import (
     check_same_on_ranks,
     join_ranks,
 )
-from marglik.runs.config import Accelerator, check_devices, check_seed
+from marglik.runs.config import Accelerator, check_seed
 from marglik.storage.provenance import versions
 from marglik.storage.run_folder import (
     ENSEMBLE,
@@ -54,8 +54,6 @@ def evaluate_run(
     ood: ImageData | None = None,
     output: str | None = None,
     accelerator: Accelerator = "auto",
-    devices: int | None = None,
-    rank_timeout: float = 600.0,
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -81,8 +79,6 @@ def evaluate_run(
         output: folder to write evaluation.json and the report to; null takes the folder itself.
             Must be given for other data than the folder's own.
         accelerator: cpu or cuda; auto takes cuda if it is available.
-        devices: number of processes that share the work, one per GPU, or all on the CPU.
-        rank_timeout: largest number of seconds that a process waits for another, before all end.
         seed: seed of the random numbers of sampling.
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
 
@@ -91,7 +87,6 @@ def evaluate_run(
         ValueError: data, model or posterior that do not fit together; files that were altered.
         RankError: another process has failed or is gone, or was started with other options.
     """
-    check_devices(devices, rank_timeout)
     check_seed(seed)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder.")
@@ -99,7 +94,7 @@ def evaluate_run(
         raise ValueError(
             f"{path} is a file; pass a run's folder. marglik fit --checkpoint {path} makes one."
         )
-    device, ranks = join_ranks(accelerator, devices, rank_timeout)
+    device, ranks = join_ranks(accelerator)
     progress = progress and ranks.rank == 0
 
     # Step 1: network, posterior and data, as the folder says or as given.

@@ -29,7 +29,13 @@ from marglik.runs.build import (
 )
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
 from marglik.storage.provenance import Provenance, environment, versions
-from marglik.storage.run_folder import begin_run, check_free, write_results
+from marglik.storage.run_folder import (
+    CHECKPOINT,
+    begin_run,
+    check_free,
+    discard,
+    write_results,
+)
 from marglik.training.loaders import WithExamples
 from marglik.training.post_hoc import maximize_evidence
 
@@ -87,11 +93,11 @@ def fit(
             f"The checkpoint {checkpoint} is in the output folder, whose old files are removed; "
             "pass another --output."
         )
-    device, ranks = join_ranks(run.accelerator, run.devices, run.rank_timeout)
+    device, ranks = join_ranks(run.accelerator)
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
     if leads:
-        check_free(folder, "fit", provenance.preset, run.overwrite)
+        check_free(folder, run.overwrite)
     note = load_pretrained(model, checkpoint)
     splits = data.load()
     model = model.to(device)
@@ -117,7 +123,7 @@ def fit(
     same = {name: asdict(one) for name, one in options.items()} | {"batch_size": batch_size}
     check_same_on_ranks({"data": splits.name, **same, "versions": versions()}, ranks)
     if leads:
-        begin_run(folder, "fit", provenance, overwrite=run.overwrite)
+        begin_run(folder, provenance.options, overwrite=run.overwrite)
 
     torch.manual_seed(run.seed)
     _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
@@ -158,4 +164,5 @@ def fit(
         record = data_record(splits, provenance.data)
         save_posterior(laplace, folder, model=provenance.model, data=record, frozen=True)
         write_results(folder, results)
+        discard(folder / CHECKPOINT)
     return results | {"output": str(folder)}

@@ -73,7 +73,7 @@ __all__ = ["Training", "train"]
 _logger = logging.getLogger(__name__)
 
 NOT_OF_THE_RESULT = (
-    "output", "overwrite", "resume", "accelerator", "devices", "rank_timeout", "progress",
+    "output", "overwrite", "resume", "accelerator", "progress",
 )  # fmt: skip
 """Options of the run that do not affect its results, and may differ when it is resumed."""
 MOST_SUSPICIOUS = 10
@@ -100,7 +100,7 @@ def train(
     the loss over positions and averages it over examples; metrics are means over positions, so that
     "cls/NLL" is in nats per token.
 
-    Where several processes share the work (``run.devices``, or torchrun), the first one writes the
+    Where torchrun has started several processes, they share the work and the first one writes the
     files. Returns the content of ``results.json``, and the folder under "output".
 
     Args:
@@ -130,7 +130,7 @@ def train(
         RankError: another process has failed or is gone, or was started with other options.
     """
     start = time.perf_counter()
-    fabric = build_fabric(run.accelerator, run.precision, run.devices, run.rank_timeout)
+    fabric = build_fabric(run.accelerator, run.precision)
     ranks = ranks_of(fabric)
     leads = ranks.rank == 0  # it alone writes files and shows bars
     run = replace(run, progress=run.progress and leads)
@@ -170,7 +170,7 @@ def train(
         raise ValueError(
             f"batch_size {run.batch_size}, {examples} training examples: {ranks.size} processes "
             f"need batches of at least {ranks.size} examples, one for each. Use larger batches, or "
-            "fewer --devices."
+            "fewer processes."
         )
     training = Training(
         splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
@@ -206,7 +206,7 @@ def train(
                 f"{folder} holds a run that was cut off, but no checkpoint to continue from. "
                 "Start again: --overwrite instead of --resume."
             )
-        begin_run(folder, "train", provenance, overwrite=run.overwrite, resume=goes_on)
+        begin_run(folder, provenance.options, overwrite=run.overwrite, resume=goes_on)
         log = RunLog(folder)
 
     # Step 3: train network and weight decays, calibrate, save, evaluate. What was trained before

@@ -21,8 +21,6 @@ class Provenance:
     """``{"class_path": ..., "init_args": {...}}``."""
     data: dict[str, Any] | None = None
     """The same for the data."""
-    preset: str | None = None
-    """The preset that the options started from."""
 
 
 def environment(device: "torch.device") -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
 from marglik.storage.checkpoint import STATE
-from marglik.storage.provenance import Provenance
 
 __all__ = [
     "CHECKPOINT",
@@ -23,7 +22,6 @@ __all__ = [
     "EVALUATION",
     "FACTORS",
     "LOG",
-    "MANIFEST",
     "MEMBERS",
     "MODEL",
     "POSTERIOR",
@@ -41,8 +39,6 @@ __all__ = [
     "write_results",
 ]
 
-MANIFEST = "manifest.json"
-"""The run's command and preset; others do not overwrite it."""
 CONFIG = "config.yaml"
 """The options."""
 LOG = "log.jsonl"
@@ -61,69 +57,55 @@ REPORT = "report.html"
 """The page about the run."""
 CHECKPOINT = "checkpoint"
 """A folder that exists while training lasts: the states that --resume continues from."""
-FOUND = (RESULTS, POSTERIOR, EVALUATION)
-"""Files with results; a new `train` or `fit` does not replace them without --overwrite."""
-ALL = (*FOUND, CONFIG, LOG, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT, CHECKPOINT)
+ALL = (
+    RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT,
+    CHECKPOINT,
+)  # fmt: skip
 
 
 def begin_run(
-    folder: Path,
-    command: str,
-    provenance: Provenance,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
+    folder: Path, options: str | None, *, overwrite: bool = False, resume: bool = False
 ) -> None:
     """Make this the folder of a new run, and remove what an old one left.
 
     Args:
         folder: need not exist yet.
-        command: the command of the run, such as "train".
-        provenance: its preset, and the options to write to ``config.yaml``.
+        options: what to write to ``config.yaml``.
         overwrite: whether an old run may be replaced.
         resume: whether the run continues from its checkpoints, which are then kept.
 
     Raises:
         FileExistsError: see `check_free`.
     """
-    check_free(folder, command, provenance.preset, overwrite or resume)
+    check_free(folder, overwrite or resume)
     # First: a process that is killed during the removal leaves what is known to be a run's folder.
-    write_record(folder / MANIFEST, {"command": command, "preset": provenance.preset})
-    for name in ALL:
-        if not (resume and name == CHECKPOINT):
-            discard(folder / name)
+    (folder / CHECKPOINT).mkdir(parents=True, exist_ok=True)
+    old_states = () if resume else (folder / CHECKPOINT).iterdir()
+    for path in [*(folder / name for name in ALL if name != CHECKPOINT), *old_states]:
+        discard(path)
     remove_leftovers(folder)
-    if provenance.options is not None:
-        write_file(folder / CONFIG, provenance.options.encode())
+    if options is not None:
+        write_file(folder / CONFIG, options.encode())
 
 
-def check_free(folder: Path, command: str, preset: str | None, overwrite: bool = False) -> None:
+def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise a FileExistsError if a new run would replace something that may be needed.
 
-    These are files that no run has written, and a run of another command or preset. Without
-    ``overwrite``, they are also results, and checkpoints of a run that can be resumed.
+    These are files beside which no run has left results or checkpoints, and, without ``overwrite``,
+    those of a run.
     """
-    manifest = read_record(folder / MANIFEST)
-    if not manifest:
-        if unknown := [name for name in ALL if (folder / name).exists()]:
-            raise FileExistsError(
-                f"{folder} holds {', '.join(unknown)} but no {MANIFEST}: no run of this marglik "
-                "wrote that, so it is never overwritten. Pass another --output, or move it away."
-            )
-        return
-    there, here = _name(manifest["command"], manifest["preset"]), _name(command, preset)
-    if there != here:
+    found = [name for name in ALL if (folder / name).exists()]
+    if found and {RESULTS, CHECKPOINT}.isdisjoint(found):
         raise FileExistsError(
-            f"{folder} already holds a run of {there}, which {here} does not overwrite. Pass "
-            "another --output, or remove the folder."
+            f"{folder} holds {', '.join(found)}, but neither {RESULTS} nor {CHECKPOINT}: no run "
+            "of marglik, so it is never overwritten. Pass another --output, or move it away."
         )
-    can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
-    left = [name for name in FOUND if (folder / name).exists()]
-    if not overwrite and (left or can_resume):
+    if found and not overwrite:
+        can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
         resume = "--resume to continue it, " if can_resume else ""
         raise FileExistsError(
-            f"{folder} already holds a run ({(left or [CHECKPOINT])[0]}); pass --overwrite, "
-            f"{resume}or another --output."
+            f"{folder} already holds a run ({found[0]}); pass --overwrite, {resume}or another "
+            "--output."
         )
 
 
@@ -133,10 +115,6 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _name(command: str, preset: str | None) -> str:
-    return f"marglik {command}" + (f" --config {preset}" if preset else "")
 
 
 def write_json(path: Path, content: Any) -> str:

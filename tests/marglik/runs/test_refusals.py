@@ -41,7 +41,6 @@ TRAINS = {
         ["--model", "tests.marglik.networks.ReturnsTuple", "--data", "Digits"],
         "returns tuple; logits are needed",
     ),
-    "no processes": (["--devices", "0"], "devices must be at least 1, not 0."),
 }
 
 

@@ -33,8 +33,8 @@ from tests.marglik.runs.tensor_problems import SIGMA
 
 ROOT = Path(__file__).parents[3]
 FILES = {
-    "config.yaml", "evaluation.json", "log.jsonl", "manifest.json",
-    "model.safetensors", "posterior.json", "posterior.safetensors", "report.html", "results.json",
+    "config.yaml", "evaluation.json", "log.jsonl", "model.safetensors",
+    "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
 
@@ -221,7 +221,7 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     assert main(["evaluate", str(run), "--progress", "false", *named, *method]) == 0
     for name, found in metrics(run).items():
         assert found == before["predictives"][name]["metrics"]
-    assert ("positions (tokens), the NLL in nats per" in capsys.readouterr().out) == of_sequences
+    assert ("positions (tokens)" in capsys.readouterr().out) == of_sequences
     assert (
         "nats per position, lower is better" in (run / "report.html").read_text()
     ) == of_sequences

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.provenance import Provenance, environment
+from marglik.storage.provenance import environment
 from marglik.storage.run_folder import (
     RunLog,
     begin_run,
@@ -23,7 +23,6 @@ from tests.marglik.same_state import same
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = {"data": "digits", "config": {"prior": {"every": 5, "lr": 0.1}, "sizes": (1, 2)}}
-PRESET = Provenance("epochs: 1\n", preset="digits")
 STATE = {
     "plain": [None, True, 1, -3, 0.1, -0.0, 1e-320, math.inf, math.nan, "ä\n", 2**100],
     "empty": [{}, [], (), torch.empty(0, 3, dtype=torch.int64)],
@@ -103,7 +102,7 @@ def test_a_state_is_due_when_the_last_is_old_enough(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     run = tmp_path / "run"
-    begin_run(run, "train", PRESET)
+    begin_run(run, "epochs: 1\n")
     log, records = RunLog(run), [{"kind": "epoch", "loss": 1.5}, {"kind": "update"}]
     for i, record in enumerate(records):
         log.write(record)
@@ -148,22 +147,21 @@ def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "config.yaml"])
 def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=f"holds {name} but no manifest.json.*never over"):
-        begin_run(tmp_path, "train", PRESET, overwrite=True)
+    with pytest.raises(FileExistsError, match=f"holds {name}, but neither .*never overwritten"):
+        begin_run(tmp_path, None, overwrite=True)
     assert content(tmp_path) == {name: b"mine"}
 
 
-def test_a_run_is_overwritten_by_its_like_alone(folder):
+def test_a_run_is_overwritten_on_request_alone(folder):
     before = content(folder)
     with pytest.raises(FileExistsError, match=r"a run \(results.json\); pass --overwrite, or"):
-        begin_run(folder, "train", PRESET)
-    for command, provenance in (("train", Provenance()), ("fit", PRESET)):
-        with pytest.raises(FileExistsError, match="a run of marglik train --config digits, which"):
-            begin_run(folder, command, provenance, overwrite=True)
+        begin_run(folder, None)
     assert content(folder) == before
     Checkpoints(folder / "checkpoint" / "learned").save({})
     discard(folder / "results.json")
     with pytest.raises(FileExistsError, match="pass --overwrite, --resume to continue it, or"):
-        begin_run(folder, "train", PRESET)
-    begin_run(folder, "train", PRESET, overwrite=True)
-    assert content(folder).keys() == {"config.yaml", "manifest.json"}
+        begin_run(folder, None)
+    begin_run(folder, "epochs: 2\n", resume=True)
+    assert content(folder).keys() == {"config.yaml", "checkpoint/learned/state.pt"}
+    begin_run(folder, "epochs: 2\n", overwrite=True)
+    assert content(folder).keys() == {"config.yaml"}
