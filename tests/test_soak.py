@@ -19,7 +19,7 @@ from kfac_backend import kronecker_factors
 from marglik.storage.checkpoint import Checkpoints
 from tests.interrupts import everything_of
 from tests.marglik.conftest import one_thread  # noqa: F401
-from tests.marglik.training.online_runs import CASES, make
+from tests.marglik.training.runs import CASES, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

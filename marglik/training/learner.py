@@ -79,7 +79,7 @@ LARGEST_DECLINE = 0.5
 """By how much that decay may shrink log ‖w‖ before the first update."""
 OBSERVED_STEPS = 10
 """Number of steps in which that cosine is looked at."""
-FEW_VECTORS = 10_000
+FEW_VECTORS = 3_000
 """Backward passes of one example each, of an exact pass over all of the data."""
 STILL_MOVING = 1.5
 """The factor by which a weight decay that has settled does not change in one update."""
