@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     )
     from marglik.prediction.calibration import calibrate
     from marglik.prediction.ensemble import Ensemble
-    from marglik.prediction.evaluation import predict_all
     from marglik.prediction.links import Prediction
     from marglik.prediction.metrics import compute_metrics, reliability_curve
-    from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+    from marglik.prediction.predictive import (
+        PredictiveConfig,
+        laplace_predictive,
+        map_predictive,
+        predict_all,
+    )
     from marglik.prediction.suspicious_labels import SuspiciousLabels, suspicious_labels
     from marglik.report import write_report
     from marglik.training.drop_in import marglik_training
@@ -92,7 +96,7 @@ _MODULES = {
     "maximize_evidence": "training.post_hoc",
     "minimize_validation_loss": "training.post_hoc",
     "precision_to_weight_decay": "posterior.prior",
-    "predict_all": "prediction.evaluation",
+    "predict_all": "prediction.predictive",
     "reliability_curve": "prediction.metrics",
     "save_posterior": "posterior.posterior_file",
     "settling_rate": "training.schedule",

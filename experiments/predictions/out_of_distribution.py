@@ -43,12 +43,10 @@ from marglik.data import (
     out_of_distribution_images,
 )
 from marglik.data.batches import split_batches
-from marglik.posterior.calibration import Calibration
-from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior import Layers, Posterior
 from marglik.posterior.posterior_file import load_posterior
-from marglik.posterior.subset import Layers
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.links import Prediction, predict_from_gaussian
+from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
 from marglik.runs.build import build_from_spec

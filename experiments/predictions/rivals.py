@@ -45,7 +45,6 @@ from marglik.data.tensors import SplitName
 from marglik.eval_mode import in_eval_mode
 from marglik.models import GraphNetwork, LeNet
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.evaluation import predict_all
 from marglik.prediction.links import Prediction, predict_from_outputs
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import (
@@ -53,6 +52,7 @@ from marglik.prediction.predictive import (
     PredictiveConfig,
     laplace_predictive,
     map_predictive,
+    predict_all,
 )
 from marglik.storage.provenance import environment
 from marglik.training.learner import PriorLearner

@@ -18,7 +18,7 @@ from kfac_backend.options import KfacApprox, Likelihood, check_option, check_pos
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
-from marglik.posterior.posterior import Posterior, check_num_samples, parameter_vector
+from marglik.posterior.posterior import Posterior, parameter_vector
 
 __all__ = ["KronLaplace"]
 
@@ -91,12 +91,6 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
                 "or use laplace.Laplace with other backends."
             )
         settings = dict(asdl_fisher_kwargs or {})
-        unknown = set(settings) - {"kfac_approx", "mc_samples"}
-        if unknown:
-            raise TypeError(
-                f"asdl_fisher_kwargs has {sorted(unknown)[0]!r}; kron(...) takes 'kfac_approx' and "
-                "'mc_samples'."
-            )
         kwargs = dict(backend_kwargs or {})
         if kfac_approx is not None:
             kwargs["kfac_approx"] = kfac_approx
@@ -216,18 +210,6 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         """Mean class probabilities (N, C) of sampled networks."""
         outputs = self._nn_functional_samples(X, n_samples, **model_kwargs)
         return torch.softmax(outputs.detach(), dim=-1).mean(0)
-
-    def _glm_functional_samples(
-        self,
-        f_mu: Tensor,
-        f_var: Tensor,
-        n_samples: int,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Samples (S, N, C) of the outputs' Gaussian."""
-        check_num_samples(n_samples)
-        return super()._glm_functional_samples(f_mu, f_var, n_samples, diagonal_output, generator)
 
     def _refuse_bernoulli(self) -> None:
         if self.likelihood == "bernoulli":

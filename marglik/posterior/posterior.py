@@ -8,7 +8,7 @@ of laplace-torch.
 
 from collections.abc import Callable, Collection, Iterable
 from functools import reduce
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,6 +26,8 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import kronecker_factors
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
+from kfac_backend.model.batches import to_device
+from kfac_backend.model.calls import call_with
 from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -33,11 +35,12 @@ from kfac_backend.ranks import ProcessGroupOption, Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms
-from marglik.posterior.subset import Layers, last_layer
 
-__all__ = ["Posterior", "check_num_samples", "parameter_vector"]
+__all__ = ["Layers", "Posterior", "last_layer", "parameter_vector"]
 
 T = TypeVar("T")
+Layers = Literal["all", "last"]
+"""Whose uncertainty counts: "last" treats all other layers as constants."""
 
 
 def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
@@ -108,13 +111,13 @@ class Posterior:
         self.n_layers = len(self.params)
         check_positive("temperature", temperature)
         self.temperature = temperature
+        self._forget()
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
         self.sigma_noise = sigma_noise
         self.mean: Tensor = self.prior_mean
         self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
         self.calibrations = {}
-        self._forget()
 
     def __repr__(self) -> str:
         fitted = "not fitted" if self.factors is None else f"fitted to {self.n_data} examples"
@@ -162,9 +165,8 @@ class Posterior:
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or "
                 f"({self.n_params},), one per parameter."
             )
-        if not mean.isfinite().all():
-            raise ValueError("prior_mean must be finite.")
         self._prior_mean = mean.to(self._device, self._dtype)
+        self._terms = None  # the norms ‖θ − μ‖² among them
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -305,7 +307,6 @@ class Posterior:
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, Any]] = {}
         self._terms: EvidenceTerms | None = None
-        self._means: tuple[Tensor, ...] = ()
 
     def fitted_factors(self) -> KroneckerFactors:
         """The factors of the fit.
@@ -322,12 +323,10 @@ class Posterior:
     @property
     def evidence_terms(self) -> EvidenceTerms:
         """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
-        factors, means = self.fitted_factors(), (self.mean, self.prior_mean)
-        # The norms ‖θ − μ‖² depend on both means; they are computed again if either was replaced.
-        if self._terms is None or any(a is not b for a, b in zip(means, self._means, strict=True)):
-            mean, prior_mean = (m.detach() for m in means)
+        factors = self.fitted_factors()
+        if self._terms is None:
+            mean, prior_mean = self.mean.detach(), self.prior_mean.detach()
             self._terms = EvidenceTerms.from_factors(factors, mean, prior_mean)
-            self._means = means
         return self._terms
 
     def log_marginal_likelihood(
@@ -430,9 +429,9 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: ``n_samples`` is not a positive integer.
+            ValueError: ``n_samples`` is not positive.
         """
-        check_num_samples(n_samples)
+        check_positive("n_samples", n_samples)
         self.fitted_factors()
         mean = at_least_float32(self.mean.detach())
         noise = torch.randn(
@@ -553,7 +552,10 @@ class Posterior:
             if layers == "all":
                 return OutputCovariance(self.model, self.precision_blocks(), memory=memory)
             last = last_layer(self.model, x)
-            blocks = self.precision_blocks(self._names_in(last))
+            # A tied parameter has the name under which its block is.
+            own = {id(p) for p in self.model.get_submodule(last).parameters()}
+            names = {name for name, p in self.model.named_parameters() if id(p) in own}
+            blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, memory=memory)
 
         return self._kept((layers, memory), make)
@@ -570,16 +572,31 @@ class Posterior:
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
 
-    def _names_in(self, layer: str) -> set[str]:
-        """The names of a layer's parameters; a tied one has the name under which its block is."""
-        own = {id(p) for p in self.model.get_submodule(layer).parameters()}
-        return {name for name, p in self.model.named_parameters() if id(p) in own}
 
+def last_layer(model: nn.Module, x: Any) -> str:
+    """The name of the layer with trainable parameters that starts last at input x.
 
-def check_num_samples(n_samples: int) -> None:
-    """Raise a ValueError unless ``n_samples`` is a positive integer."""
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise ValueError(f"n_samples must be a positive integer, not {n_samples!r}.")
+    A module with parameters of its own and other layers inside starts before these layers, and so
+    is not the last one.
+
+    Raises:
+        ValueError: no layer with a trainable parameter of its own runs.
+    """
+    ran: list[str] = []
+
+    def run() -> None:
+        for name, module in model.named_modules():
+            if any(p.requires_grad for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        with torch.no_grad():
+            call_with(model, {}, to_device(x, next(model.parameters()).device))
+
+    in_eval_mode(model, run)()  # removes the hooks as well
+    if not ran:
+        raise ValueError(
+            f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."
+        )
+    return ran[-1]
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:

@@ -9,7 +9,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import sha256_of_tensors, write_tensors
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions
-from marglik.posterior.calibration import CalibrationFit
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.storage.model_state import (
     names_replaced,
@@ -36,8 +35,6 @@ from marglik.storage.run_folder import (
 )
 
 __all__ = ["load_posterior", "save_posterior"]
-
-NUMBERS = ("prior_mean", "sigma_noise", "temperature")
 
 
 def save_posterior(
@@ -68,15 +65,13 @@ def save_posterior(
         ValueError: a prior mean that is not one number; a network that changed since the fit.
         TypeError: a ``model`` or ``data`` that is not plain data.
     """
-    folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.factors
-    assert factors is not None
-    prior_mean = torch.as_tensor(laplace.prior_mean)
-    if prior_mean.numel() != 1:
+    folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
+    if laplace.prior_mean.numel() != 1:
         raise ValueError(
-            f"The prior mean has {prior_mean.numel()} entries; a saved posterior has one number "
-            "for all parameters. Keep laplace.state_dict() instead."
+            f"The prior mean has {laplace.prior_mean.numel()} entries; a saved posterior has one "
+            "number for all parameters. Keep laplace.state_dict() instead."
         )
-    if not torch.equal(parameter_vector(laplace.params), cast(Tensor, laplace.mean)):
+    if not torch.equal(parameter_vector(laplace.params), laplace.mean):
         raise ValueError(
             "The network's parameters are no longer those that the posterior was fitted at; fit "
             "again."
@@ -89,8 +84,8 @@ def save_posterior(
         "num_outputs": factors.num_outputs,
         "curvature": laplace.options.to_json(),
         "prior_precision": dict(zip(names, delta.tolist(), strict=True)),
-        "prior_mean": prior_mean.item(),
-        "sigma_noise": torch.as_tensor(laplace.sigma_noise).item(),
+        "prior_mean": laplace.prior_mean.item(),
+        "sigma_noise": laplace.sigma_noise.item(),
         "temperature": float(laplace.temperature),
         "corrected": factors.is_corrected,
         "evidence": float(laplace.log_marginal_likelihood()),
@@ -136,11 +131,6 @@ def load_posterior(
     record = read_posterior(folder)
     model.to(device)
     device = next(model.parameters()).device
-    try:
-        hyperparameters = _hyperparameters(record)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{POSTERIOR} in {folder} is damaged: {reason}. Fit again.") from error
     delta: dict[str, float] = record["prior_precision"]
     frozen_sum = record["frozen_sha256"]
     base = tensors_of_others(model, delta) if frozen_sum else {}
@@ -156,11 +146,15 @@ def load_posterior(
     for name, p in model.named_parameters():
         p.requires_grad_(name in delta)
     factors = KroneckerFactors.load(Path(folder) / FACTORS, device)
-    if list(factors.blocks) != list(delta):
-        raise ValueError(
-            f"{POSTERIOR} and {FACTORS} in {folder} have different parameters; fit again."
-        )
-    laplace = Posterior(model, **hyperparameters)
+    laplace = Posterior(
+        model,
+        record["likelihood"],
+        CurvatureOptions(**record["curvature"]),
+        prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
+        prior_mean=record["prior_mean"],
+        sigma_noise=record["sigma_noise"],
+        temperature=record["temperature"],
+    )
     laplace.restore(factors)
     laplace.calibrations = record["calibrations"]
     return laplace
@@ -170,20 +164,3 @@ def _sum_of_base(model: nn.Module, base: dict[str, Tensor]) -> str:
     """The SHA-256 sum of the frozen parameters that the network runs with."""
     replaced = names_replaced(model)
     return sha256_of_tensors(p for name, p in base.items() if name not in replaced)
-
-
-def _hyperparameters(record: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Posterior` in a record, checked before anything is changed.
-
-    Raises:
-        KeyError: one is missing.
-        TypeError, ValueError: one that the posterior or a predictive refuses, such as NaN or text.
-    """
-    delta = torch.tensor(list(record["prior_precision"].values()), dtype=torch.float64)
-    found = {name: record[name] for name in ("likelihood", *NUMBERS)}
-    found |= {"options": CurvatureOptions(**record["curvature"]), "prior_precision": delta}
-    as_many_tensors = nn.ParameterList([torch.zeros(1) for _ in delta])
-    Posterior(as_many_tensors, **found)  # its checks
-    for fit in record["calibrations"].values():
-        CalibrationFit.of(fit)
-    return found

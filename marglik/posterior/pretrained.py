@@ -1,6 +1,5 @@
-"""Parameters of networks that were trained elsewhere, from the usual checkpoint files."""
+"""Networks that were trained elsewhere: their parameters, from the usual checkpoint files."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.files import read_tensors
 from marglik.storage.model_state import check_state
 
-__all__ = ["load_pretrained"]
+__all__ = ["freeze_all_but", "load_pretrained"]
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("state_dict", "model_state_dict", "model")
@@ -66,28 +65,25 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the broken file leads to
-        unknown = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"it holds {unknown[1]}, and loading objects can run code"
-            if unknown
-            else f"it is damaged, or another program wrote it ({type(error).__name__})"
-        )
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path} could not be read as a file of tensors: {reason}. Save the network's "
+            f"{path} could not be read as a file of tensors: {reason} Save the network's "
             "state_dict(), preferably as safetensors."
         ) from error
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if (
-        not isinstance(content, Mapping)
-        or not content
-        or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
-        )
-    ):
+    is_state = isinstance(content, Mapping) and len(content) > 0
+    if not is_state or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(
             f"{path} holds no state dict, neither at the top nor under {', '.join(NESTED)}. Save "
             "the network's state_dict()."
         )
     return dict(content)
+
+
+def freeze_all_but(model: nn.Module, layer: str) -> None:
+    """Freeze all parameters but those of one layer."""
+    kept = set(model.get_submodule(layer).parameters())
+    for p in model.parameters():
+        p.requires_grad_(p in kept)

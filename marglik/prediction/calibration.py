@@ -34,13 +34,19 @@ from torch.nn.functional import logsigmoid
 
 from kfac_backend.loss import check_targets, counted_terms
 from kfac_backend.model.batches import Targets, each_batch, split_batch
-from kfac_backend.options import Likelihood, check_option
+from kfac_backend.options import Likelihood, TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
-from marglik.posterior.calibration import Calibration, CalibrationFit
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.links import Link, deviations, probit_outputs
+from marglik.prediction.links import (
+    Calibration,
+    CalibrationFit,
+    Link,
+    deviations,
+    probit_outputs,
+)
 from marglik.prediction.predictive import (
+    ModelPredictive,
     Predictive,
     PredictiveConfig,
     PredictiveMethod,
@@ -80,20 +86,13 @@ Loss = Callable[[Tensor | None, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class CalibratedPredictive:
+class CalibratedPredictive(ModelPredictive):
     """A predictive with the calibration that it uses."""
 
-    predict: Predictive = field(repr=False)
     uncalibrated: Predictive = field(repr=False)
     """The same at s = τ = 1. Its epistemic uncertainty ranks inputs by how unlike the training data
     they are, also where calibration found s = 0 and ``predict`` has none."""
     fit: CalibrationFit
-    model: torch.nn.Module = field(repr=False)
-    likelihood: Likelihood
-
-    def __call__(self, x: Any) -> Any:
-        """The prediction for inputs x."""
-        return self.predict(x)
 
     @property
     def calibration(self) -> Calibration:
@@ -108,15 +107,16 @@ class HeldOut:
     likelihood: Likelihood
     f: Float[Tensor, "M C"]
     """The network's outputs."""
-    covariance: Float[Tensor, "M C *other"] | None
-    """J Σ Jᵀ, under a posterior that has not seen this data; None for method "linearised". Its
-    diagonal (M, C) is enough for regression, Bernoulli outputs and the link "probit"."""
+    spread: Float[Tensor, "M C *other"] | Float[Tensor, "M S C"]
+    """J Σ Jᵀ, under a posterior that has not seen this data; its diagonal (M, C) is enough for
+    regression, Bernoulli outputs and the link "probit". Or deviations of sampled outputs from
+    ``f``: of linearised networks, or of an ensemble's members."""
     targets: Tensor
     """Class indices (M,), or (M, C)."""
     sigma_noise: float = 1.0
     """The posterior's σ of regression."""
-    deviations: Float[Tensor, "S M C"] | None = None
-    """Deviations of sampled linearised networks' outputs from ``f``, instead of a covariance."""
+    is_sampled: bool = False
+    """Whether the spread is deviations (M, S, C)."""
 
     @staticmethod
     @torch.no_grad()
@@ -129,7 +129,7 @@ class HeldOut:
         ranks: Ranks = Ranks(None),  # noqa: B008
         links: Collection[str] = get_args(Link),
     ) -> "HeldOut":
-        """Outputs, their covariances, and targets of all batches, or evenly spaced ones of many.
+        """Outputs, their spread, and targets of all batches, or evenly spaced ones of many.
 
         Args:
             posterior: the posterior, fitted to other data.
@@ -144,8 +144,7 @@ class HeldOut:
         Raises:
             ValueError: no batch, no target that counts, or targets that do not fit the outputs.
         """
-        likelihood, device = posterior.likelihood, posterior.mean.device
-        targets_of = Targets(likelihood, posterior.options)
+        model, likelihood, device = posterior.model, posterior.likelihood, posterior.mean.device
         if config.layers == "all":
             posterior.share_eigenvectors(ranks)
         samples = None
@@ -153,75 +152,61 @@ class HeldOut:
             samples = posterior.sample(config.networks, torch.Generator(device).manual_seed(0))
         variance_only = likelihood != "classification" or set(links) == {"probit"}
 
-        def of_batch(x: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
-            """Outputs (M, C), their spread (M, ...), and targets of the terms that count."""
-            y = targets_of(posterior.model, x, y).to(device)
-            f = in_eval_mode(posterior.model, outputs_of)(posterior.model, x)
-            check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
+        def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+            f = in_eval_mode(model, outputs_of)(model, x)
             config.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
-            counted = counted_terms(y, likelihood)
             if samples is not None:
                 spread = posterior.linearised_outputs(samples, x) - f
-                spread = spread.flatten(1, -2).movedim(0, 1)  # (M, S, C)
-            else:
-                _, spread = posterior.output_distribution(
-                    x,
-                    config.layers,
-                    config.bytes,
-                    positions=counted if f.dim() > 2 else None,
-                    variance_only=variance_only,
-                )
-                spread = spread.flatten(0, -2 if variance_only else -3)  # (M, C) or (M, C, C)
-            f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)
-            if likelihood == "classification":
-                y = y.long()
-            if counted is not None:
-                f, y = f[counted.flatten()], y[counted.flatten()]
-                # The spread of positions was computed only where they count.
-                spread = spread if len(spread) == len(f) else spread[counted.flatten()]
-            return f, spread, y
+                return f, spread.flatten(1, -2).movedim(0, 1)
+            _, spread = posterior.output_distribution(
+                x,
+                config.layers,
+                config.bytes,
+                positions=counted if f.dim() > 2 else None,
+                variance_only=variance_only,
+            )
+            return f, spread.flatten(0, -2 if variance_only else -3)
 
-        def numbers(f: Tensor, spread: Tensor) -> int:
-            # Variances count as much as covariances, so that a link is calibrated on the same terms
-            # whatever other links are asked for.
-            return f.shape[1] ** 2 if samples is None else spread[:1].numel()
-
+        number = None if samples is None else len(samples)
         f, spread, y = collected(
-            batches, of_batch, numbers, posterior.options.dict_key_y, progress, ranks
-        )
-        f, spread, y = (column.to(device) for column in (f, spread, y))
-        sigma = float(posterior.sigma_noise)
-        if samples is None:
-            return HeldOut(likelihood, f, spread, y, sigma)
-        return HeldOut(likelihood, f, None, y, sigma, spread.movedim(1, 0))
+            outputs_and_spread, batches, model, likelihood, posterior.options, number, ranks,
+            progress=progress,
+        )  # fmt: skip
+        sigma, is_sampled = float(posterior.sigma_noise), samples is not None
+        return HeldOut(likelihood, f.to(device), spread.to(device), y.to(device), sigma, is_sampled)
 
     def some(self, number: int) -> "HeldOut":
         """At most ``number`` of the terms, evenly spaced."""
         some = slice(None, None, max(1, -(-len(self.f) // number)))
-        return replace(
-            self,
-            f=self.f[some],
-            covariance=None if self.covariance is None else self.covariance[some],
-            targets=self.targets[some],
-            deviations=None if self.deviations is None else self.deviations[:, some],
-        )
+        f, spread, targets = self.f[some], self.spread[some], self.targets[some]
+        return replace(self, f=f, spread=spread, targets=targets)
 
     def double(self) -> "HeldOut":
         """The same in float64."""
-        names = ("f", "covariance", "deviations")
-        given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        return replace(self, **{name: value.double() for name, value in given.items()})
+        return replace(self, f=self.f.double(), spread=self.spread.double())
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
+        f, y = self.f, self.targets
+        if self.is_sampled:
+            samples, weights = self.spread.movedim(1, 0), None  # (S, M, C)
+            variance = samples.var(0, correction=0)
+        else:
+            is_variance = self.spread.dim() == 2
+            variance = self.spread if is_variance else self.spread.diagonal(dim1=1, dim2=2)
+            samples = weights = None
         if self.likelihood == "regression":
-            return self._regression_loss()
-        f, y, variance = self.f, self.targets, self._variance
-        # Samples d of the outputs' deviations at s = 1, (S, M, C); "probit" has a closed form.
-        samples, weights = self.deviations, None
-        if samples is None and link == "mc":
-            assert self.covariance is not None
-            samples, weights = deviations(self.covariance, self.likelihood, noise)
+            residual, shift = y - f, 0 if samples is None else samples.mean(0)
+
+            def gaussian(scale: Tensor | None, sigma: Tensor) -> Tensor:
+                total = sigma.square() + (0 if scale is None else scale * variance)
+                squares = (residual - (0 if scale is None else scale.sqrt() * shift)).square()
+                terms = squares / total + (2 * math.pi * total).log()
+                return 0.5 * terms.expand_as(squares).sum(-1).mean()
+
+            return gaussian
+        if samples is None and link == "mc":  # "probit" has a closed form
+            samples, weights = deviations(self.spread, self.likelihood, noise)
         # Each term's log probabilities of its possible targets, and the share of each: a label is
         # one of them; a Bernoulli output has two, so that y may lie between 0 and 1.
         shares = torch.ones(1, 1).to(f)
@@ -247,64 +232,66 @@ class HeldOut:
 
         return loss
 
-    @property
-    def _variance(self) -> Float[Tensor, "M C"]:
-        if self.covariance is not None:
-            is_variance = self.covariance.dim() == 2
-            return self.covariance if is_variance else self.covariance.diagonal(dim1=1, dim2=2)
-        assert self.deviations is not None
-        return self.deviations.var(0, correction=0)
-
-    def _regression_loss(self) -> Loss:
-        residual, variance = self.targets - self.f, self._variance
-        shift = 0 if self.deviations is None else self.deviations.mean(0)
-
-        def loss(scale: Tensor | None, sigma: Tensor) -> Tensor:
-            total = sigma.square() + (0 if scale is None else scale * variance)
-            squares = (residual - (0 if scale is None else scale.sqrt() * shift)).square()
-            terms = squares / total + (2 * math.pi * total).log()
-            return 0.5 * terms.expand_as(squares).sum(-1).mean()
-
-        return loss
-
 
 def collected(
+    outputs_and_spread: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]],
     batches: Iterable[Any],
-    of_batch: Callable[[Any, Any], tuple[Tensor, Tensor, Tensor]],
-    numbers: Callable[[Tensor, Tensor], int],
-    dict_key_y: str,
-    progress: bool,
+    model: torch.nn.Module,
+    likelihood: Likelihood,
+    options: TargetOptions,
+    samples: int | None,
     ranks: Ranks,
+    *,
+    progress: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, spreads and targets of all held-out terms, or of evenly spaced ones of many.
 
     Args:
+        outputs_and_spread: outputs (N, ..., C) of inputs, and their spread, one row for each loss
+            term, or for each of those that count: it is given their mask, None if all do.
         batches: (x, y), or mappings.
-        of_batch: the three for inputs and targets; their first axis is that of the terms.
-        numbers: how many numbers one term's outputs and spread take in a search.
-        dict_key_y: the targets' key in mappings.
-        progress: whether to show a bar.
+        model: the network, which may say how its labels are matched.
+        likelihood: of the targets.
+        options: how batches give their targets.
+        samples: S, if the spread is deviations (M, S, C).
         ranks: the ranks that each have a part of every batch; all get the whole.
+        progress: whether to show a bar.
 
     Raises:
         ValueError: no batch, or no target that counts.
     """
+    targets_of = Targets(likelihood, options)
+
+    def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
+        y = targets_of(model, x, y)
+        counted = counted_terms(y, likelihood)
+        f, spread = outputs_and_spread(x, counted)
+        y = y.to(f.device)
+        check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
+        f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)  # (M, C), (M,) or (M, C)
+        if counted is not None:
+            which = counted.flatten().to(f.device)
+            spread = spread if len(spread) < len(f) else spread[which]
+            f, y = f[which], y[which]
+        # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
+        return f.cpu(), spread.cpu(), (y.long() if likelihood == "classification" else y).cpu()
+
     found: list[tuple[Tensor, ...]] = []
     seen, stride = 0, 1
     for batch in each_batch(batches, "Calibrating", progress):
-        x, y = split_batch(batch, dict_key_y)
-        part = None
-        if len(y) or ranks.size == 1:
-            # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
-            part = [tensor.cpu() for tensor in of_batch(x, y)]
+        x, y = split_batch(batch, options.dict_key_y)
+        part = of_batch(x, y) if len(y) or ranks.size == 1 else None
         parts = [one for one in ranks.gather(part, "calibration") if one is not None]
         f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
+        # Variances count as much as covariances, so that a link is calibrated on the same terms
+        # whatever other links are asked for.
+        most = max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * (samples or f.shape[1])))
         kept = (torch.arange(seen, seen + len(f)) % stride) == 0
         seen += len(f)
         found.append((f[kept], spread[kept], y[kept]))
         # Two numbers need no more terms than this: when there are more, keep every second one, of
         # the later batches as well.
-        while sum(len(y) for *_, y in found) > max(ROUGH_TERMS, MOST_NUMBERS // numbers(f, spread)):
+        while sum(len(y) for *_, y in found) > most:
             stride *= 2
             found = [tuple(torch.cat(column)[::2] for column in zip(*found, strict=True))]
     if not sum(len(y) for *_, y in found):
@@ -352,7 +339,7 @@ def calibrate(
         generator.set_state(state)
         found.append(laplace_predictive(posterior, config, generator, calibration))
     uncalibrated, predict = found
-    return CalibratedPredictive(predict, uncalibrated, fit, posterior.model, posterior.likelihood)
+    return CalibratedPredictive(predict, posterior.model, posterior.likelihood, uncalibrated, fit)
 
 
 def calibrations_of(
@@ -405,38 +392,26 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     f = held_out.f
     generator = torch.Generator(f.device).manual_seed(0)
     noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)
+    noise = noise.double()
     # One subset of the terms for all links, so that their NLLs can be compared. In float64: near
     # the flat bottom of the NLL, float32's rounding would decide where the search stops.
-    S = samples if held_out.deviations is None else len(held_out.deviations)
+    S = held_out.spread.shape[1] if held_out.is_sampled else samples
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
-    is_regression = held_out.likelihood == "regression"
-    own = math.log(held_out.sigma_noise) if is_regression else 0.0
-    bounds = [LOG_SCALES, (own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1])]
 
-    def minimize(data: HeldOut, *start: float) -> tuple[float, list[float]]:
-        """The objective's least value and (log s, log τ) there, or (log τ,) for s = 0."""
-        loss = data.loss(link, noise.double())
-
-        def objective(v: Tensor) -> Tensor:
-            nll = loss(v[0].exp() if len(v) == 2 else None, v[-1].exp())
-            root = (0.5 * v[0]).exp() if len(v) == 2 else torch.zeros(())
-            prior = PRIOR_OF_SHARPNESS * (v[-1] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
-            return nll + 0.5 * prior / len(data.f)
-
-        return _minimize(objective, start, bounds[-len(start) :])
-
-    def calibration(scale: float, log_sharpness: float) -> Calibration:
-        value = math.exp(log_sharpness)
-        return Calibration(scale, 1.0, value) if is_regression else Calibration(scale, value)
-
-    of_map, (log_map,) = minimize(held_out, own)
+    # Step 1: τ alone, the temperature-scaled MAP.
+    of_map, (log_map,) = _least(held_out, held_out.loss(link, noise), [_own(held_out)], 0.0)
+    # Step 2: s and τ from several starts on a part of the terms, then from the best on all.
     few = held_out.some(ROUGH_TERMS)
-    starts = [minimize(few, math.log(s), log_map) for s in STARTS]
-    of_both, (log_scale, log_sharpness) = minimize(held_out, *min(starts)[1])
-    scaled_map = calibration(0.0, log_map)
-    # If the covariance does not help, the MAP is the simpler predictive.
-    found = calibration(math.exp(log_scale), log_sharpness) if of_both < of_map else scaled_map
-    loss = held_out.loss(link, noise.double())
+    starts = [_least(few, few.loss(link, noise), [math.log(s), log_map]) for s in STARTS]
+    of_both, (log_scale, log_sharpness) = _least(
+        held_out, held_out.loss(link, noise), min(starts)[1]
+    )
+    # Step 3: if the covariance does not help, the MAP is the simpler predictive.
+    scaled_map = _calibration(held_out, 0.0, log_map)
+    found = scaled_map
+    if of_both < of_map:
+        found = _calibration(held_out, math.exp(log_scale), log_sharpness)
+    loss = held_out.loss(link, noise)
 
     def nll(c: Calibration) -> float:
         s, sharp = c.covariance_scale, c.sigma_noise or c.output_temperature
@@ -445,10 +420,10 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     return CalibrationFit(
         found,
         nll(found),
-        nll(calibration(1.0, own)),
+        nll(_calibration(held_out, 1.0, _own(held_out))),
         scaled_map,
         nll(scaled_map),
-        nll(calibration(0.0, own)),
+        nll(_calibration(held_out, 0.0, _own(held_out))),
         len(held_out.f),
     )
 
@@ -457,34 +432,50 @@ def fit_sharpness(held_out: HeldOut) -> Calibration:
     """The τ, or σ of regression, of lowest held-out NLL at s = 1: of a mixture of networks.
 
     Args:
-        held_out: the held-out data, with the networks' ``deviations``.
+        held_out: the held-out data, with the networks' deviations.
     """
+    held_out = held_out.double()
+    loss = held_out.loss("mc", held_out.f[:0])
+    _, (log_sharpness,) = _least(held_out, loss, [_own(held_out)], 1.0)
+    return _calibration(held_out, 1.0, log_sharpness)
+
+
+def _own(held_out: HeldOut) -> float:
+    """Log σ of the posterior, or log τ = 0: where nothing is calibrated."""
+    return math.log(held_out.sigma_noise) if held_out.likelihood == "regression" else 0.0
+
+
+def _calibration(held_out: HeldOut, scale: float, log_sharpness: float) -> Calibration:
+    value = math.exp(log_sharpness)
     is_regression = held_out.likelihood == "regression"
-    own = math.log(held_out.sigma_noise) if is_regression else 0.0
-    loss, M = held_out.double().loss("mc", held_out.f[:0]), len(held_out.f)
-
-    def objective(v: Tensor) -> Tensor:
-        nll = loss(torch.ones(()), v[0].exp())
-        return nll + 0.5 * PRIOR_OF_SHARPNESS * (v[0] - own) ** 2 / M
-
-    bounds = own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1]
-    value = math.exp(_minimize(objective, [own], [bounds])[1][0])
-    return Calibration(1.0, 1.0, value) if is_regression else Calibration(1.0, value)
+    return Calibration(scale, 1.0, value) if is_regression else Calibration(scale, value)
 
 
-def _minimize(
-    loss: Callable[[Tensor], Tensor], start: Sequence[float], bounds: Sequence[tuple[float, float]]
+def _least(
+    held_out: HeldOut, loss: Loss, start: Sequence[float], scale: float = 1.0
 ) -> tuple[float, list[float]]:
-    """The least value of a loss and where it is, by L-BFGS-B with the exact gradient.
+    """The least NLL with the prior, and where it is, by L-BFGS-B with the exact gradient.
+
+    Args:
+        held_out: the data.
+        loss: its NLL.
+        start: (log s, log τ), or (log τ,) at a fixed s; log σ for regression.
+        scale: the fixed s.
 
     Raises:
         FloatingPointError: a loss that is not finite at the start.
     """
     from scipy.optimize import minimize  # here, since it takes long to import
 
+    own, M = _own(held_out), len(held_out.f)
+    bounds = [LOG_SCALES, (own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1])][-len(start) :]
+
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-        value = loss(v)
+        s = v[0].exp() if len(v) == 2 else torch.tensor(scale)
+        root = (0.5 * v[0]).exp() if len(v) == 2 else s.sqrt()
+        prior = PRIOR_OF_SHARPNESS * (v[-1] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
+        value = loss(s if len(v) == 2 or scale else None, v[-1].exp()) + 0.5 * prior / M
         (gradient,) = torch.autograd.grad(value, v)
         return value.item(), gradient.numpy()
 

@@ -20,15 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.files import read_tensors, write_tensors
-from kfac_backend.loss import check_targets, counted_terms
-from kfac_backend.model.batches import Targets
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
-from marglik.posterior.calibration import Calibration
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
-from marglik.prediction.links import Prediction, predict_from_outputs
+from marglik.prediction.links import Calibration, Prediction, predict_from_outputs
 from marglik.prediction.predictive import outputs_of
 from marglik.storage.model_state import check_state, tensors_of
 from marglik.storage.run_folder import ENSEMBLE, MEMBERS, read_record, write_record
@@ -113,22 +110,16 @@ class Ensemble:
         Raises:
             ValueError: no held-out target that counts, or targets that do not fit the outputs.
         """
-        targets_of = Targets(self.likelihood, targets)
 
-        def of_batch(x: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
-            f, y = self._outputs(x).cpu(), targets_of(self.model, x, y).cpu()
-            check_targets(f[0], y, self.likelihood, may_ignore=targets_of.may_ignore)
-            counted = counted_terms(y, self.likelihood)
-            f, y = f.flatten(1, -2), y.flatten(0, f.dim() - 3)  # (K, M, C), (M,) or (M, C)
-            if counted is not None:
-                f, y = f[:, counted.flatten()], y[counted.flatten()]
-            spread = (f - f[0]).movedim(0, 1)  # (M, K, C)
-            return f[0], spread, y.long() if self.likelihood == "classification" else y
+        def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+            f = self._outputs(x)
+            return f[0], (f - f[0]).flatten(1, -2).movedim(0, 1)  # (M, K, C)
 
         f, spread, y = collected(
-            batches, of_batch, lambda _, s: s[:1].numel(), targets.dict_key_y, progress, ranks
-        )
-        held_out = HeldOut(self.likelihood, f, None, y, self.sigma_noise, spread.movedim(1, 0))
+            outputs_and_spread, batches, self.model, self.likelihood, targets, len(self.models),
+            ranks, progress=progress,
+        )  # fmt: skip
+        held_out = HeldOut(self.likelihood, f, spread, y, self.sigma_noise, is_sampled=True)
         self.calibration = ranks.gather(fit_sharpness(held_out), "calibration")[0]
         return self.calibration
 

@@ -1,82 +1,347 @@
-"""Predictions for whole data sets."""
+"""The results of an evaluation as plain data: the content of ``evaluation.json``."""
 
-from collections.abc import Iterable
+import base64
+import io
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import Targets, each_batch, split_batch
-from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.model.batches import each_batch
+from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
+from marglik.data import (
+    CORRUPTIONS,
+    SEVERITIES,
+    ImageBatches,
+    ImageData,
+    ImageSet,
+    ImageSplits,
+    Splits,
+    corrupt,
+    out_of_distribution_images,
+)
+from marglik.data.batches import Shard, split_batches
+from marglik.data.images.out_of_distribution import OutOfDistributionImages
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
+from marglik.prediction.ensemble import Ensemble
+from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
 from marglik.prediction.links import Prediction
-from marglik.prediction.predictive import Predictive
+from marglik.prediction.metrics import (
+    compute_metrics,
+    example_scores,
+    out_of_distribution_metrics,
+    reliability_curve,
+)
+from marglik.prediction.predictive import (
+    Predictive,
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+    predict_all,
+    remembered_calibration,
+)
+from marglik.storage.provenance import environment
 
-__all__ = ["predict_all"]
+__all__ = ["compared", "data_uri", "evaluate", "evaluate_network"]
+
+_logger = logging.getLogger(__name__)
+
+ENTROPY_BINS = 30
+MOST_UNCERTAIN = 12
+"""Number of the most uncertain test images that the report shows."""
+
+IN_SAMPLE = (
+    "Where a predictive was calibrated on the validation set, its metrics on that set are "
+    "in-sample: they do not test it."
+)
+"""Note to print beside such metrics."""
 
 
-def predict_all(
-    predict: Predictive,
-    batches: Iterable[Any],
+def evaluate(
+    predictives: Mapping[str, Predictive],
+    splits: Splits,
+    likelihood: Likelihood,
     *,
-    targets: TargetOptions = TargetOptions(),  # noqa: B008
+    shift: bool = False,
+    ood: ImageData | OutOfDistributionImages | None = None,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
-    **keywords: Any,
-) -> tuple[Prediction, Tensor]:
-    """Predictions and targets of all batches, on the CPU.
-
-    Sequences are flattened to their positions, without those that do not count: metrics of the
-    result are about positions (tokens), not about sequences.
+    scores: dict[str, dict[str, Tensor]] | None = None,
+) -> dict[str, Any]:
+    """Evaluate predictives on test, validation, shifted and out-of-distribution data.
 
     Args:
-        predict: the predictive.
-        batches: (x, y), or mappings.
-        targets: how batches give their targets. ``shift_labels="auto"`` asks the network of
-            `map_predictive` and `laplace_predictive`; with other predictives, targets are not
-            shifted.
-        progress: whether to show a bar.
-        ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
-            loader yields this rank's (`marglik.data.batches.Shard`). All ranks get all predictions,
-            in the order of the data.
-        keywords: single options that replace those of ``targets``, such as ``dict_key_y="target"``.
+        predictives: name -> predictive; the most uncertain images are those of the last one.
+        splits: the data; images are normalised by its mean and std.
+        likelihood: likelihood of the predictives.
+        shift: whether to evaluate on corrupted test images as well, see `corrupt`.
+        ood: out-of-distribution images, told by the predictive entropy.
+        batch_size: number of test examples in a batch.
+        device: device on which batches are made.
+        progress: whether to show progress bars.
+        ranks: the ranks that each predict a part of every batch; all get the same record, except
+            for seconds.
+        scores: a mapping to add to: predictive -> name of a metric -> its value for each test
+            example, (N,). `compared` takes them, to compare two networks on the same examples.
+
+    Returns:
+        For each predictive the metrics, under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
+        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``; intervals of the test metrics, and their
+        differences from those of the first predictive (see `marglik.prediction.intervals`);
+        reliability, risk-coverage and ROC curves; errors by class; histograms of the predictive
+        entropy; and the seconds for the test set. For sequences, all of these are about positions
+        (tokens) that count, and the record has their number; intervals are given only if all
+        sequences have the same number of them.
 
     Raises:
-        ValueError: no batch, or no target that counts.
+        ValueError: shifts or out-of-distribution data without images.
     """
-    targets = targets.but(**keywords)
-    model = getattr(predict, "model", None)
-    if model is None and targets.shift_labels == "auto":
-        targets = targets.but(shift_labels=False)
-    likelihood: Likelihood = getattr(predict, "likelihood", "classification")
-    targets_of = Targets(likelihood, targets)
-    found: list[tuple[Prediction, Tensor]] = []
-    for batch in each_batch(batches, "Predicting", progress):
-        x, y = split_batch(batch, targets.dict_key_y)
-        part: tuple[Prediction, Tensor] | None = None
-        if len(y) or ranks.size == 1:
-            part = _of_counted_terms(
-                predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
+    images = splits if isinstance(splits, ImageSplits) else None
+    if images is None and (shift or ood is not None):
+        raise ValueError(
+            f"{splits.name} holds no images; shift and ood are for images. Leave them out."
+        )
+    if isinstance(ood, ImageData):
+        assert images is not None
+        ood = out_of_distribution_images(ood, images)
+    shard = Shard(ranks.rank, ranks.size)
+
+    def predict_split(name: Any, predict: Predictive) -> tuple[Prediction, Tensor]:
+        batches = split_batches(splits, name, batch_size, device=device, shard=shard)
+        return predict_all(predict, batches, targets=splits.targets, progress=progress, ranks=ranks)
+
+    def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
+        assert images is not None
+        unlabelled = ImageSet(pixels, torch.zeros(len(pixels), dtype=torch.int64))
+        batches = ImageBatches(
+            unlabelled, images.mean, images.std, batch_size, device=device, shard=shard
+        )
+        return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
+
+    scores = {} if scores is None else scores
+    entries: dict[str, dict[str, Any]] = {}
+    uncertain = None
+    for label, predict in predictives.items():
+        _logger.info("evaluating %s on %s", label, splits.name)
+        # The first call computes eigenvectors; the time of the test set must not include that.
+        predict(next(iter(split_batches(splits, "test", 2, device=device)))[0])
+        start = time.perf_counter()
+        prediction, targets = predict_split("test", predict)
+        seconds = time.perf_counter() - start
+        entry = _entry_of_test(prediction, targets, likelihood)
+        if (positions := _positions(splits, likelihood, len(targets))) is not None:
+            of_rows = example_scores(prediction, targets, likelihood)
+            scores[label] = {name: of_examples(row, positions) for name, row in of_rows.items()}
+            ends = {name: list(pair) for name, pair in intervals(scores[label]).items()}
+            entry["intervals"] = _prefixed("test", ends)
+            if (first := next(iter(scores))) != label:
+                found = compared(scores[label], scores[first])
+                entry["against"] = {"predictive": first, "differences": found}
+        if splits.validation is not None:
+            of_validation = compute_metrics(*predict_split("validation", predict), likelihood)
+            entry["metrics"] |= _prefixed("validation", of_validation)
+        if ood is not None:
+            _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
+        if shift and images is not None:
+            shifts = list(product(CORRUPTIONS, SEVERITIES))
+            for kind, severity in each_batch(shifts, "Shifted test sets", progress, unit="set"):
+                shifted = predict_images(corrupt(images.test.images, kind, severity), predict)
+                of_shift = compute_metrics(shifted, images.test.labels, likelihood)
+                entry["metrics"] |= _prefixed(f"shift/{kind}/{severity}", of_shift)
+        if images is not None and likelihood == "classification":
+            examples = _most_uncertain(prediction, images)
+            uncertain = {"predictive": label, "examples": examples}
+        entries[label] = entry | {"seconds": seconds}
+
+    y = None if images is not None else splits.test[1]  # pyright: ignore
+    is_sequence = y is not None and likelihood == "classification" and y.dim() > 1
+    return {
+        "data": splits.name,
+        "likelihood": likelihood,
+        "classes": None if splits.classes is None else list(splits.classes),
+        "num_test": len(splits.test) if y is None else len(y),
+        "num_positions": splits.num_terms if is_sequence else None,  # pyright: ignore
+        "predictives": entries,
+        "ood": None
+        if ood is None
+        else {
+            "name": ood.name,
+            "num_examples": len(ood.images),
+            "score": "entropy",
+            "note": ood.note,
+        },
+        "shift": {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)} if shift else None,
+        "uncertain": uncertain,
+        **environment(torch.device(device)),
+    }
+
+
+def evaluate_network(
+    laplace: Posterior,
+    configs: Sequence[PredictiveConfig],
+    splits: Splits,
+    *,
+    seed: int = 0,
+    ensemble: Ensemble | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`evaluate` a network at its parameters and under its posterior.
+
+    If the posterior has a calibration of a predictive, the temperature-scaled MAP is evaluated,
+    too; a posterior predictive without one is labelled "uncalibrated".
+
+    Args:
+        laplace: the posterior.
+        configs: the ways in which the posterior predicts, evaluated one after the other.
+        splits: see `evaluate`.
+        seed: seed of sampling, the same for each way of predicting.
+        ensemble: an ensemble whose first member is the network.
+        options: further arguments of `evaluate`.
+    """
+    likelihood, sigma = laplace.likelihood, laplace.sigma_noise
+    predictives: dict[str, Predictive] = {"MAP": map_predictive(laplace.model, likelihood, sigma)}
+    calibrations = {}
+    for config in configs:
+        found, label = remembered_calibration(laplace, config), config.label
+        if found is None:
+            label = f"{label}, uncalibrated"
+        else:
+            scaled, calibrations[label] = found.map_calibration, asdict(found.calibration)
+            predictives["MAP, temperature-scaled"] = map_predictive(
+                laplace.model,
+                likelihood,
+                scaled.sigma_noise or sigma,
+                scaled.output_temperature,
             )
-        found += [one for one in ranks.gather(part, "predictions") if one is not None]
-    if not found:
-        raise ValueError("The data is empty: the loader yields no batch.")
-    if not sum(len(y) for _, y in found):
-        raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
-    predictions, all_targets = zip(*found, strict=True)
-    return Prediction.cat(list(predictions)), torch.cat(all_targets)
+        generator = torch.Generator(options["device"]).manual_seed(seed)
+        ranks = options.get("ranks", Ranks(None))
+        predictives[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
+    if ensemble is not None:
+        predictives[ensemble.label] = ensemble
+        if ensemble.calibration is not None:
+            calibrations[ensemble.label] = asdict(ensemble.calibration)
+    record = evaluate(predictives, splits, likelihood, **options)
+    if ensemble is not None:
+        record["predictives"][ensemble.label]["seconds_of_training"] = ensemble.seconds
+    for label, calibration in calibrations.items():
+        record["predictives"][label]["calibration"] = calibration
+    in_sample = bool(calibrations) and splits.validation is not None
+    return record | {"in_sample": IN_SAMPLE if in_sample else ""}
 
 
-def _of_counted_terms(
-    prediction: Prediction, y: Tensor, likelihood: Likelihood
-) -> tuple[Prediction, Tensor]:
-    """Prediction and targets of the positions that count, (M, ...)."""
-    # Only for sequences: a predictive that is not ours does not say its likelihood, and
-    # classification, which is then assumed, would look for ignored labels in any targets.
-    counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
-    if counted is not None:
-        return prediction.terms(counted), y[counted]
-    if prediction.mean.dim() > 2:
-        return prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
-    return prediction, y
+def compared(
+    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, list[float]]:
+    """`differences` of test metrics as plain data, under keys such as ``test/cls/NLL``."""
+    found = differences(scores, reference).items()
+    return _prefixed("test", {name: list(values) for name, values in found})
+
+
+def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
+    """Rows of predictions per test example; None if the number differs between examples.
+
+    The rows of a prediction do not say which sequence they belong to.
+    """
+    if isinstance(splits, ImageSplits):
+        return 1
+    y = splits.test[1]
+    counted = counted_terms(y, likelihood)
+    alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
+    return rows // len(y) if alike else None
+
+
+def _entry_of_test(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, Any]:
+    """Metrics and curves of the test set."""
+    entry: dict[str, Any] = {
+        "metrics": _prefixed("test", compute_metrics(prediction, targets, likelihood)),
+        "intervals": {},
+        "reliability": reliability_curve(prediction, targets, likelihood),
+    }
+    if likelihood != "regression":
+        entry["entropy"] = _entropies(prediction, likelihood)
+    if likelihood == "classification":
+        entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
+        entry["classes"] = errors_by_class(prediction.mean, targets)
+    return entry
+
+
+def _add_ood(
+    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
+) -> None:
+    """Add how well the entropy tells out-of-distribution data from the test set.
+
+    And, as one number, how well the epistemic part does, where there is one.
+    """
+    scores = [p.entropy if p.entropy.dim() == 1 else p.entropy.sum(1) for p in (inside, outside)]
+    entry["metrics"] |= out_of_distribution_metrics(*scores)
+    entry["roc"] = roc_curve(*scores)
+    if ends := area_interval(*scores):
+        entry["intervals"]["ood/AUROC"] = list(ends)
+    if inside.epistemic.any() or outside.epistemic.any():
+        parts = (p.epistemic for p in (inside, outside))
+        by_epistemic = [part if part.dim() == 1 else part.sum(1) for part in parts]
+        found = out_of_distribution_metrics(*by_epistemic)
+        entry["metrics"]["ood/AUROC_epistemic"] = found["ood/AUROC"]
+    entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}/{key}": value for key, value in values.items()}
+
+
+def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:
+    """A histogram of the predictive entropy, from 0 to its largest value."""
+    largest = math.log(prediction.mean.shape[1] if likelihood == "classification" else 2)
+    # Rounding may put an entropy above its bound, where the histogram would not count it.
+    entropy = prediction.entropy.flatten().double().clamp(0, largest)
+    counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))
+    return {"edges": edges.tolist(), "test": [int(count) for count in counts]}
+
+
+def _most_uncertain(prediction: Prediction, splits: ImageSplits) -> list[dict[str, Any]]:
+    entropy = prediction.entropy
+    indices: Iterable[int] = entropy.argsort(descending=True, stable=True).tolist()
+    probability, predicted = prediction.mean.max(dim=-1)
+    return [
+        {
+            "index": i,
+            "label": splits.classes[int(splits.test.labels[i])],
+            "predicted": splits.classes[int(predicted[i])],
+            "probability": probability[i].item(),
+            "entropy": entropy[i].item(),
+            "aleatoric": prediction.aleatoric[i].item(),
+            "epistemic": prediction.epistemic[i].item(),
+            "image": data_uri(splits.test.images[i]),
+        }
+        for i in list(indices)[:MOST_UNCERTAIN]
+    ]
+
+
+def data_uri(image: Tensor, largest: int | None = None) -> str:
+    """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out.
+
+    ``largest`` is the height and width (pixels) that larger images are shrunk to.
+    """
+    from PIL import Image
+
+    channels = 3 if len(image) >= 3 else 1
+    pixels = image[:channels].permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    buffer = io.BytesIO()
+    picture = Image.fromarray(pixels)
+    if largest is not None:
+        picture.thumbnail((largest, largest))
+    picture.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

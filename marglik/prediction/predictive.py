@@ -1,7 +1,10 @@
-"""Predictives: functions from inputs to predictions, at the MAP or under the posterior."""
+"""Predictives: functions from inputs to predictions, at the MAP or under the posterior.
+
+`predict_all` applies one to a whole data set.
+"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
-from kfac_backend.model.batches import examples, to_device
+from kfac_backend.loss import counted_terms
+from kfac_backend.model.batches import Targets, each_batch, examples, split_batch, to_device
 from kfac_backend.model.calls import call_with, num_examples
 from kfac_backend.model.checks import check_finite, check_module
-from kfac_backend.options import Likelihood, check_option, check_positive
+from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
-from marglik.posterior.calibration import Calibration, CalibrationFit
-from marglik.posterior.posterior import Posterior
-from marglik.posterior.subset import Layers
+from marglik.posterior.posterior import Layers, Posterior
 from marglik.prediction.links import (
+    Calibration,
+    CalibrationFit,
     Prediction,
     predict_from_deviations,
     predict_from_gaussian,
@@ -27,12 +31,14 @@ from marglik.prediction.links import (
 )
 
 __all__ = [
+    "ModelPredictive",
     "Predictive",
     "PredictiveConfig",
     "PredictiveMethod",
     "laplace_predictive",
     "map_predictive",
     "outputs_of",
+    "predict_all",
     "remembered_calibration",
 ]
 
@@ -51,7 +57,7 @@ MOST_CLASSES = 4096
 
 
 @dataclass(frozen=True)
-class _ModelPredictive:
+class ModelPredictive:
     """A predictive with its network and likelihood, which `predict_all` needs to match labels."""
 
     predict: Predictive = field(repr=False)
@@ -59,6 +65,7 @@ class _ModelPredictive:
     likelihood: Likelihood
 
     def __call__(self, x: Any) -> Prediction:
+        """The prediction for inputs x."""
         return self.predict(x)
 
 
@@ -101,11 +108,8 @@ class PredictiveConfig:
         check_option("predictive.calibration", self.calibration, CalibrationMethod)
         for name in ("samples", "networks", "batch_size", "memory"):
             value = getattr(self, name)
-            if name == "memory" and value is None:
-                continue
-            check_positive(f"predictive.{name}", value)
-            if not isinstance(value, int):
-                raise TypeError(f"predictive.{name} must be a whole number, not {value!r}.")
+            if value is not None:
+                check_positive(f"predictive.{name}", value)
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
@@ -173,7 +177,7 @@ def map_predictive(
         f = outputs_of(model, x) / output_temperature
         return predict_from_outputs(f[None], likelihood, sigma_noise)
 
-    return _ModelPredictive(in_eval_mode(model, predict), model, likelihood)
+    return ModelPredictive(in_eval_mode(model, predict), model, likelihood)
 
 
 def laplace_predictive(
@@ -220,7 +224,7 @@ def laplace_predictive(
         predict: Predictive = of_networks
     else:
         predict = _from_covariances(laplace, config, generator, calibration)
-    return _ModelPredictive(in_eval_mode(model, torch.no_grad()(predict)), model, likelihood)
+    return ModelPredictive(in_eval_mode(model, torch.no_grad()(predict)), model, likelihood)
 
 
 def _from_covariances(
@@ -263,6 +267,72 @@ def _from_covariances(
         return Prediction(*(part.unflatten(0, (-1, *axes)) for part in parts.tensors()))
 
     return predict
+
+
+def predict_all(
+    predict: Predictive,
+    batches: Iterable[Any],
+    *,
+    targets: TargetOptions = TargetOptions(),  # noqa: B008
+    progress: bool = False,
+    ranks: Ranks = Ranks(None),  # noqa: B008
+    **keywords: Any,
+) -> tuple[Prediction, Tensor]:
+    """Predictions and targets of all batches, on the CPU.
+
+    Sequences are flattened to their positions, without those that do not count: metrics of the
+    result are about positions (tokens), not about sequences.
+
+    Args:
+        predict: the predictive.
+        batches: (x, y), or mappings.
+        targets: how batches give their targets. ``shift_labels="auto"`` asks the network of
+            `map_predictive` and `laplace_predictive`; with other predictives, targets are not
+            shifted.
+        progress: whether to show a bar.
+        ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
+            loader yields this rank's (`marglik.data.batches.Shard`). All ranks get all predictions,
+            in the order of the data.
+        keywords: single options that replace those of ``targets``, such as ``dict_key_y="target"``.
+
+    Raises:
+        ValueError: no batch, or no target that counts.
+    """
+    targets = targets.but(**keywords)
+    model = getattr(predict, "model", None)
+    if model is None and targets.shift_labels == "auto":
+        targets = targets.but(shift_labels=False)
+    likelihood: Likelihood = getattr(predict, "likelihood", "classification")
+    targets_of = Targets(likelihood, targets)
+    found: list[tuple[Prediction, Tensor]] = []
+    for batch in each_batch(batches, "Predicting", progress):
+        x, y = split_batch(batch, targets.dict_key_y)
+        part: tuple[Prediction, Tensor] | None = None
+        if len(y) or ranks.size == 1:
+            part = _of_counted_terms(
+                predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
+            )
+        found += [one for one in ranks.gather(part, "predictions") if one is not None]
+    if not found:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    if not sum(len(y) for _, y in found):
+        raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
+    predictions, all_targets = zip(*found, strict=True)
+    return Prediction.cat(list(predictions)), torch.cat(all_targets)
+
+
+def _of_counted_terms(
+    prediction: Prediction, y: Tensor, likelihood: Likelihood
+) -> tuple[Prediction, Tensor]:
+    """Prediction and targets of the positions that count, (M, ...)."""
+    # Only for sequences: a predictive that is not ours does not say its likelihood, and
+    # classification, which is then assumed, would look for ignored labels in any targets.
+    counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
+    if counted is not None:
+        return prediction.terms(counted), y[counted]
+    if prediction.mean.dim() > 2:
+        return prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
+    return prediction, y
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:

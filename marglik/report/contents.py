@@ -10,7 +10,7 @@ All that the page relies on in a run's files. They may hold more, and lack what 
   ranks, python, versions]
 - log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
   epoch, evidence_per_example, weight_decay, seconds {part: value}
-- evaluation.json: what `marglik.prediction.evaluation_record.evaluate` returns
+- evaluation.json: what `marglik.prediction.evaluation.evaluate` returns
 - config.yaml: options
 """
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from marglik.posterior.calibration import Calibration
+from marglik.prediction.links import Calibration
 from marglik.report import charts
 from marglik.report.contents import MISSING, Run, differing, predictives
 from marglik.report.tables import (

@@ -9,7 +9,7 @@ from torch import nn
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation
 from marglik.augmentation.learned import START
 from marglik.data import ImageSplits, Splits
-from marglik.prediction.evaluation_record import data_uri
+from marglik.prediction.evaluation import data_uri
 from marglik.storage.provenance import Provenance
 
 __all__ = ["augmentation_results", "with_learned_augmentation"]

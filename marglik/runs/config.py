@@ -10,8 +10,8 @@ from kfac_backend.options import (
     check_option,
     check_positive,
 )
+from marglik.posterior.posterior import Layers
 from marglik.posterior.prior import UpdateMethod
-from marglik.posterior.subset import Layers
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 

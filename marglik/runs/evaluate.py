@@ -18,7 +18,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation_record import evaluate_network
+from marglik.prediction.evaluation import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
 from marglik.runs.build import (
     build_from_spec,

@@ -13,11 +13,10 @@ from kfac_backend.options import Likelihood
 from marglik.data import DataSource
 from marglik.data.batches import Shard, split_batches
 from marglik.data.record import data_record
-from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior import Posterior, last_layer
 from marglik.posterior.posterior_file import save_posterior
-from marglik.posterior.pretrained import load_pretrained
+from marglik.posterior.pretrained import freeze_all_but, load_pretrained
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
-from marglik.posterior.subset import freeze_all_but, last_layer
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import (

@@ -130,7 +130,7 @@ def _print_calibration(fit: dict[str, Any] | None) -> None:
             "--data.validation, or x_validation and y_validation in a TensorFile."
         )
         return
-    from marglik.posterior.calibration import Calibration  # late: imports torch
+    from marglik.prediction.links import Calibration  # late: imports torch
 
     _print_paragraph(
         f"{fit['predictive']}: calibrated on {fit['num_terms']} held-out loss terms: "

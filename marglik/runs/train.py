@@ -30,10 +30,9 @@ from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import predict_all
-from marglik.prediction.evaluation_record import compared, data_uri, evaluate_network
+from marglik.prediction.evaluation import compared, data_uri, evaluate_network
 from marglik.prediction.metrics import compute_metrics
-from marglik.prediction.predictive import PredictiveConfig, map_predictive
+from marglik.prediction.predictive import PredictiveConfig, map_predictive, predict_all
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.runs.augmentation import augmentation_results, with_learned_augmentation
 from marglik.runs.build import (

@@ -22,9 +22,8 @@ from marglik.posterior.prior import (
     PriorGroups,
     PriorStructure,
 )
-from marglik.prediction.evaluation import predict_all
 from marglik.prediction.metrics import compute_metrics
-from marglik.prediction.predictive import laplace_predictive
+from marglik.prediction.predictive import laplace_predictive, predict_all
 
 __all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss"]
 

@@ -29,9 +29,8 @@ from kfac_backend.optimizer import KFAC
 from marglik.cli import main as marglik
 from marglik.data.tensors import TensorSplits
 from marglik.models import MLP
-from marglik.posterior.calibration import Calibration
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.links import predict_from_outputs
+from marglik.prediction.links import Calibration, predict_from_outputs
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from marglik.training.optimizers import OptimizerConfig
 from tests import oracles

@@ -15,11 +15,15 @@ from marglik.data import TensorSplits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.evaluation import predict_all
-from marglik.prediction.evaluation_record import evaluate
+from marglik.prediction.evaluation import evaluate
 from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics
-from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.prediction.predictive import (
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+    predict_all,
+)
 from marglik.runs.build import check_model
 from marglik.runs.config import CurvatureConfig
 from marglik.training.learner import PriorLearner

@@ -32,9 +32,14 @@ def data(likelihood, n=9):
     return TensorDataset(x, labels if likelihood == "classification" else targets)
 
 
-@pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize(
+    ("likelihood", "kfac_approx", "backend"),
+    [
+        ("classification", "expand", KfacGGN),
+        ("regression", "reduce", KfacGGN),
+        ("classification", "reduce", KfacEF),
+    ],
+)
 def test_numbers_are_those_of_laplace_torch(likelihood, kfac_approx, backend):
     dataset, model = data(likelihood), network()
     options = {"prior_precision": torch.linspace(0.5, 3.0, 6), "backend": backend}
@@ -160,9 +165,7 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
         ({"likelihood": "poisson"}, ValueError, "'poisson' is not supported"),
         ({"backend": laplace.curvature.CurvlinopsGGN}, TypeError, "pass KfacGGN or KfacEF"),
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
-        ({"prior_precision": torch.ones(6, 1)}, ValueError, "shape \\(6, 1\\)"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
-        ({"asdl_fisher_kwargs": {"kfac_aprox": "reduce"}}, TypeError, "has 'kfac_aprox'"),
         ({"damping": True}, ValueError, "use laplace.KronLaplace"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
         ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),
@@ -176,8 +179,9 @@ def test_wrong_arguments(arguments, error, message):
         KronLaplace(**{"model": network(), "likelihood": "classification"} | arguments)
 
 
-@pytest.mark.parametrize("name", ["prior_precision", "sigma_noise"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("prior_precision", math.inf), ("sigma_noise", 0.0), ("sigma_noise", "1")]
+)
 def test_wrong_hyperparameters_leave_the_old_ones(name, value):
     la = KronLaplace(network(), "regression", sigma_noise=0.5, prior_precision=0.5)
     with pytest.raises(

@@ -1,7 +1,5 @@
 """The outputs' Gaussian against laplace-torch's Jacobians and dense algebra."""
 
-import copy
-
 import pytest
 import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
@@ -21,30 +19,14 @@ def by_jacobians(la, x, **options):
         return LaplaceTorchKronLaplace._glm_predictive_distribution(la, x, **options)
 
 
-CASES = {
-    "expand": ("classification", {}),
-    "reduce": ("classification", {"kfac_approx": "reduce"}),
-    "groups": ("classification", {"groups": 2}),
-    "tempered": ("classification", {"temperature": 0.3}),
-    "scalar": ("classification", {"prior_precision": 0.2}),
-    "regression": ("regression", {"sigma_noise": 0.4, "temperature": 2.0}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equals_laplace_torchs_jacobians(case):
-    likelihood, options = copy.deepcopy(CASES[case])
-    la, x = fitted(likelihood, network(options.pop("groups", 1)), **options)
-    f, covariance = la.output_distribution(x)
-    expected_f, expected = by_jacobians(la, x)
-    assert_close(f, expected_f)
-    assert_close(covariance, expected, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize(
-    ("likelihood", "sigma", "temperature"),
-    [("classification", 1.0, 0.3), ("bernoulli", 1.0, 1.0), ("regression", 0.4, 2.0)],
+    ("likelihood", "sigma", "temperature", "kfac_approx"),
+    [
+        ("classification", 1.0, 0.3, "expand"),
+        ("classification", 1.0, 0.3, "reduce"),
+        ("bernoulli", 1.0, 1.0, "reduce"),
+        ("regression", 0.4, 2.0, "expand"),
+    ],
 )
 def test_equals_dense_algebra(likelihood, sigma, temperature, kfac_approx):
     la, x = fitted(likelihood, sigma_noise=sigma, temperature=temperature, kfac_approx=kfac_approx)
@@ -52,7 +34,8 @@ def test_equals_dense_algebra(likelihood, sigma, temperature, kfac_approx):
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     jacobians = jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
     other = {"expand": "reduce", "reduce": "expand"}[kfac_approx]
-    found = la.output_distribution(x)[1]
+    f, found = la.output_distribution(x)
+    assert_close(f, model(x))
     for approx in (kfac_approx, other):
         blocks = oracles.kfac_blocks(model, x, likelihood, approx)
         total = torch.zeros_like(found)
@@ -81,14 +64,13 @@ def test_float32():
     assert_close(wide, by_jacobians(la, x.double())[1], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "layers"),
     [
-        ("prior_precision", 7.0),
-        ("prior_precision", DELTAS.flip(0)),
-        ("sigma_noise", 0.2),
-        ("temperature", 3.0),
+        ("prior_precision", DELTAS.flip(0), "all"),
+        ("prior_precision", 7.0, "last"),
+        ("sigma_noise", 0.2, "all"),
+        ("temperature", 3.0, "last"),
     ],
 )
 def test_changed_hyperparameters_are_seen(name, value, layers):
@@ -160,12 +142,11 @@ def test_last_layer_of_a_single_layer_and_of_a_model_with_parameters_of_its_own(
     assert (everything - last).norm() > 1e-3
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("layers", ["all", "last"])
-def test_without_gradients(context, layers):
+def test_without_gradients(layers):
     la, x = fitted()
     expected, _ = fitted()
-    with context():
+    with torch.inference_mode():
         inside = la.output_distribution(x * 1.0, layers)
     outside = la.output_distribution(x, layers)
     assert_close(inside, expected.output_distribution(x, layers))

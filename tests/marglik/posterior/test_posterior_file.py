@@ -1,6 +1,5 @@
 """A posterior comes back from its folder to the bit, and damage to it is found."""
 
-import math
 from itertools import product
 
 import pytest
@@ -8,12 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from kfac_backend.files import file_sum
 from kfac_backend.options import CurvatureOptions
-from marglik import KronLaplace
-from marglik.posterior.posterior import Posterior
-from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.storage.run_folder import POSTERIOR, read_posterior, write_record
+from marglik import KronLaplace, Posterior, load_posterior, save_posterior
+from marglik.storage.run_folder import POSTERIOR
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,48 +78,20 @@ def test_all_options_of_the_pass_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("likelihood", None),
-        ("sigma_noise", "one"),
-        ("temperature", math.nan),
-        ("prior_precision", {"0.weight": math.nan}),
-        ("prior_precision", [1.0]),
-        ("curvature", {"mode": "expand"}),
-        ("calibrations", {"Laplace, probit": {}}),
-    ],
+    ("name", "damage"),
+    [*((name, "a byte") for name in FILES), (POSTERIOR, "missing"), (FILES[2], "another run's")],
 )
-def test_records_whose_sums_are_right_but_not_their_values(name, value, folder):
-    """One clear error, and the network is as it was."""
-    record = read_posterior(folder)
-    sums = {file: file_sum(folder / file) for file in FILES[1:]}
-    wrong = {key: v for key, v in record.items() if (key, value) != (name, None)}
-    wrong |= {} if value is None else {name: value}
-    write_record(folder / POSTERIOR, wrong, sums)
-    model = network(seed=5)
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"posterior\.json in .* is damaged: .*Fit again"):
-        load_posterior(folder, model)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    write_record(folder / POSTERIOR, record, sums)  # the control
-    load_posterior(folder, model)
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "a byte", "another run's"])
 def test_damaged_files_are_found(name, damage, folder, tmp_path):
     path, model = folder / name, network(seed=5)
     content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     if damage == "missing":
         path.unlink()
-    elif damage == "another run's":
-        save_posterior(fitted("regression", seed=3), tmp_path / "other")
+    if damage == "another run's":
+        save_posterior(fitted("regression", seed=3), tmp_path / "other", frozen=True)
         path.write_bytes((tmp_path / "other" / name).read_bytes())
-    else:
-        middle = len(content) // 2
-        altered = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        path.write_bytes({"empty": b"", "cut": content[:-9], "a byte": altered}[damage])
-    with pytest.raises((ValueError, FileNotFoundError), match=f"{name}|other files") as caught:
+    with pytest.raises((ValueError, FileNotFoundError), match=name) as caught:
         load_posterior(folder, model)
     assert any(way in str(caught.value) for way in ("wrote it again", "make one with"))
     assert torch.equal(model[0].weight, network(seed=5)[0].weight)
@@ -208,22 +176,6 @@ def test_a_frozen_base_is_not_saved(on_base, tmp_path):
         assert torch.equal(predictions(loaded, x, [method])[method].mean, prediction.mean)
     assert torch.equal(loaded.log_marginal_likelihood(), on_base.log_marginal_likelihood())
     assert not model.base.weight.requires_grad and model.down.weight.requires_grad
-
-
-@pytest.mark.parametrize("change", ["another", "one bit", "dtype"])
-def test_another_base_is_refused_and_the_network_not_touched(change, on_base, tmp_path):
-    save_posterior(on_base, tmp_path)
-    model = lora(seed=1)
-    if change != "another":
-        model.base.load_state_dict(on_base.model.base.state_dict())
-    if change == "one bit":
-        model.base.weight.data.view(torch.int32)[3, 4] ^= 1
-    if change == "dtype":
-        model.base.double()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="Load the same pretrained parameters first"):
-        load_posterior(tmp_path, model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_base_that_is_saved_too(on_base, tmp_path):

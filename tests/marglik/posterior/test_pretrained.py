@@ -1,4 +1,4 @@
-"""Checkpoints as people keep them, and those that are refused, without running what is in them."""
+"""Networks trained elsewhere: their checkpoints, and no code of them; the last layer."""
 
 from collections import OrderedDict
 
@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from marglik.posterior.pretrained import load_pretrained
+from marglik.posterior.posterior import last_layer
+from marglik.posterior.pretrained import freeze_all_but, load_pretrained
 
-PREFIXES = ["module.", "_orig_mod.", "model.", "net.", "_orig_mod.module.", "model.net."]
+PREFIXES = ["module.", "net.", "_orig_mod.module."]
 
 
 def network(seed=0):
@@ -31,7 +32,7 @@ def saved(content, path, **options):
 
 KEPT = {
     "safetensors": (state(), ".safetensors", {}),
-    **{suffix: (state(), suffix, {}) for suffix in (".pt", ".pth", ".ckpt", ".bin")},
+    ".bin": (state(), ".bin", {}),
     "before zip files": (state(), ".pt", {"_use_new_zipfile_serialization": False}),
     **{
         key: ({"epoch": 3, "optimizer": {"lr": 0.1}, key: OrderedDict(state())}, ".pt", {})
@@ -67,12 +68,9 @@ def wrong(name, tensor):
 
 REFUSED = {
     "a module": (network(), "Save the network's state_dict"),
-    "a module in a mapping": ({"model": network()}, "Save the network's state_dict"),
     **{
         f"{type(content).__name__} {i}": (content, "holds no state dict")
-        for i, content in enumerate(
-            [{}, [1, 2], {"epoch": 3}, torch.zeros(3), {"state_dict": {}}, {"0.weight": [1.0]}]
-        )
+        for i, content in enumerate([{}, [1, 2], {"epoch": 3}, {"0.weight": [1.0]}])
     },
     "int8": (wrong("0.weight", torch.ones(4, 3, dtype=torch.int8)), "'0.weight' as .* torch.int8"),
     "complex": (wrong("0.weight", torch.ones(4, 3) * 1j), "'0.weight' as .* torch.complex64"),
@@ -104,3 +102,69 @@ def test_other_paths(tmp_path):
         load_pretrained(network(), tmp_path / "net.onnx")
     with pytest.raises(FileNotFoundError, match="No checkpoint at .*nothing.pt"):
         load_pretrained(network(), tmp_path / "nothing.pt")
+
+
+# --- the last layer ---
+
+
+class Reversed(nn.Module):
+    """Runs its layers from the last to the first; one only in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.body = nn.Linear(5, 3), nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5))
+        self.auxiliary = nn.Linear(3, 3)
+        self.spare = nn.Linear(3, 3)  # never runs
+
+    def forward(self, x):
+        f = self.head(self.body(x))
+        return self.auxiliary(f) if self.training else f
+
+
+class OwnParameters(nn.Module):
+    """Holds parameters of its own beside its layers, as vision transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.inner, self.head = nn.Parameter(torch.ones(6)), Reversed(), nn.Linear(3, 2)
+
+    def forward(self, batch):
+        return self.head(self.inner(batch["a"] + batch["b"] + self.token))
+
+
+X = torch.randn(4, 6)
+MAPPING = {"a": X, "b": X}
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "expected"),
+    [
+        (nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2), nn.Softplus()), X, "2"),
+        (nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3)), X, "1"),
+        (nn.Linear(6, 3), X, ""),
+        (Reversed(), X, "head"),
+        (OwnParameters(), MAPPING, "head"),
+        (nn.Sequential(nn.Linear(6, 6), Reversed()), X, "1.head"),
+    ],
+)
+def test_runs_last(model, x, expected):
+    assert last_layer(model.train(), x) == expected
+
+
+def test_frozen_layers_do_not_count():
+    model = Reversed()
+    model.head.requires_grad_(False)
+    assert last_layer(model, X) == "body.0"
+    model.body.requires_grad_(False)
+    with pytest.raises(ValueError, match="Reversed runs no layer with trainable parameters"):
+        last_layer(model, X)
+
+
+@pytest.mark.parametrize("layer", ["head", "body"])
+def test_one_layer_is_left(layer):
+    model = Reversed()
+    model.head.weight.requires_grad_(False)
+    freeze_all_but(model, layer)
+    left = {name for name, p in model.named_parameters() if p.requires_grad}
+    prefix = "body.0" if layer == "body" else layer
+    assert left == {f"{prefix}.weight", f"{prefix}.bias"}

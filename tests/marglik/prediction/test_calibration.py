@@ -8,7 +8,6 @@ import torch
 from scipy import stats
 from torch.testing import assert_close
 
-from marglik.posterior.calibration import Calibration
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction import calibration
 from marglik.prediction.calibration import (
@@ -18,13 +17,13 @@ from marglik.prediction.calibration import (
     calibrate,
     fit_calibration,
 )
-from marglik.prediction.evaluation import predict_all
-from marglik.prediction.links import predict_from_gaussian
+from marglik.prediction.links import Calibration, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import (
     PredictiveConfig,
     laplace_predictive,
     map_predictive,
+    predict_all,
     remembered_calibration,
 )
 from tests.marglik.prediction.gaussians import gaussians
@@ -56,7 +55,7 @@ def nll(data, link, calibration):
     generator = torch.Generator().manual_seed(0)  # as the search draws them
     noise = torch.randn(SAMPLES, data.f.shape[1], generator=generator, dtype=torch.float64)
     prediction = predict_from_gaussian(
-        data.f, data.covariance, data.likelihood, link, noise, data.sigma_noise, calibration
+        data.f, data.spread, data.likelihood, link, noise, data.sigma_noise, calibration
     )
     if data.likelihood != "regression":
         return compute_metrics(prediction, data.targets, data.likelihood)["cls/NLL"]
@@ -93,8 +92,8 @@ def test_rounding_of_outputs_decides_nothing(likelihood, link):
     data = held_out(likelihood, n=500)
     found = []
     for change in (0, 1e-7):
-        f, V = (t * (1 + change * torch.randn_like(t)) for t in (data.f, data.covariance))
-        rounded = replace(data, f=f.float(), covariance=V.float())
+        f, V = (t * (1 + change * torch.randn_like(t)) for t in (data.f, data.spread))
+        rounded = replace(data, f=f.float(), spread=V.float())
         found.append(fit_calibration(rounded, link, SAMPLES).calibration)
     first, second = ((c.covariance_scale, c.sigma_noise or c.output_temperature) for c in found)
     assert second == pytest.approx(first, rel=1e-5)
@@ -139,10 +138,10 @@ def test_few_examples_leave_a_right_posterior_nearly_as_it_is(monkeypatch):
 def test_it_finds_what_made_the_data():
     """Targets of N(f, s V + σ²); labels of N(f, s V)/τ; and of f/τ, where V is useless."""
     data = held_out("regression", n=20_000)
-    spread = data.covariance.diagonal(dim1=1, dim2=2)
+    spread = data.spread.diagonal(dim1=1, dim2=2)
     noise = torch.randn(data.f.shape, dtype=torch.float64, generator=torch.Generator())
     targets = data.f + (0.3 * spread + 0.25).sqrt() * noise
-    fit = fit_calibration(HeldOut("regression", data.f, data.covariance, targets))
+    fit = fit_calibration(HeldOut("regression", data.f, data.spread, targets))
     assert fit.calibration.covariance_scale == pytest.approx(0.3, rel=0.05)
     assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
     assert fit.nll < min(fit.nll_scaled_map - 0.01, fit.nll_uncalibrated - 0.1)
@@ -235,10 +234,10 @@ def test_linearised_networks_and_variances_alone_are_calibrated_as_covariances()
     assert by_networks.nll_scaled_map == pytest.approx(by_mc.nll_scaled_map)
     alone = HeldOut.of(la, held_out, links=["probit"])
     both = HeldOut.of(la, held_out)
-    assert (alone.covariance.dim(), both.covariance.dim()) == (2, 3)
+    assert (alone.spread.dim(), both.spread.dim()) == (2, 3)
     fits = [fit_calibration(one, "probit") for one in (alone, both)]
     assert fits[0].nll_uncalibrated == pytest.approx(fits[1].nll_uncalibrated, rel=1e-10)
-    wrong = replace(both, covariance=2 * both.covariance)  # the control
+    wrong = replace(both, spread=2 * both.spread)  # the control
     assert abs(fit_calibration(wrong).nll_uncalibrated - fits[0].nll_uncalibrated) > 1e-6
 
 
@@ -269,7 +268,7 @@ def test_many_terms_are_thinned_alike_for_all_links(monkeypatch):
     some = HeldOut.of(la, batches)
     f = la.model.eval()(x).detach()
     assert torch.equal(some.f, f[::4]) and torch.equal(some.targets, y[::4])
-    assert_close(some.covariance, la.output_distribution(x)[1][::4])
+    assert_close(some.spread, la.output_distribution(x)[1][::4])
     fits = calibration.calibrations_of(la, batches)
     assert len({fit.num_terms for fit in fits.values()}) == 1
     assert len({fit.nll_map for fit in fits.values()}) == 1

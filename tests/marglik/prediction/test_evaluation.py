@@ -26,8 +26,7 @@ from marglik.data import (
     TensorSplits,
     corrupt,
 )
-from marglik.prediction.evaluation import predict_all
-from marglik.prediction.evaluation_record import evaluate
+from marglik.prediction.evaluation import evaluate
 from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
@@ -35,7 +34,12 @@ from marglik.prediction.metrics import (
     example_scores,
     out_of_distribution_metrics,
 )
-from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
+from marglik.prediction.predictive import (
+    PredictiveConfig,
+    laplace_predictive,
+    map_predictive,
+    predict_all,
+)
 from tests.marglik.small_laplace import TakesMapping, data, network
 
 

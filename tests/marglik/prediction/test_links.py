@@ -9,8 +9,7 @@ import torch
 from scipy import integrate, linalg, special, stats
 from torch.testing import assert_close
 
-from marglik.posterior.calibration import Calibration
-from marglik.prediction.links import predict_from_outputs
+from marglik.prediction.links import Calibration, predict_from_outputs
 from tests.marglik.prediction.gaussians import entropy, gaussians, predict
 
 
