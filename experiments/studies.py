@@ -33,6 +33,7 @@ __all__ = [
     "of_each_problem",
     "quiet_training",
     "results_in",
+    "slug",
     "standard_error",
     "study",
 ]
@@ -165,6 +166,11 @@ def as_they_finish(
 def _with_progress(function: Callable[[Any], Result], task: Run) -> Result:
     with progress_lines(f"{task.name}: "):
         return function(task)
+
+
+def slug(text: str) -> str:
+    """A text as part of a file's name: lower case, letters and digits, else underscores."""
+    return "".join(c if c.isalnum() else "_" for c in text.lower())
 
 
 # Tables

@@ -1,5 +1,6 @@
 """DART: sentences about triples of data, as sequences of bytes for language models."""
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -8,10 +9,8 @@ import torch
 from torch import Tensor
 
 from experiments.data.archives import unpacked
-from kfac_backend.files import parse_json
-from marglik.data.source import DataSource
 from marglik.data.splits import check_fraction, check_seed
-from marglik.data.tensors import TensorSplits
+from marglik.data.tensors import DataSource, TensorSplits
 from marglik.sizes import check_sizes
 
 __all__ = ["DART", "IGNORED"]
@@ -77,9 +76,9 @@ class DART(DataSource):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is damaged or of another form, or has too few windows.
+            ValueError: if it is damaged, or has too few windows.
         """
-        groups = _texts_by_triples(*unpacked(self.path, FILE, ORIGIN))
+        groups = _texts_by_triples(unpacked(self.path, FILE, ORIGIN))
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
         shuffled = [groups[i] for i in order.tolist()]
         left = iter(shuffled)
@@ -121,19 +120,14 @@ class DART(DataSource):
                 yield part[:-1] + missing * [PADDING], y
 
 
-def _texts_by_triples(path: Path, content: bytes) -> list[list[bytes]]:
+def _texts_by_triples(content: bytes) -> list[list[bytes]]:
     """Groups of texts whose entries have the same triples, in the file's order."""
     groups: dict[frozenset, list[bytes]] = {}
-    try:
-        for entry in parse_json(content):
-            triples = [tuple(_line(part) for part in triple) for triple in entry["tripleset"]]
-            subject = " && ".join(" | ".join(triple) for triple in triples)
-            text = f"\n{subject} => {_line(entry['annotations'][0]['text'])}\n".encode()
-            groups.setdefault(frozenset(triples), []).append(text)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"'{path}' is no JSON of DART v1.1.1 ({type(error).__name__}: {error}). Fetch it again."
-        ) from error
+    for entry in json.loads(content):
+        triples = [tuple(_line(part) for part in triple) for triple in entry["tripleset"]]
+        subject = " && ".join(" | ".join(triple) for triple in triples)
+        text = f"\n{subject} => {_line(entry['annotations'][0]['text'])}\n".encode()
+        groups.setdefault(frozenset(triples), []).append(text)
     return list(groups.values())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from experiments.data.archives import members, unpacked
+from experiments.data.archives import members
 from kfac_backend.files import read_tensors, sha256, write_tensors
 from marglik.data.images.image_set import ImageSet
 from marglik.data.images.sources import MEAN, STD, TwoPartData, decode_images
@@ -25,7 +25,7 @@ class ImageArchive(TwoPartData):
     sum of the archive's path, size and time of change.
 
     Args:
-        path: the .tar or .tar.gz archive.
+        path: the .tar.gz archive.
         validation: share of the training images that become the validation set, in [0, 1).
         max_train: number of training images to use, including validation; all if not given.
         max_test: number of test images to use; all if not given.
@@ -61,11 +61,11 @@ class ImageArchive(TwoPartData):
         return Path(folder, "marglik", f"{sha256(key.encode())}.safetensors")
 
     def _decode(self, part: str, cached: Path) -> None:
-        path, content = unpacked(self.archive, self.archive.name, "the archive of images")
-        found = {PurePosixPath(name): data for name, data in members(path, content).items()}
+        files = members(self.archive, self.archive.name, "the archive of images")
+        found = {PurePosixPath(name): data for name, data in files.items()}
         names = sorted(name for name in found if name.parts[-3:-2] == (part,))
         if not names:
-            raise ValueError(f"'{path}' has no images {part}/CLASS/IMAGE.")
+            raise ValueError(f"'{self.archive}' has no images {part}/CLASS/IMAGE.")
         classes = sorted({name.parts[-2] for name in names})
         images = decode_images([io.BytesIO(found[n]) for n in names], [str(n) for n in names])
         labels = torch.tensor([classes.index(name.parts[-2]) for name in names])

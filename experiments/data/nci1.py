@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from experiments.data.archives import members, unpacked
-from marglik.data.source import DataSource
+from experiments.data.archives import members
 from marglik.data.splits import check_fraction, check_seed, stratified
-from marglik.data.tensors import TensorSplits
+from marglik.data.tensors import DataSource, TensorSplits
 from marglik.graphs import Graphs
 from marglik.sizes import check_sizes
 
@@ -60,10 +59,9 @@ class NCI1(DataSource):
 
         Raises:
             FileNotFoundError: if there is no such archive.
-            ValueError: if it is damaged or lacks a file, if its files do not fit together, or a
-                part would be too small or too large.
+            ValueError: if it is damaged, or a part would be too small or too large.
         """
-        graphs, labels, classes = _read(*unpacked(self.path, FILE, ORIGIN))
+        graphs, labels, classes = _read(members(self.path, FILE, ORIGIN))
 
         def divide(which: Tensor, size: int, cause: str) -> tuple[Tensor, Tensor]:
             chosen, rest = stratified(labels[which], size, classes, self.seed, cause)
@@ -82,36 +80,18 @@ class NCI1(DataSource):
         return TensorSplits(pairs[0], validation, pairs[1], "NCI1", classes)
 
 
-def _read(path: Path, content: bytes) -> tuple[Graphs, Tensor, tuple[str, ...]]:
+def _read(files: dict[str, bytes]) -> tuple[Graphs, Tensor, tuple[str, ...]]:
     """Graphs, labels, class names."""
-    files = {Path(name).name: text for name, text in members(path, content).items()}
-    try:
-        A, owner, labels, kinds = (_numbers(files[f"NCI1_{part}.txt"]) for part in PARTS)
-        return _assembled(A.reshape(-1, 2), owner, labels, kinds)
-    except (KeyError, ValueError, IndexError, OverflowError) as error:
-        raise ValueError(f"The files in '{path}' do not fit together: {error}") from error
-
-
-def _numbers(text: bytes) -> np.ndarray:
-    """The numbers of a text, separated by commas or white space."""
-    return np.array([int(number) for number in text.replace(b",", b" ").split()], dtype=np.int64)
-
-
-def _assembled(
-    A: np.ndarray, graph_indicator: np.ndarray, graph_labels: np.ndarray, node_labels: np.ndarray
-) -> tuple[Graphs, Tensor, tuple[str, ...]]:
+    texts = {Path(name).name: text for name, text in files.items()}
+    A, graph_indicator, graph_labels, node_labels = (
+        np.array(texts[f"NCI1_{part}.txt"].replace(b",", b" ").split(), dtype=np.int64)
+        for part in PARTS
+    )
     # The files count nodes and graphs from 1.
-    owner = torch.from_numpy(graph_indicator) - 1  # (V,)
-    G, V = len(graph_labels), len(owner)
-    if V != len(node_labels):
-        raise ValueError(f"graph_indicator has {V} nodes and node_labels {len(node_labels)}.")
-    if not V or owner.diff().min() < 0 or owner[0] < 0 or owner[-1] != G - 1:
-        raise ValueError(f"graph_indicator must ascend from 1 to the {G} graphs of graph_labels.")
-    if len(A) and not 1 <= A.min() <= A.max() <= V:
-        raise ValueError(f"A has nodes that are not 1 to {V}.")
+    owner, G = torch.from_numpy(graph_indicator) - 1, len(graph_labels)  # (V,)
     kinds, codes = np.unique(node_labels, return_inverse=True)
     names, labels = np.unique(graph_labels, return_inverse=True)
-    senders, receivers = (torch.from_numpy(A) - 1).unbind(1)
+    senders, receivers = (torch.from_numpy(A).view(-1, 2) - 1).unbind(1)
     order = owner[senders].argsort(stable=True)  # `Graphs` needs edges in the order of graphs
     graphs = Graphs(
         one_hot(torch.from_numpy(codes), len(kinds)).float(),

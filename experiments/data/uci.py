@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.archives import members, unpacked
-from marglik.data.source import DataSource
-from marglik.data.tensors import TensorSplits
+from experiments.data.archives import members
+from marglik.data.tensors import DataSource, TensorSplits
 
 __all__ = ["UCI", "StandardisedSplits"]
 
@@ -60,19 +59,17 @@ class UCI(DataSource):
 
         Raises:
             FileNotFoundError: if there is no such archive.
-            ValueError: if the archive is damaged or has no such set or split, or its files do not
-                fit together.
+            ValueError: if the archive is damaged.
+            KeyError: if it has no such set or split.
         """
-        path, content = unpacked(self.path, FILE, ORIGIN)
-        files = {PurePosixPath(name): text for name, text in members(path, content).items()}
-        texts = {name.stem: text for name, text in files.items() if name.parent.name == self.name}
-        try:
-            data = _table(texts["data"])
-            features, target = _disjoint(texts, "index_features", "index_target", data.shape[1])
-            parts = f"index_train_{self.split}", f"index_test_{self.split}"
-            train, test = _disjoint(texts, *parts, len(data))
-        except (KeyError, ValueError, IndexError) as error:
-            raise ValueError(f"'{path}', set {self.name!r}: {error}.") from error
+        files = {PurePosixPath(k): v for k, v in members(self.path, FILE, ORIGIN).items()}
+        own = {path.stem: text for path, text in files.items() if path.parent.name == self.name}
+        tables = {
+            name: np.loadtxt(text.decode().splitlines(), ndmin=1) for name, text in own.items()
+        }
+        data, names = tables["data"], ("index_features", "index_target")
+        parts = (*names, f"index_train_{self.split}", f"index_test_{self.split}")
+        features, target, train, test = (tables[part].astype(int) for part in parts)
         return self._standardised(data[:, features], data[:, target], train, test)
 
     def _standardised(
@@ -91,23 +88,3 @@ class UCI(DataSource):
         return StandardisedSplits(
             pair(train), None, pair(test), name, target_mean=y_mean, target_std=y_std
         )
-
-
-def _disjoint(
-    texts: dict[str, bytes], first: str, second: str, size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The rows or columns that two texts list, each at most once; some are written 3.0e+00."""
-    lists = [_table(texts[name]).flatten() for name in (first, second)]
-    numbers = np.concatenate(lists)
-    # numpy would count negative ones from the end, truncate fractions, and take some twice: an
-    # example in both parts, or the target as a feature of itself.
-    inside = (numbers % 1 == 0) & (numbers >= 0) & (numbers < size)
-    if not inside.all() or len(np.unique(numbers)) < len(numbers):
-        raise ValueError(f"{first} and {second} must list different ones of 0 to {size - 1}")
-    return lists[0].astype(int), lists[1].astype(int)
-
-
-def _table(text: bytes) -> np.ndarray:
-    """The numbers of a text, (rows, columns)."""
-    # Python's float, since numpy drops null bytes at the end of a string.
-    return np.array([[float(part) for part in line.split()] for line in text.splitlines() if line])

@@ -54,6 +54,7 @@ from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    slug,
     standard_error,
     study,
 )
@@ -180,7 +181,7 @@ class Task:
     @property
     def name(self) -> str:
         """The name of its file, without its ending."""
-        return self.data.replace(" ", "_")
+        return slug(self.data)
 
 
 @quiet_training()

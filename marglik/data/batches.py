@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int64, UInt8
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from marglik.data.images.image_set import ImageSet, ImageSplits, check_normalisation
+from marglik.data.images.image_set import ImageSet, ImageSplits
 from marglik.data.tensors import Inputs, Pair, SplitName, TensorSplits
 from marglik.sizes import check_sizes
 
@@ -124,11 +124,8 @@ class TensorBatches(MemoryBatches):
     Args:
         x: inputs, a tensor (N, ...) or N graphs.
         y: targets, (N, ...).
-        batch_size: B; the last batch may be smaller.
-        shuffle: whether each iteration takes the examples in a new order.
-        seed: seed of shuffling.
+        batch_size: as for `MemoryBatches`, with shuffle, seed and shard.
         device: where the batches are made.
-        shard: the part of each batch that is yielded.
     """
 
     def __init__(
@@ -161,19 +158,12 @@ class ImageBatches(MemoryBatches):
         images: the images.
         mean: mean per channel in 0..255.
         std: standard deviation per channel in 0..255.
-        batch_size: B; the last batch may be smaller.
-        shuffle: whether each iteration takes the images in a new order.
+        batch_size: as for `MemoryBatches`, with shuffle, seed and shard.
         augment: "crop_flip" for random crops of the image padded by 4 zero pixels, and random
             horizontal flips, new in each iteration; "none" for the images as they are.
         device: where the batches are made.
-        seed: seed of shuffling and augmentation.
         channels_last: whether x is laid out in memory as (B, H, W, C), which is faster for
             convolutions on most devices.
-        shard: the part of each batch that is yielded.
-
-    Raises:
-        ValueError: if there are no images, ``batch_size`` is below 1, ``augment`` is unknown, or
-            mean and std do not fit.
     """
 
     def __init__(
@@ -191,13 +181,6 @@ class ImageBatches(MemoryBatches):
         shard: Shard = WHOLE,
     ) -> None:
         super().__init__(len(images), batch_size, shuffle, seed, shard)
-        if not len(images):
-            raise ValueError("The image set is empty, so there are no batches; load some images.")
-        if augment not in get_args(Augmentation):
-            raise ValueError(
-                f"augment={augment!r} is unknown; choose one of {get_args(Augmentation)}."
-            )
-        check_normalisation(tuple(mean), tuple(std), images.images.shape[1])
         self.dataset = images.to(device)
         self.augment: Augmentation = augment
         self._mean = torch.tensor(mean, dtype=torch.float32, device=device)[:, None, None]

@@ -1,4 +1,4 @@
-"""Stratified subsets, the validation split, and the pixel statistics."""
+"""Stratified parts, what is held out, and the pixel statistics."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from marglik.data.images.image_set import ImageSet, ImageSplits
+from marglik.data.images.image_set import ImageSplits
 from marglik.data.tensors import TensorSplits
 
 __all__ = [
@@ -14,10 +14,7 @@ __all__ = [
     "check_seed",
     "hold_out",
     "pixel_statistics",
-    "split_off",
-    "split_off_validation",
     "stratified",
-    "subset",
 ]
 
 
@@ -32,45 +29,6 @@ def check_seed(seed: int) -> None:
     """Raise a ValueError unless scikit-learn accepts the seed."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}.")
-
-
-def subset(
-    images: ImageSet, size: int | None, classes: tuple[str, ...], seed: int, argument: str
-) -> ImageSet:
-    """Return a stratified random subset of ``size`` images, or all images if ``size`` is None.
-
-    Args:
-        images: the images to choose from; the chosen ones keep their order.
-        size: number of images.
-        classes: class names.
-        seed: seed of the choice.
-        argument: the user's name of ``size``, for errors.
-
-    Raises:
-        ValueError: if there are fewer images, or a class would get none.
-    """
-    if size is None or size == len(images):
-        return images
-    chosen, _ = split_off(images, size, classes, seed, f"{argument}={size}")
-    _check_classes(chosen.labels, classes, 1, f"{argument}={size}")
-    return chosen
-
-
-def split_off_validation(
-    train: ImageSet, fraction: float, classes: tuple[str, ...], seed: int
-) -> tuple[ImageSet, ImageSet | None]:
-    """Split off a stratified validation set; returns the rest and it, or None if the fraction is 0.
-
-    Raises:
-        ValueError: if a part would be smaller than the number of classes, or no training
-            image of a class be left.
-    """
-    if fraction == 0:
-        return train, None
-    size, cause = round(fraction * len(train)), f"validation={fraction}"
-    validation, rest = split_off(train, size, classes, seed, cause)
-    _check_classes(rest.labels, classes, 1, cause)
-    return rest, validation
 
 
 AnySplits = TypeVar("AnySplits", ImageSplits, TensorSplits)
@@ -97,7 +55,6 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> tuple[AnySplits, Ten
     # Sequences and labels that do not count belong to no class.
     if classes and y.dim() == 1 and bool(((y >= 0) & (y < len(classes))).all()):
         chosen, rest = stratified(y, size, classes, seed, cause)
-        _check_classes(y[rest], classes, 1, cause)
     else:
         _check_sizes(len(y), size, 1, cause)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
@@ -109,14 +66,6 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> tuple[AnySplits, Ten
         x, _ = splits.train
         parts = (x[rest], y[rest]), (x[chosen], y[chosen])
     return replace(splits, train=parts[0], validation=parts[1]), rest
-
-
-def split_off(
-    images: ImageSet, size: int, classes: tuple[str, ...], seed: int, cause: str
-) -> tuple[ImageSet, ImageSet]:
-    """Return a stratified random choice of ``size`` images, and the rest, both in order."""
-    chosen, rest = stratified(images.labels, size, classes, seed, cause)
-    return images.select(chosen), images.select(rest)
 
 
 def stratified(
@@ -141,7 +90,12 @@ def stratified(
     from sklearn.model_selection import train_test_split
 
     _check_sizes(len(labels), size, len(classes), cause)
-    _check_classes(labels, classes, 2, cause)
+    counts = labels.bincount(minlength=len(classes))
+    if counts.min() < 2:
+        raise ValueError(
+            f"{cause}: class {classes[int(counts.argmin())]!r} has {counts.min()} example(s), and "
+            "each part needs one. Add some, or remove the class."
+        )
     # scikit-learn's rounding of each class's share: part of what a seed means.
     chosen, rest = train_test_split(
         torch.arange(len(labels)).numpy(),
@@ -150,16 +104,6 @@ def stratified(
         random_state=seed,
     )
     return torch.from_numpy(chosen).sort().values, torch.from_numpy(rest).sort().values
-
-
-def _check_classes(labels: Tensor, classes: tuple[str, ...], least: int, cause: str) -> None:
-    counts = labels.bincount(minlength=len(classes))
-    if counts.min() < least:
-        rare = int(counts.argmin())
-        raise ValueError(
-            f"{cause}: class {classes[rare]!r} is so rare that {counts[rare]} of its examples are "
-            f"left, and {least} are needed. Add some, remove the class, or choose another number."
-        )
 
 
 def _check_sizes(total: int, size: int, least: int, cause: str) -> None:

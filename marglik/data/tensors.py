@@ -1,17 +1,18 @@
-"""Data in tensors or graphs: splits and files."""
+"""Data in tensors or graphs: splits and files; the interface of all data sources."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kfac_backend.options import TargetOptions
-from marglik.data.source import DataSource
 from marglik.graphs import Graphs
 
 __all__ = [
+    "DataSource",
     "Inputs",
     "Pair",
     "SplitName",
@@ -26,6 +27,14 @@ Inputs = Tensor | Graphs
 """N examples: a tensor (N, ...), or N graphs."""
 Pair = tuple[Inputs, Tensor]
 """Inputs x and targets y, examples first."""
+
+
+class DataSource(ABC):
+    """A source of data, with a test set of its own."""
+
+    @abstractmethod
+    def load(self) -> Any:
+        """Return `ImageSplits` or `TensorSplits`; the same arguments always give the same data."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,7 @@
 
 from marglik.models.gpt import GPT
 from marglik.models.graph_network import GraphNetwork
-from marglik.models.lenet import LeNet
-from marglik.models.mlp import MLP
+from marglik.models.small import MLP, LeNet
 from marglik.models.vision_transformer import VisionTransformer
 from marglik.models.wide_resnet_fixup import WideResNetFixup
 

@@ -1,7 +1,6 @@
 """Every example runs from its first cell to its last, and shows what its text says."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -107,15 +106,6 @@ def test_example_runs(name, tmp_path):
         assert set(rows) == {"MAP", "MAP, temperature", "Laplace", "Laplace, calibrated"}
         assert all(0 < float(nll) < 2 for nll in rows.values())
         assert re.search(r"(\d+) KiB, the network (\d+) KiB: True", printed)
-
-
-@pytest.mark.slow
-def test_hugging_face_on_its_data(tmp_path):
-    skip_unless_installed("hugging_face_text")
-    folder = Path(os.environ.get("MARGLIK_DATA", ROOT / "shared" / "data"))
-    if not (folder / DART).is_file():
-        pytest.skip(f"no {folder / DART}: put DART's development split there, or set MARGLIK_DATA")
-    run(EXAMPLES / "hugging_face_text.py", tmp_path, MARGLIK_DATA=str(folder))
 
 
 def test_the_runner_keeps_order_and_names_lines(tmp_path):

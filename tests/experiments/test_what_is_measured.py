@@ -17,14 +17,12 @@ from experiments.exactness import modes
 from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
 from experiments.optimizers import optimizer_defaults
-from experiments.optimizers.training import Schedule, best_candidate, settled_at
+from experiments.optimizers.training import best_candidate, settled_at
 from experiments.predictions import rivals
 from experiments.predictions.out_of_distribution import Row, predict_rows
-from experiments.speed.update_step_timing import amortised
 from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
-from experiments.weight_decay import default_options
 from kfac_backend.optimizer import KFAC
 from marglik.cli import main as marglik
 from marglik.data.tensors import TensorSplits
@@ -116,16 +114,6 @@ def task(epochs=8, batch_size=20, **config):
         batch_size=batch_size,
     )  # fmt: skip
     return rivals.Task(problem, splits, rivals.Config(samples=4, members=3, **config))
-
-
-def test_the_map_minimises_the_loss_with_weight_decay():
-    """The gradient of the objective vanishes where the training ends; without the decay not."""
-    model = rivals.trained(task(1500, 60, weight_decay=0.01)).model
-    loss = cross_entropy(model(blobs(60, 0)[0]), blobs(60, 0)[1])
-    decay = 0.005 * sum(p.square().sum() for p in model.parameters())
-    for objective, vanishes in ((loss + decay, True), (loss, False)):
-        gradients = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
-        assert (nn.utils.parameters_to_vector(gradients).norm() < 1e-3) == vanishes
 
 
 def test_the_temperature_is_that_of_a_grid():
@@ -245,16 +233,6 @@ def test_the_ensemble_is_a_mixture_and_metrics_are_in_the_targets_units():
 # Optimisers
 
 
-def test_the_schedule():
-    schedule = Schedule(100, 10, "linear", end=0.1, fall=0.5)
-    assert [schedule.factor(step) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1, 1])
-    # Half of the 90 steps after the warm-up: from 1 to 0.1, then constant.
-    assert schedule.factor(10 + 22.5) == pytest.approx(0.55)
-    assert schedule.factor(55) == schedule.factor(99) == pytest.approx(0.1)
-    cosine = Schedule(110, 10)
-    assert [cosine.factor(step) for step in (10, 60, 110)] == pytest.approx([1, 0.5, 0])
-
-
 def test_what_settles_at_a_target_first():
     def curve(lr, values, diverged=None):
         candidate = {"lr": lr, "damping": None}
@@ -267,15 +245,6 @@ def test_what_settles_at_a_target_first():
     assert [settled_at(c, "accuracy", 0.5) for c in curves] == [None, 3, None]
     assert [settled_at(c, "accuracy", 0.2) for c in curves] == [2, 2, None]
     assert [best_candidate(found, target).lr for target in (0.5, 0.3, None)] == [2.0, 1.0, 2.0]
-
-
-def test_amortised_is_the_mean_of_fifty_steps():
-    """Each step of a run in turn: inverses at step 0, factors at 0, 10, 20, 30, 40."""
-    ratios = {"old inverses": 1.1, "new factors, reduce": 1.5, "new inverses, reduce": 2.0}
-    kinds = ["old inverses"] * 50
-    kinds[::10] = ["new factors, reduce"] * 5
-    kinds[0] = "new inverses, reduce"
-    assert amortised(ratios, "reduce") == pytest.approx(sum(ratios[kind] for kind in kinds) / 50)
 
 
 def test_the_default_rate_is_the_best_of_the_committed_study():
@@ -296,11 +265,6 @@ def test_the_default_rate_is_the_best_of_the_committed_study():
     assert default == min(means, key=means.__getitem__) and len(ratios[default]) == 10
     found = [f"{x:.2f}" for rate in (default, 0.1) for x in (means[rate], max(ratios[rate]))]
     assert found == ["0.94", "1.49", "0.99", "2.26"]  # as the docstring of `KFAC` says
-
-
-def test_worse_than_no_decay_is_beyond_two_standard_errors():
-    assert default_options.is_worse([0.2, 0.21, 0.22])
-    assert not default_options.is_worse([0.2, -0.1, 0.1])
 
 
 # Table 2

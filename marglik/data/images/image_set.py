@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.options import TargetOptions
-from marglik.data.source import DataSource
+from marglik.data.tensors import DataSource
 
 __all__ = ["ImageData", "ImageSet", "ImageSplits", "check_normalisation"]
 

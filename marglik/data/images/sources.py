@@ -13,14 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
-from marglik.data.splits import (
-    check_fraction,
-    check_seed,
-    pixel_statistics,
-    split_off,
-    split_off_validation,
-    subset,
-)
+from marglik.data.splits import check_fraction, check_seed, pixel_statistics, stratified
 
 __all__ = ["CIFAR10", "SVHN", "Digits", "ImageFolder", "TwoPartData", "decode_images"]
 
@@ -62,10 +55,31 @@ class Digits(ImageData):
         images = ImageSet((pixels * 255 / 16).round().to(torch.uint8)[:, None], labels.long())
         classes = tuple(str(digit) for digit in range(10))
         size, cause = round(self.test_fraction * len(images)), f"test_fraction={self.test_fraction}"
-        test, train = split_off(images, size, classes, self.seed, cause)
-        train, validation = split_off_validation(train, self.validation, classes, self.seed)
+        test, train = _divided(images, size, classes, self.seed, cause)
+        train, validation = _with_validation(train, self.validation, classes, self.seed)
         mean, std = pixel_statistics(train.images)
         return ImageSplits(train, validation, test, classes, mean, std, "digits")
+
+
+def _divided(
+    images: ImageSet, size: int | None, classes: tuple[str, ...], seed: int, cause: str
+) -> tuple[ImageSet, ImageSet]:
+    """A stratified random choice of ``size`` images, None for all of them, and the rest."""
+    if size in (None, len(images)):
+        return images, images.select(torch.arange(0))
+    chosen, rest = stratified(images.labels, size, classes, seed, cause)
+    return images.select(chosen), images.select(rest)
+
+
+def _with_validation(
+    train: ImageSet, fraction: float, classes: tuple[str, ...], seed: int
+) -> tuple[ImageSet, ImageSet | None]:
+    """The training images without a validation set, and that, None for a fraction of 0."""
+    if not fraction:
+        return train, None
+    size, cause = round(fraction * len(train)), f"validation={fraction}"
+    validation, rest = _divided(train, size, classes, seed, cause)
+    return rest, validation
 
 
 @dataclass(eq=False, kw_only=True)
@@ -122,17 +136,20 @@ class TwoPartData(ImageData):
             ImageSet(part.images.expand(-1, channels, -1, -1), part.labels)
             for part in (train, test)
         )
-        train = subset(train, self.max_train, classes, self.seed, "max_train")
-        test = subset(test, self.max_test, classes, self.seed, "max_test")
+        train, test = self._part(train, "max_train", classes), self._part(test, "max_test", classes)
         # From the subset, so that validation images are not those that were left out.
-        train, validation = split_off_validation(train, self.validation, classes, self.seed)
+        train, validation = _with_validation(train, self.validation, classes, self.seed)
         mean, std = self.statistics(train.images)
         return ImageSplits(train, validation, test, classes, mean, std, self.name)
 
     def load_test(self) -> tuple[ImageSet, str]:
         """Return the test images and the name of the data; training images may be missing."""
         test, classes = self.read("test")
-        return subset(test, self.max_test, classes, self.seed, "max_test"), self.name
+        return self._part(test, "max_test", classes), self.name
+
+    def _part(self, images: ImageSet, option: str, classes: tuple[str, ...]) -> ImageSet:
+        size = getattr(self, option)
+        return _divided(images, size, classes, self.seed, f"{option}={size}")[0]
 
 
 @dataclass(eq=False)

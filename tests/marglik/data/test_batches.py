@@ -5,7 +5,6 @@ import torch
 
 from marglik.data import ImageBatches, ImageSet, ImageSplits, TensorSplits, crop_and_flip
 from marglik.data.batches import Shard, split_batches
-from tests.marglik.data.image_helpers import synthetic
 
 MEAN, STD = (100.0, 120.0, 140.0), (50.0, 60.0, 70.0)
 
@@ -93,22 +92,6 @@ def test_iterations_differ_and_seeds_repeat_them():
     (x2, y2), (x2_same, _) = concatenated(first), concatenated(same)
     assert torch.equal(x2, x2_same) and not torch.equal(y, y2)
     assert not torch.equal(x[y.argsort()], x2[y2.argsort()])  # the distortions differ, too
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"images": synthetic([0, 0])}, "empty"),
-        ({"augment": "mixup"}, "augment='mixup'.*crop_flip"),
-        ({"mean": (1.0,)}, "mean=.*3 channels"),
-        ({"std": (1.0, 0.0, 1.0)}, "std=.*positive"),
-    ],
-)
-def test_impossible_batches_are_named(arguments, message):
-    usual = {"images": numbered(10), "mean": MEAN, "std": STD, "batch_size": 4}
-    with pytest.raises(ValueError, match=message):
-        ImageBatches(**{**usual, **arguments})
 
 
 SPLITS = ImageSplits(numbered(10), None, numbered(5), tuple("0123456789"), MEAN, STD, "pets")

@@ -23,12 +23,10 @@ from marglik.data import (
     ImageFolder,
     ImageSet,
     ImageSplits,
-    Noise,
     corrupt,
     out_of_distribution_images,
 )
 from tests.marglik.data.image_helpers import (
-    TRAIN,
     assert_same,
     decoded_by_pil,
     encoded,
@@ -136,16 +134,6 @@ def test_impossible_parts(pets, arguments, message):
         Digits(test_fraction=0)
 
 
-@pytest.mark.parametrize(("number", "arguments"), [(1, {"validation": 0.3}), (2, {"max_train": 4})])
-def test_a_rare_class_is_never_lost(tmp_path, number, arguments):
-    files = without(FILES, "train/dog")
-    files |= {f"train/dog/{i:03}.jpg": FILES[f"train/dog/{i:03}.jpg"] for i in range(number)}
-    folder = write_folder(tmp_path / "pets", files)
-    assert len(ImageFolder(folder).load().train) == 2 * TRAIN + number
-    with pytest.raises(ValueError, match="'dog' is so rare"):
-        ImageFolder(folder, **arguments).load()
-
-
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3)])
 def test_greyscale_images_have_one_channel_unless_one_is_coloured(tmp_path, shape):
     grey = image_files("png", shape=(6, 5))
@@ -197,25 +185,6 @@ def test_bad_folders(case, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         ImageFolder(folder).load()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"test": ImageSet(torch.zeros(2, 1, 5, 5, dtype=torch.uint8), torch.tensor([0, 1]))},
-        {"classes": ("a",)},
-        {"mean": (1.0, 2.0)},
-        {"std": (0.0,)},
-    ],
-)
-def test_splits_of_images_that_do_not_fit(change):
-    part = ImageSet(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
-    splits = ImageSplits(part, None, part, ("a", "b"), (1.0,), (1.0,), "x")
-    with pytest.raises(ValueError, match="shape|classes|channels"):
-        replace(splits, **change)
-    for wrong in ({"images": part.images.float()}, {"labels": part.labels[:1]}):
-        with pytest.raises(ValueError, match="an ImageSet holds"):
-            replace(part, **wrong)
 
 
 # Classes of a source
@@ -347,20 +316,6 @@ def test_colours_become_grey_by_their_luma():
     assert note == "converted from 8x8x3 to 8x8x1"
     # 255 times .2989, .587, .114, 1, 0; rounded.
     assert images[:, 0, 0, 0].tolist() == [76, 150, 29, 255, 0]
-
-
-def test_noise_is_uniform_and_drawn_in_the_shape():
-    noise = Noise(num_images=500, seed=4)
-    images, name, note = out_of_distribution_images(noise, like(1, 40, 24))
-    assert (name, note) == ("noise", None) and torch.equal(images, noise.draw(1, 40, 24))
-    splits = noise.load()
-    assert splits.image_shape == (3, 32, 32) and splits.classes == ("noise",)
-    counts = splits.test.images.flatten().bincount(minlength=256).double()
-    expected = splits.test.images.numel() / 256
-    # Chi-squared with 255 degrees of freedom: mean 255, standard deviation 22.6.
-    assert ((counts - expected).square() / expected).sum().item() == pytest.approx(255, abs=90)
-    assert_same(splits.test, Noise(500, seed=4).load().test)
-    assert not torch.equal(splits.test.images, Noise(500, seed=5).load().test.images)
 
 
 def test_other_sources_that_cannot_be(tmp_path):

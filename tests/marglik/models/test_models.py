@@ -34,18 +34,6 @@ def test_wrn_16_4_has_the_papers_parameters(wrn):
     assert all(p.shape == (1,) for p in scalars)  # 0-dimensional ones are rejected by laplace-torch
 
 
-@pytest.mark.parametrize(("depth", "widen_factor"), [(10, 1), (16, 4), (22, 2)])
-def test_wrn_depth_and_width_set_the_blocks_and_channels(depth, widen_factor):
-    model = WideResNetFixup(depth, widen_factor, num_classes=3)
-    assert len(blocks(model)) == (depth - 4) // 2
-    assert [s[-1].conv2.out_channels for s in (model.stage1, model.stage2, model.stage3)] == [
-        16 * widen_factor,
-        32 * widen_factor,
-        64 * widen_factor,
-    ]
-    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 3)
-
-
 def test_wrn_and_its_residual_branches_are_zero_at_initialisation(wrn):
     x = torch.randn(4, 3, 32, 32)
     assert torch.equal(wrn(x), torch.zeros(4, 10))
@@ -97,23 +85,6 @@ def test_wrn_equals_its_formula_written_out(wrn):
     torch.testing.assert_close(wrn(inputs), x @ p["fc.weight"].T + p["fc.bias"])
 
 
-def test_wrn_learns():
-    """The gradient gets through to every tensor within a few steps, although much starts at 0."""
-    torch.manual_seed(0)
-    model = WideResNetFixup(10, 1, num_classes=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = torch.randn(16, 3, 8, 8), torch.arange(16) % 2
-    losses = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.95 * losses[0]
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
 def test_models_leave_their_inputs_alone():
     """An in-place ReLU would break hooks that keep a layer's input."""
     models = [WideResNetFixup(10, 1, in_channels=1), LeNet(image_size=8), MLP(64, (5,))]
@@ -146,11 +117,6 @@ def test_mlp_equals_its_formula(activation, function):
     first, second, last = [m for m in model.modules() if isinstance(m, nn.Linear)]
     hidden = function(second(function(first(x.flatten(1)))))
     torch.testing.assert_close(model(x), last(hidden))
-
-
-def test_mlp_without_hidden_layers_is_linear():
-    model = MLP(4, hidden=(), num_classes=3)
-    assert [tuple(p.shape) for p in model.parameters()] == [(3, 4), (3,)]
 
 
 IMAGES, TOKENS = torch.zeros(2, 1, 28, 28), torch.zeros(2, 7, dtype=torch.int64)

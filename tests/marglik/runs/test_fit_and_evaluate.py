@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from marglik.cli import main
@@ -26,7 +25,6 @@ from tests.marglik.runs.command_line import (
     evaluated,
     metrics,
     refusal,
-    results_of,
 )
 from tests.marglik.runs.tensor_problems import SIGMA
 
@@ -95,21 +93,6 @@ def test_what_fit_leaves_is_evaluated_and_shown(fits, tmp_path, capsys):
     assert str(folder / "layers") in page.read_text() and "layers.1.weight" in page.read_text()
 
 
-def test_the_saved_options_repeat_the_fit(checkpoint, tmp_path, capsys):
-    options = ["--curvature.fisher", "mc", "--seed", "4"]
-    found = fit(checkpoint, tmp_path / "fit", *options)
-    printed = capsys.readouterr().out
-    for name, delta in found["prior_precision"].items():
-        decay = f"{delta / found['num_data']:.2e}"
-        assert f"\n{name:<15}   5.0e-04 -> {decay}" in printed
-    assert results_of(tmp_path / "fit")["num_data"] == found["num_data"]
-    config = tmp_path / "fit" / "config.yaml"
-    assert yaml.safe_load(config.read_text())["curvature"]["fisher"] == "mc"
-    assert main(["fit", "--config", str(config), "--output", str(tmp_path / "again")]) == 0
-    assert read_posterior(tmp_path / "again") == found
-    assert fit(checkpoint, tmp_path / "other", *options[:2]) != found
-
-
 def test_other_likelihoods(problem, tmp_path, capsys):
     checkpoint = ["--checkpoint", str(problem.checkpoint), "--no_progress"]
     command = ["fit", *problem.options, *checkpoint, "--output", str(tmp_path / "fit")]
@@ -135,17 +118,6 @@ def test_other_likelihoods(problem, tmp_path, capsys):
     # Over the old one, whose evaluation goes.
     assert main([*command, "--prior.method", "fixed", "--overwrite"]) == 0
     assert not (tmp_path / "fit" / "evaluation.json").exists()
-
-
-def test_a_run_is_evaluated_as_at_its_end(run):
-    before = evaluated(run)
-    (run / "evaluation.json").unlink()
-    (run / "report.html").unlink()
-    again = evaluate(run, *NOISE)
-    assert again == {k: v["metrics"] for k, v in before["predictives"].items()}
-    for key in before.keys() - {"predictives", "sha256"}:
-        assert evaluated(run)[key] == before[key], key
-    assert "<html" in (run / "report.html").read_text()[:200]
 
 
 def test_an_evaluation_replaces_the_last_one(run):

@@ -13,7 +13,6 @@ from marglik.report import write_report
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, content, refusal
 
 IMAGES = ["--data", "marglik.data.ImageFolder", "--data.path", "images"]
-TENSORS = ["--data", "marglik.data.TensorFile", "--data.path", "data.safetensors"]
 TRAINS = {
     "no update ever": (["--prior.every", "0"], "error: prior.every must be at least 1, not 0."),
     "rules that match nothing": (

@@ -62,15 +62,6 @@ def test_results_and_log(trained):
     assert "Learned minus initial weight decay, on the same test examples" in page
 
 
-def test_the_baseline_is_compared_on_the_same_examples(trained):
-    results = results_of(trained)
-    for name, found in results["differences"].items():
-        learned, initial = (results["metrics"][f"{w}, {name}"] for w in ("learned", "initial"))
-        for key, (difference, low, high) in found.items():
-            assert difference == pytest.approx(learned[key] - initial[key], abs=1e-12)
-            assert low <= difference <= high
-
-
 def test_the_saved_posterior_is_that_of_the_results(trained):
     model, results, record = MLP(64, (6,), 3), results_of(trained), read_posterior(trained)
     laplace = load_posterior(trained, model)
