@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.marglik.training.online_runs import CASES, make
 from torch import nn
 
 from kfac_backend import kronecker_factors
