@@ -8,10 +8,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -42,6 +43,12 @@ DESCRIPTION = (
     "Learn a weight decay per layer while the network trains, and get calibrated predictions "
     "afterwards."
 )
+FUNCTIONS = {
+    "train": "marglik.runs.train.train",
+    "fit": "marglik.runs.fit.fit",
+    "evaluate": "marglik.runs.evaluate.evaluate_run",
+    "report": "marglik.report.write_report",
+}
 FIRST_STEP = "marglik train --config digits"
 RESUME = "The same command with --resume continues from its last checkpoint."
 
@@ -52,13 +59,13 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
 # Title -> options; what matters first comes first. "prior.steps" is the field of the config that is
-# the argument "prior" of `train` or `fit`; a name without a dot is a field of the run's config.
+# the argument "prior" of `train` or `fit`; a name without a dot is a field of the argument "run".
 TRAIN = {
     "the run": (
         "epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline",
         "optimizer.name", "optimizer.lr", "prior.weight_decay",
     ),
-    "training": ("augmentation", "held_out", "monitor", "seed", "optimizer.kfac.damping"),
+    "training": ("augmentation", "held_out", "seed", "optimizer.kfac.damping"),
     "how the weight decays are learned": (
         "prior.structure", "prior.every", "prior.burn_in", "prior.steps", "prior.method",
         "prior.average", "prior.keep", "prior.curvature_from",
@@ -88,6 +95,7 @@ FIT = {
     ),
     "the machine": ("accelerator", "progress"),
 }  # fmt: skip
+GROUPS = {"train": TRAIN, "fit": FIT}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,7 +149,7 @@ def _run(command: str | None, arguments: list[str]) -> None:
     progress = options[command].get("progress", False)
     lines = progress and not sys.stderr.isatty() and not _is_another_rank()
     with progress_lines() if lines else nullcontext():
-        RUN[command](own[command], options[command])
+        _call(command, own[command], options[command])
 
 
 def _print_error(message: str) -> None:
@@ -168,7 +176,7 @@ def _parsers(command: str | None) -> tuple[ArgumentParser, dict[str, ArgumentPar
         )
         own[name].exit_on_error = False
         if name == command:
-            ADD_OPTIONS[name](own[name])
+            _add_options(own[name], name)
         commands.add_subcommand(name, own[name], help=summary)
     return parser, own
 
@@ -176,164 +184,51 @@ def _parsers(command: str | None) -> tuple[ArgumentParser, dict[str, ArgumentPar
 # The commands: their options, and what they do
 
 
-def _add_train(parser: ArgumentParser) -> None:
-    from marglik.data import ImageData
-    from marglik.training.optimizers import KfacConfig
-
-    _add_network_and_data(parser)
-    parser.add_argument(
-        "--ood",
-        type=ImageData | None,
-        default=None,
-        help="Class of out-of-distribution images, on which the predictives should be uncertain.",
-    )
-    _add_groups(parser, TRAIN, _train_configs() | {"optimizer.kfac": KfacConfig})
+def _function(command: str) -> Callable[..., Any]:
+    """What a command calls; imported late, since torch takes seconds."""
+    module, _, name = FUNCTIONS[command].rpartition(".")
+    return getattr(import_module(module), name)
 
 
-def _train_configs() -> dict[str, type]:
-    from marglik.prediction.predictive import PredictiveConfig
-    from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
-    from marglik.training.optimizers import OptimizerConfig
+def _add_options(parser: ArgumentParser, command: str) -> None:
+    """The arguments of the command's function, and those fields of its configs that are options."""
+    if command == "report":
+        text = "Folders that marglik train, fit or evaluate has written; several are compared."
+        parser.add_argument("folders", nargs="+", type=str, help=text)
+        text = "File to write the page to; null writes report.html into the first folder."
+        parser.add_argument("--output", type=str | None, default=None, help=text)
+        return
+    _add_config(parser)
+    function, groups = _function(command), GROUPS.get(command, {})
+    configs = _configs(function) if groups else {}
+    skip: Any = {*configs, "run", "provenance"} if groups else set()
+    parser.add_function_arguments(function, as_positional=not groups, skip=skip)
+    _add_groups(parser, groups, configs)
 
-    return {
-        "": RunConfig,
-        "optimizer": OptimizerConfig,
-        "prior": PriorConfig,
-        "curvature": CurvatureConfig,
-        "predictive": PredictiveConfig,
-    }
 
+def _call(command: str, parser: ArgumentParser, options: Any) -> None:
+    """Do what a command does; write the page about its run, and print its results."""
+    from marglik.report import write_report
+    from marglik.runs.printing import print_evaluation, print_results
 
-def _train(parser: ArgumentParser, options: Any) -> None:
+    if command == "report":
+        print(f"Written to {write_report(options.folders, options.output)}")
+        return
     import torch
 
     from marglik.runs.config import check_seed
-    from marglik.runs.train import train
-    from marglik.training.optimizers import KfacConfig
 
     provenance = _provenance(parser, options)
     # Before `instantiate`, which draws the model's initial parameters.
     check_seed(options.seed)
     torch.manual_seed(options.seed)
-    arguments: Any = parser.instantiate(options).as_dict()
-    arguments["optimizer"]["kfac"] = KfacConfig(**arguments["optimizer"]["kfac"])
-    _report_on(train(**_made(arguments, _train_configs()), provenance=provenance))
-
-
-def _add_fit(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        type=str,
-        required=True,
-        help="File with the network's parameters: safetensors, or a state dict that torch.save has "
-        "written.",
-    )
-    _add_network_and_data(parser)
-    _add_groups(parser, FIT, _fit_configs())
-
-
-def _fit_configs() -> dict[str, type]:
-    from marglik.prediction.predictive import PredictiveConfig
-    from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
-
-    return {
-        "": PostHocRunConfig,
-        "prior": PostHocConfig,
-        "curvature": PostHocCurvatureConfig,
-        "predictive": PredictiveConfig,
-    }
-
-
-def _fit(parser: ArgumentParser, options: Any) -> None:
-    from marglik.runs.fit import fit
-
-    provenance = _provenance(parser, options)
-    arguments: Any = parser.instantiate(options).as_dict()
-    _report_on(fit(**_made(arguments, _fit_configs()), provenance=provenance))
-
-
-def _add_evaluate(parser: ArgumentParser) -> None:
-    from marglik.runs.evaluate import evaluate_run
-
-    _add_config(parser)
-    parser.add_function_arguments(evaluate_run, as_positional=True)
-
-
-def _evaluate(parser: ArgumentParser, options: Any) -> None:
-    from marglik.runs.evaluate import evaluate_run
-
-    options.pop("config", None)
-    _report_on(evaluate_run(**parser.instantiate(options).as_dict()))
-
-
-def _report_on(results: dict[str, Any]) -> None:
-    """Write the page about a run, and print its results; rank 0 alone."""
+    function, arguments = _function(command), parser.instantiate(options).as_dict()
+    if command in GROUPS:
+        arguments = _with_configs(arguments, _configs(function)) | {"provenance": provenance}
+    results = function(**arguments)
     if not _is_another_rank():
-        from marglik.report import write_report
-        from marglik.runs.printing import print_evaluation, print_results
-
-        show = print_evaluation if "predictives" in results else print_results
+        show = print_evaluation if command == "evaluate" else print_results
         show(results, write_report([results["output"]]))
-
-
-def _add_report(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=str,
-        help="Folders that marglik train, fit or evaluate has written; several are compared.",
-    )
-    parser.add_argument(
-        "--output",
-        type=str | None,
-        default=None,
-        help="File to write the page to; null writes report.html into the first folder.",
-    )
-
-
-def _report(parser: ArgumentParser, options: Any) -> None:
-    from marglik.report import write_report
-
-    print(f"Written to {write_report(options.folders, options.output)}")
-
-
-ADD_OPTIONS = {
-    "train": _add_train,
-    "fit": _add_fit,
-    "evaluate": _add_evaluate,
-    "report": _add_report,
-}
-RUN = {"train": _train, "fit": _fit, "evaluate": _evaluate, "report": _report}
-
-
-def _add_network_and_data(parser: ArgumentParser) -> None:
-    from torch import nn
-
-    from kfac_backend.options import Likelihood
-    from marglik.data import DataSource
-
-    _add_config(parser)
-    parser.add_argument(
-        "--model",
-        type=nn.Module,
-        required=True,
-        help="Class of the network, whose outputs are logits, or means for regression: one of "
-        "marglik.models, such as LeNet, or the path of any class, such as my_net.MyNet.",
-    )
-    parser.add_argument(
-        "--data",
-        type=DataSource,
-        required=True,
-        help="Class of the data, of marglik.data: such as Digits or CIFAR10, an ImageFolder, or a "
-        "TensorFile for any tensors. fit takes what the network was trained on.",
-    )
-    parser.add_argument(
-        "--likelihood",
-        type=Likelihood,
-        default="classification",
-        help="Distribution of the targets: classification; regression with Gaussian noise, which "
-        "is learned; or bernoulli for independent yes-or-no outputs.",
-    )
 
 
 # How options are made of dataclasses, and files of options are read
@@ -402,6 +297,24 @@ class HelpFormatter(DefaultHelpFormatter):
         return super()._get_help_string(action)
 
 
+def _configs(function: Callable[..., Any]) -> dict[str, type]:
+    """What stands before the last dot of an option -> the dataclass that it is a field of.
+
+    Nothing stands before the fields of the argument ``run``.
+    """
+    found: dict[str, type] = {}
+    waiting = {
+        name: hint for name, hint in get_type_hints(function).items() if name != "provenance"
+    }
+    while waiting:
+        name, hint = waiting.popitem()
+        if is_dataclass(hint):
+            config: Any = hint
+            found["" if name == "run" else name] = config
+            waiting |= {f"{name}.{own}": of for own, of in get_type_hints(hint).items()}
+    return found
+
+
 def _add_groups(
     parser: ArgumentParser, groups: dict[str, tuple[str, ...]], configs: dict[str, type]
 ) -> None:
@@ -411,20 +324,19 @@ def _add_groups(
         parser: the command's.
         groups: title -> names of options. Fields that are not named keep their defaults, and can be
             set from Python alone.
-        configs: what stands before the last dot of a name -> dataclass. Booleans of the run, whose
-            names have no dot, are --name and --no_name.
+        configs: see `_configs`. Booleans of the run, whose names have no dot, are --name and
+            --no_name.
     """
     for title, names in groups.items():
         group = parser.add_argument_group(title)
         for name in names:
             prefix, _, own = name.rpartition(".")
-            (field,) = (field for field in fields(configs[prefix]) if field.name == own)
-            kind: dict[str, Any] = {"type": get_type_hints(configs[prefix])[own]}
-            if isinstance(field.default, bool) and not prefix:
+            config = configs[prefix]
+            default = next(field.default for field in fields(config) if field.name == own)
+            kind: dict[str, Any] = {"type": get_type_hints(config)[own]}
+            if isinstance(default, bool) and not prefix:
                 kind = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
-            default = None if field.default is MISSING else field.default
-            help_of = _help_of(configs[prefix])
-            group.add_argument(f"--{name}", default=default, help=help_of[own], **kind)
+            group.add_argument(f"--{name}", default=default, help=_help_of(config)[own], **kind)
 
 
 @cache
@@ -437,16 +349,18 @@ def _help_of(config: Any) -> dict[str, str]:
     return found
 
 
-def _made(arguments: dict[str, Any], configs: dict[str, type[Any]]) -> dict[str, Any]:
-    """The arguments of a command's function: its options, with configs in place of their fields."""
+def _with_configs(arguments: dict[str, Any], configs: dict[str, type[Any]]) -> dict[str, Any]:
+    """A function's arguments: its options, with configs in place of their fields."""
     arguments = dict(arguments)
-    for prefix, config in configs.items():
+    run = {f.name: arguments.pop(f.name) for f in fields(configs[""]) if f.name in arguments}
+    for prefix in sorted(configs, key=lambda name: -name.count(".")):  # the inner ones first
         if prefix:
-            arguments[prefix] = config(**arguments.pop(prefix, {}))
-        else:
-            names = [field.name for field in fields(config) if field.name in arguments]
-            arguments["run"] = config(**{name: arguments.pop(name) for name in names})
-    return arguments
+            *outer, own = prefix.split(".")
+            inside = arguments
+            for name in outer:
+                inside = inside[name]
+            inside[own] = configs[prefix](**inside.get(own, {}))
+    return arguments | {"run": configs[""](**run)}
 
 
 def _provenance(parser: ArgumentParser, options: Any) -> Provenance:

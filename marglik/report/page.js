@@ -62,7 +62,6 @@
     // The table below has the data in words; the buttons stay reachable.
     plot.querySelectorAll("svg.main-svg").forEach((svg) => svg.setAttribute("aria-hidden", "true"));
   };
-  // It is packed, and runs since the page's policy has its hash.
   const loadPlotly = async () => {
     const packed = atob(document.getElementById("plotly").textContent);
     const bytes = Uint8Array.from(packed, (character) => character.charCodeAt(0));

@@ -1,7 +1,6 @@
 """The page: sections rendered into one self-contained HTML file."""
 
 import base64
-import hashlib
 import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,10 +19,6 @@ from marglik.storage.run_folder import REPORT
 __all__ = ["write_report"]
 
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
-CONTROLS = {
-    c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if c not in (9, 10)
-}
-"""Characters that could steer a terminal which shows the page's source."""
 
 
 def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
@@ -46,7 +41,6 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     path = runs[0].folder / REPORT if output is None else Path(output)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
-    # As bytes: newlines must not be translated, since the page has the hashes of its scripts.
     write_file(path, _render(runs).encode("utf-8"))
     return path
 
@@ -61,36 +55,22 @@ def _render(runs: Sequence[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["kind"] = lambda block: type(block).__name__
-    # The basic bundle of plotly.js: it has scatters and bars, all that the charts need. The whole,
-    # which the Python package brings, would make a page of 1.9 MB packed and 4.9 MB unpacked. The
-    # page unpacks it, so that its text is read before; the content security policy has its hash.
-    scripts = {name: _source(f"{name}.js") for name in ("theme", "page", "plotly/plotly-basic.min")}
-    plotly = scripts["plotly/plotly-basic.min"]
-    page = environment.get_template("page.html.j2").render(
+    folder = files("marglik.report")
+    # The basic bundle of plotly.js: it has scatters and bars, all that the charts need. The whole
+    # would make a page of 1.9 MB packed and 4.9 MB unpacked. The page unpacks it, so that its text
+    # is read before.
+    plotly = zlib.compress((folder / "plotly/plotly-basic.min.js").read_bytes(), 9)
+    return environment.get_template("page.html.j2").render(
         title=" and ".join(dict.fromkeys(run.name for run in runs)),
         runs=runs,
         facts=_facts(runs),
         blocks={id: blocks_of(runs) for id, blocks_of in SECTIONS.items()},
-        css=_source("page.css"),
-        scripts=scripts,
-        plotly=base64.b64encode(zlib.compress(plotly.encode("utf-8"), 9)).decode("ascii"),
-        script_hashes=[_hash(script) for script in scripts.values()],
+        css=(folder / "page.css").read_text("utf-8"),
+        scripts={name: (folder / f"{name}.js").read_text("utf-8") for name in ("theme", "page")},
+        plotly=base64.b64encode(plotly).decode("ascii"),
         version=version("marglik"),
         written=datetime.now(UTC).strftime(DATE_FORMAT),
     )
-    return page.translate(CONTROLS)
-
-
-def _source(name: str) -> str:
-    """A file of this folder, with newlines as an HTML parser normalises them."""
-    text = (files("marglik.report") / name).read_text(encoding="utf-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _hash(script: str) -> str:
-    """The source expression that allows a script in the page's content security policy."""
-    digest = hashlib.sha256(script.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -21,13 +21,11 @@ from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
 from kfac_backend.options import Likelihood
 from kfac_backend.ranks import RankError, Ranks
-from marglik.augmentation import Transform
+from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data import DataSource, ImageSplits, Splits
 from marglik.data.batches import split_batches
 from marglik.data.tensors import described
 from marglik.eval_mode import eval_mode
-from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import Accelerator, CurvatureConfig, PostHocCurvatureConfig, Precision
 from marglik.storage.checkpoint import differences
@@ -40,15 +38,15 @@ __all__ = [
     "another_network",
     "build_fabric",
     "build_from_spec",
-    "calibration_results",
     "check_model",
     "check_same_on_ranks",
     "join_ranks",
-    "posterior_results",
+    "with_learned_augmentation",
 ]
 
 TRUSTED = ("marglik", "torchvision")
 """Packages whose classes a file may name."""
+MAY_BE_BUILT = (nn.Module, DataSource, Transform)
 RANK_TIMEOUT = timedelta(minutes=10)
 """How long a process waits for another, before all end."""
 
@@ -130,7 +128,9 @@ def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
             )
 
 
-def build_from_spec(kind: type | tuple[type, ...], spec: Any, named: Collection[str] = ()) -> Any:
+def build_from_spec(
+    kind: type | tuple[type, ...], spec: Any, named: Collection[str] | None = ()
+) -> Any:
     """The object that ``{"class_path": ..., "init_args": {...}}`` describes.
 
     A specification comes from a file, perhaps a downloaded one, and importing a class runs code.
@@ -141,14 +141,37 @@ def build_from_spec(kind: type | tuple[type, ...], spec: Any, named: Collection[
         kind: the class, or alternative classes, that it must be an instance of.
         spec: the path of its class (or of a function that returns such an object, as torchvision
             has), and the arguments.
-        named: paths of classes that the user named on the command line.
+        named: paths of classes that the user named on the command line; None if the whole
+            specification is the user's.
 
     Raises:
         ValueError: a class that may not or cannot be imported, or arguments that it does not take.
     """
+
+    def made(value: Any) -> Any:
+        if isinstance(value, list):
+            return [made(item) for item in value]
+        if not isinstance(value, dict) or "class_path" not in value:
+            is_nested = isinstance(value, dict)
+            return {key: made(item) for key, item in value.items()} if is_nested else value
+        path = str(value["class_path"])
+        if path.partition(".")[0] not in TRUSTED and named is not None and path not in named:
+            raise ValueError(
+                f"a file may only name classes of {' and '.join(TRUSTED)}, as importing others "
+                f"runs their code. If you trust {path}, name it on the command line: --model "
+                f"{path} (or --data)"
+            )
+        module, _, name = path.rpartition(".")
+        make = getattr(import_module(module), name)
+        returns = make if isinstance(make, type) else get_type_hints(make).get("return")
+        if not (isinstance(returns, type) and issubclass(returns, MAY_BE_BUILT)):
+            raise ValueError(f"{path} is no class of networks, data or transforms")
+        arguments = (value.get("init_args") or {}) | (value.get("dict_kwargs") or {})
+        return make(**{name: made(item) for name, item in arguments.items()})
+
     path = spec.get("class_path") if isinstance(spec, dict) else None
     try:
-        found = _built(spec, named)
+        found = made(spec)
         if not isinstance(found, kind):
             raise TypeError("another kind of object is needed")
     except Exception as error:  # a class raises whatever its arguments lead to
@@ -156,78 +179,9 @@ def build_from_spec(kind: type | tuple[type, ...], spec: Any, named: Collection[
     return found
 
 
-def _built(value: Any, named: Collection[str]) -> Any:
-    if isinstance(value, list):
-        return [_built(item, named) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "class_path" not in value:
-        return {key: _built(item, named) for key, item in value.items()}
-    arguments = (value.get("init_args") or {}) | (value.get("dict_kwargs") or {})
-    make = _maker(str(value["class_path"]), named)
-    return make(**{name: _built(item, named) for name, item in arguments.items()})
-
-
-def _maker(path: str, named: Collection[str]) -> Callable[..., Any]:
-    """The class or function of that path, if it may be imported and makes networks or data."""
-    package = path.partition(".")[0]
-    if package not in TRUSTED and path not in named:
-        raise ValueError(
-            f"a file may only name classes of {' and '.join(TRUSTED)}, as importing others runs "
-            f"their code. If you trust {path}, name it on the command line: --model {path} (or "
-            "--data)"
-        )
-    module, _, name = path.rpartition(".")
-    found = getattr(import_module(module), name)
-    made = found if isinstance(found, type) else get_type_hints(found).get("return")
-    if not (isinstance(made, type) and issubclass(made, (nn.Module, DataSource, Transform))):
-        raise ValueError(f"{path} is no class of networks, data or transforms")
-    return found
-
-
 def another_network(provenance: Provenance) -> nn.Module:
     """A network of the same class and options as the first one, with other initial parameters."""
-
-    def named(spec: Any) -> list[str]:
-        """All classes that a specification names; the user did, on the command line."""
-        inner = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else []
-        own = [spec["class_path"]] if isinstance(spec, dict) and "class_path" in spec else []
-        return own + [path for value in inner for path in named(value)]
-
-    return build_from_spec(nn.Module, provenance.model, named=named(provenance.model))
-
-
-def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
-    """What a posterior says in the results of a run: noise, and each tensor's weight decay.
-
-    Args:
-        laplace: the posterior.
-        initial: the weight decay that all groups started with.
-    """
-    gamma = laplace.effective_parameters()
-    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
-    delta = laplace.prior_precision.expand(len(trainable))
-    learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
-    is_regression = laplace.likelihood == "regression"
-    return {
-        "num_data": laplace.n_data,
-        "sigma_noise": float(laplace.sigma_noise) if is_regression else None,
-        "weight_decay": {
-            name: {
-                "initial": initial,
-                "learned": learned[i].item(),
-                "effective_parameters": gamma[i].item(),
-                "parameters": p.numel(),
-            }
-            for i, (name, p) in enumerate(trainable.items())
-        },
-    }
-
-
-def calibration_results(laplace: Posterior, config: PredictiveConfig) -> dict[str, Any] | None:
-    """What calibration found for a predictive, with its name; None if it is not calibrated."""
-    found = laplace.calibrations.get(config.label)
-    return None if found is None else {"predictive": config.label} | found
+    return build_from_spec(nn.Module, provenance.model, named=None)
 
 
 def check_model(
@@ -243,53 +197,49 @@ def check_model(
         ValueError: a network that cannot take the inputs, or does not return (N, C) with one output
             per class, or (N, R, C) for class labels (N, R); targets that do not fit the likelihood;
             a predictive that does not support such outputs.
-        TypeError: class labels that are not integers.
+        TypeError: outputs that are no tensor, class labels that are not integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
     x, y = next(iter(split_batches(splits, "train", 2)))
-    parameter = next(model.parameters(), torch.empty(0))
+    parameter, name = next(model.parameters(), torch.empty(0)), type(model).__name__
     x, y = x.to(parameter.device), y.to(parameter.device)
     with eval_mode(model):
-        # Before the forward pass, so that its error about layers without a rule comes first.
-        curvature_pass = of_pass = None
-        if curvature is not None:
-            of_pass = curvature.options(splits.targets)
-            curvature_pass = CurvaturePass(model, likelihood, of_pass, process_group=None)
+        # Made before the forward pass: its error about layers without a rule comes first.
+        options = None if curvature is None else curvature.options(splits.targets)
+        of_factors = options and CurvaturePass(model, likelihood, options, process_group=None)
         try:
             with torch.no_grad():
                 f: Any = model(x.clone())  # a forward may change its input in place
         except (RuntimeError, IndexError, TypeError, AttributeError) as error:
-            inputs = described(x)
-            if isinstance(x, Tensor):
-                inputs = f"inputs of shape {tuple(x.shape[1:])}"
-            reason = str(error).rstrip(".")
             raise ValueError(
-                f"{type(model).__name__} cannot take {inputs}: {reason}. Set the model's options "
-                "to fit the data, or choose another model."
+                f"{name} cannot take {described(x)}: {str(error).rstrip('.')}. Set the model's "
+                "options to fit the data, or choose another model."
             ) from error
-        _check_output(model, f, splits, y, likelihood)
         targets = Targets(likelihood, splits.targets)
         y = targets(model, x, y)
         check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
+        classes = splits.classes
+        if classes is not None and f.shape[-1] != len(classes):
+            raise ValueError(
+                f"{name} returns {f.shape[-1]} outputs, but {splits.name} has {len(classes)} "
+                f"classes; set --model.num_classes {len(classes)}."
+            )
         if predictive is not None:
             predictive.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
-        if curvature_pass is not None:
-            curvature_pass.add(x, y)
-            corrects = isinstance(curvature, PostHocCurvatureConfig) and curvature.corrected
-            by_covariance = predictive is not None and predictive.method != "linearised"
-            if not (corrects or by_covariance):
-                return
-            unit = _identities(curvature_pass.factors())
-            if corrects:
-                CorrectionPass(unit, model, of_pass, process_group=None).add(x, y)
-            if predictive is not None and by_covariance:
-                eigen = {name: block.decompose() for name, block in unit.blocks.items()}
-                precision = {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
-                covariance = OutputCovariance(model, precision)
-                # One position and two outputs suffice to find uses that hooks cannot follow.
-                first = torch.zeros(f.shape[:-1], dtype=torch.bool)
-                first.view(len(f), -1)[:, 0] = True
-                covariance(x, first, torch.arange(min(2, f.shape[-1])))
+        if of_factors is None:
+            return
+        of_factors.add(x, y)
+        factors = _identities(of_factors.factors())
+        if isinstance(curvature, PostHocCurvatureConfig) and curvature.corrected:
+            CorrectionPass(factors, model, options, process_group=None).add(x, y)
+        if predictive is not None and predictive.method != "linearised":
+            eigen = {name: block.decompose() for name, block in factors.blocks.items()}
+            precision = {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
+            # One position and two outputs suffice to find uses that hooks cannot follow.
+            first = torch.zeros(f.shape[:-1], dtype=torch.bool)
+            first.view(len(f), -1)[:, 0] = True
+            few = torch.arange(min(2, f.shape[-1]))
+            OutputCovariance(model, precision)(x, first, few)
 
 
 def _identities(factors: KroneckerFactors) -> KroneckerFactors:
@@ -305,29 +255,22 @@ def _identities(factors: KroneckerFactors) -> KroneckerFactors:
     return replace(factors, blocks=blocks)
 
 
-def _check_output(
-    model: nn.Module, f: Any, splits: Splits, y: Tensor, likelihood: Likelihood
-) -> None:
-    name, examples = type(model).__name__, len(y)
-    if not isinstance(f, Tensor):
-        raise ValueError(f"{name} returns {type(f).__name__}; logits are needed, a tensor.")
-    shape = f"{name} returns shape {tuple(f.shape)} for {examples} examples"
-    if isinstance(splits, ImageSplits):
-        if f.shape != (examples, splits.num_classes):
-            raise ValueError(
-                f"{shape}, but {splits.name} has {splits.num_classes} classes; set "
-                f"--model.num_classes {splits.num_classes}."
-            )
-        return
-    # Sequences: one loss term for each position.
-    several = likelihood == "classification" and y.dim() > 1
-    if f.dim() != (y.dim() + 1 if several else 2) or len(f) != examples:
-        needed = "(N, R, C) is needed for labels (N, R)" if several else "(N, C) is needed"
-        if f.dim() == 1:
-            needed += ", (N, 1) for one output: leave out squeeze(-1)"
-        raise ValueError(f"{shape}; {needed}.")
-    if splits.classes is not None and f.shape[-1] != len(splits.classes):
-        raise ValueError(
-            f"{shape}, but {splits.name} has {len(splits.classes)} classes; give the model "
-            f"{len(splits.classes)} outputs."
-        )
+def with_learned_augmentation(
+    model: nn.Module, splits: ImageSplits, provenance: Provenance
+) -> tuple[LearnedAugmentation, Provenance]:
+    """The network in a `LearnedAugmentation` for images, and how both are built again.
+
+    All images are moved, turned, scaled and sheared, those with colours also recoloured and
+    mirrored.
+    """
+    has_colours = splits.train.images.shape[1] == 3
+    kinds = [Affine, Color, Flip] if has_colours else [Affine]
+    spec = provenance.model
+    if spec is not None:
+        of_kinds = [{"class_path": f"marglik.augmentation.{kind.__name__}"} for kind in kinds]
+        spec = {
+            "class_path": "marglik.augmentation.LearnedAugmentation",
+            "init_args": {"model": spec, "transforms": of_kinds},
+        }
+    learned = LearnedAugmentation(model, [kind() for kind in kinds])
+    return learned.to(next(model.parameters()).device), replace(provenance, model=spec)

@@ -226,9 +226,6 @@ class RunConfig(PostHocRunConfig):
             others train with them from other initial parameters, at the cost of a training each.
         baseline: whether to train a second network with the initial weight decay kept fixed, and to
             compare the two.
-        monitor: number of epochs between evaluations of the network's NLL and accuracy on the
-            validation set (the test set if there is none); 0 for none. The numbers are only logged;
-            nothing is chosen by them.
         resume: whether to continue the run in that folder, which must have been started with the
             same options; if there is none, a new run starts. On a CPU with the same number of
             threads, the results are the same to the bit as without the interruption. It takes
@@ -247,7 +244,6 @@ class RunConfig(PostHocRunConfig):
     held_out: float = 0.1
     members: int = 1
     baseline: bool = False
-    monitor: int = 0
     resume: bool = False
     precision: Precision = "32-true"
     channels_last: bool | None = None
@@ -262,8 +258,6 @@ class RunConfig(PostHocRunConfig):
             raise ValueError(
                 f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."
             )
-        if self.monitor < 0:
-            raise ValueError(f"monitor must be 0 or more, not {self.monitor}.")
 
 
 def check_seed(seed: int) -> None:

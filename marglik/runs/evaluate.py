@@ -22,12 +22,12 @@ from marglik.prediction.evaluation import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
 from marglik.runs.build import (
     build_from_spec,
-    calibration_results,
     check_model,
     check_same_on_ranks,
     join_ranks,
 )
 from marglik.runs.config import Accelerator, check_seed
+from marglik.runs.results import calibration_results
 from marglik.storage.provenance import versions
 from marglik.storage.run_folder import (
     ENSEMBLE,

@@ -20,13 +20,12 @@ from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import (
-    calibration_results,
     check_model,
     check_same_on_ranks,
     join_ranks,
-    posterior_results,
 )
 from marglik.runs.config import PostHocConfig, PostHocCurvatureConfig, PostHocRunConfig
+from marglik.runs.results import calibration_results, posterior_results
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.run_folder import (
     CHECKPOINT,

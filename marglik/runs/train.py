@@ -30,20 +30,23 @@ from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import compared, data_uri, evaluate_network
-from marglik.prediction.metrics import compute_metrics
-from marglik.prediction.predictive import PredictiveConfig, map_predictive, predict_all
-from marglik.prediction.suspicious_labels import suspicious_labels
-from marglik.runs.augmentation import augmentation_results, with_learned_augmentation
+from marglik.prediction.evaluation import compared, evaluate_network
+from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import (
     another_network,
     build_fabric,
-    calibration_results,
     check_model,
     check_same_on_ranks,
-    posterior_results,
+    with_learned_augmentation,
 )
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.results import (
+    augmentation_results,
+    calibration_results,
+    metrics_of,
+    posterior_results,
+    suspicious_results,
+)
 from marglik.storage.checkpoint import Checkpoints, check_same_run
 from marglik.storage.provenance import Provenance, environment, versions
 from marglik.storage.run_folder import (
@@ -75,10 +78,6 @@ NOT_OF_THE_RESULT = (
     "output", "overwrite", "resume", "accelerator", "progress",
 )  # fmt: skip
 """Options of the run that do not affect its results, and may differ when it is resumed."""
-MOST_SUSPICIOUS = 10
-"""Number of training labels that the results list at most."""
-LARGEST_PICTURE = 48
-"""Height and width (pixels) of their pictures at most: a few kilobytes each."""
 
 
 def train(
@@ -243,14 +242,14 @@ def train(
     }
     if ensemble is not None:
         beside["members"] = ensemble.seconds - learned.seconds
-    results |= _metrics_of("fixed" if prior.method == "fixed" else "learned", found)
+    results |= metrics_of("fixed" if prior.method == "fixed" else "learned", found)
     results |= {
         "evidence": evidence,
         "held_out": held_out,
         "calibration": calibration_results(learned.laplace, predictive),
         "num_positions": found["num_positions"],
         "in_sample": found["in_sample"],
-        "suspicious_labels": _suspicious_labels(learned, splits, kept),
+        "suspicious_labels": suspicious_results(learned, splits, kept),
         **augmentation_results(model, splits),
         "seconds": learned.seconds + sum(beside.values()),
         "seconds_beside": beside,
@@ -268,7 +267,7 @@ def train(
         trained = time.perf_counter()
         training.calibrate(initial.laplace)
         found, others = training.evaluate(initial.laplace)
-        for kind, of_baseline in _metrics_of("initial", found).items():
+        for kind, of_baseline in metrics_of("initial", found).items():
             results[kind] |= of_baseline
         results["differences"] = {
             name: compared(scores[name], of) for name, of in others.items() if name in scores
@@ -325,48 +324,6 @@ def _identity(training: "Training", model: nn.Module, provenance: Provenance) ->
             "ood": None if ood is None else sha256_of_tensors([ood.images]),
             "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
-    }
-
-
-def _suspicious_labels(learned: OnlineResult, splits: Splits, kept: Tensor) -> dict[str, Any]:
-    """The training labels that look most wrong; where none can be judged, why.
-
-    ``kept`` are the positions (N,) of the examples that the network was trained on, in the data.
-    """
-    y = tensors_in(splits.train)[-1].cpu()
-    try:
-        assert learned.training_probabilities is not None
-        p = learned.training_probabilities.mean().cpu()
-    except ValueError as error:
-        return {"unknown": str(error)}
-    ignored = splits.targets.ignore_index
-    counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
-    found = suspicious_labels(y[counts], p[counts])
-    examples = []
-    for i in range(min(found.number, MOST_SUSPICIOUS)):
-        here = int(counts[found.index[i]])
-        names = [
-            str(int(k)) if splits.classes is None else splits.classes[int(k)]
-            for k in (found.label[i], found.predicted[i])
-        ]
-        example = {"index": int(kept[here]), "label": names[0], "predicted": names[1]}
-        examples.append(example | {"score": found.score[i].item()})
-        if isinstance(splits, ImageSplits):
-            examples[-1]["image"] = data_uri(splits.train.images[here], LARGEST_PICTURE)
-    return {
-        "judged": len(found.index),
-        "number": found.number,
-        "agreement": found.agreement,
-        "examples": examples,
-    }
-
-
-def _metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Metrics and intervals of each predictive, under names such as "learned, MAP"."""
-    predictives = evaluation["predictives"].items()
-    return {
-        kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
-        for kind in ("metrics", "intervals")
     }
 
 
@@ -452,7 +409,6 @@ class Training:
             fabric=self.fabric,
             compile_mode=run.compile,
             prior_is_damping=self.optimizer.kfac.prior_is_damping,
-            monitor=self._monitor(model, learner) if run.monitor else None,
             on_record=log.write if log else None,
             progress=run.progress,
         ).run(checkpoints)
@@ -472,7 +428,7 @@ class Training:
             torch.manual_seed(seed)
             model = self.fabric.to_device(make_model())
             set_ranges(model, ranges_of(first))
-            of_member = replace(self, run=replace(self.run, seed=seed, monitor=0))
+            of_member = replace(self, run=replace(self.run, seed=seed))
             states = checkpoints[f"member_{k}"]
             found = of_member.train(model, self.prior, states, kept=learned.kept)
             models.append(model)
@@ -531,25 +487,6 @@ class Training:
             scores=scores,
         )
         return found, scores
-
-    def _monitor(self, model: nn.Module, learner: PriorLearner) -> Any:
-        """A function that evaluates the MAP every ``run.monitor`` epochs, for `OnlineTraining`.
-
-        It returns NLL and accuracy (or RMSE) on the validation set, or the test set without one.
-        """
-        split = "test" if self.splits.validation is None else "validation"
-        batches = self._batches(split, self.predictive.batch_size)
-
-        def look(epoch: int) -> Mapping[str, float]:
-            if epoch % self.run.monitor and epoch != self.run.epochs:
-                return {}
-            predict = map_predictive(model, self.likelihood, learner.hyperparameters.sigma_noise)
-            predicted = predict_all(predict, batches, targets=self.splits.targets, ranks=self.ranks)
-            found = compute_metrics(*predicted, self.likelihood)
-            shown = ("cls/NLL", "cls/accuracy", "reg/NLL", "reg/RMSE")
-            return {f"{split}/{name}": found[name] for name in shown if name in found}
-
-        return look
 
     def _curvature_batches(self) -> Batches:
         """The training data in batches for the curvature pass."""

@@ -95,32 +95,21 @@ def read_state(
 def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
     """Raise a ValueError unless a state fits a network, naming the first tensor that does not."""
     own, kind = model.state_dict(), type(model).__name__
-    for name in own:
-        if name not in state:
+    for name in own | state:
+        there, here = (_described(of.get(name)) for of in (state, own))
+        if there != here:
             raise ValueError(
-                f"{source} is of another network: it lacks '{name}', which {kind} has. Pass the "
-                "class and options that the network was trained with (--model)."
+                f"{source} is of another network: '{name}' {there} there, and {here} in {kind}. "
+                "Pass the class and options that the network was trained with (--model)."
             )
-        if state[name].shape != own[name].shape:
-            raise ValueError(
-                f"{source} is of another network: '{name}' has shape {tuple(state[name].shape)}, "
-                f"{kind} has {tuple(own[name].shape)}. Pass the options that the network was "
-                "trained with (--model)."
-            )
-        if state[name].layout != torch.strided or _kind(state[name]) != _kind(own[name]):
-            raise ValueError(
-                f"{source} holds '{name}' as {state[name].layout} of {state[name].dtype}, which "
-                f"{kind} has as {own[name].dtype}: a sparse or quantised copy. Save the network's "
-                "own state_dict()."
-            )
-    extra = [name for name in state if name not in own]
-    if extra:
-        raise ValueError(
-            f"{source} is of another network: {kind} has no '{extra[0]}'. Pass the class and "
-            "options that the network was trained with (--model)."
-        )
 
 
-def _kind(tensor: Tensor) -> tuple[bool, bool]:
-    """What no cast to another precision changes: float, complex, or else whole numbers."""
-    return tensor.is_floating_point(), tensor.is_complex()
+def _described(tensor: Tensor | None) -> str:
+    """What no cast to another precision changes."""
+    if tensor is None:
+        return "does not exist"
+    if tensor.layout != torch.strided:
+        return f"is {tensor.layout}"
+    floating, is_complex = tensor.is_floating_point(), tensor.is_complex()
+    dtype = "" if floating else " of complex numbers" if is_complex else " of whole numbers"
+    return f"has shape {tuple(tensor.shape)}{dtype}"

@@ -21,7 +21,7 @@ def one_thread():
 def trained(tmp_path_factory) -> Path:
     """What marglik train leaves, with a baseline; not to be written to."""
     folder = tmp_path_factory.mktemp("runs") / "trained"
-    options = [*DATA, *MODEL, *NOISE, "--baseline", "--monitor", "2", "--curvature.fisher", "mc"]
+    options = [*DATA, *MODEL, *NOISE, "--baseline", "--curvature.fisher", "mc"]
     with threads.one_thread():
         assert main([*TRAIN, *options, "--output", str(folder)]) == 0
     return folder

@@ -72,16 +72,19 @@ REFUSED = {
         f"{type(content).__name__} {i}": (content, "holds no state dict")
         for i, content in enumerate([{}, [1, 2], {"epoch": 3}, {"0.weight": [1.0]}])
     },
-    "int8": (wrong("0.weight", torch.ones(4, 3, dtype=torch.int8)), "'0.weight' as .* torch.int8"),
-    "complex": (wrong("0.weight", torch.ones(4, 3) * 1j), "'0.weight' as .* torch.complex64"),
+    "int8": (
+        wrong("0.weight", torch.ones(4, 3, dtype=torch.int8)),
+        "'0.weight' .* of whole numbers",
+    ),
+    "complex": (wrong("0.weight", torch.ones(4, 3) * 1j), "'0.weight' .* of complex"),
     "sparse": (wrong("0.weight", torch.eye(4)[:, :3].to_sparse()), "'0.weight' .*sparse_coo"),
     "float for int": (
         wrong("1.num_batches_tracked", torch.tensor(2.0)),
-        "tracked' as .* torch.float",
+        "tracked' .* of whole numbers in",
     ),
-    "wider": (wrong("0.weight", torch.ones(5, 3)), r"'0.weight' has shape \(5, 3\), Sequential"),
-    "more": (state() | {"3.weight": torch.ones(2)}, "Sequential has no '3.weight'"),
-    "less": ({"0.weight": torch.ones(4, 3)}, "it lacks '0.bias', which Sequential has"),
+    "wider": (wrong("0.weight", torch.ones(5, 3)), r"'0.weight' has shape \(5, 3\) there"),
+    "more": (state() | {"3.weight": torch.ones(2)}, "'3.weight' .* does not exist in Seq"),
+    "less": ({"0.weight": torch.ones(4, 3)}, "'0.bias' does not exist there"),
 }
 
 

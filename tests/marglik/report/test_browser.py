@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from marglik.report import write_report
-from tests.marglik.report.test_report import SHOWN
+from tests.marglik.report.conftest import EVIL
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested in a browser through playwright"
@@ -231,9 +231,9 @@ def test_several_runs_are_overlaid(browser, pages):
 def test_names_do_nothing(hostile):
     page = hostile.page
     assert page.locator("img:not([src^='data:'])").count() == 0
-    assert page.get_by_role("heading", level=1).inner_text() == f"{SHOWN} on {SHOWN}"
+    assert page.get_by_role("heading", level=1).inner_text() == f"{EVIL} on {EVIL}"
     legend = page.locator("#weight-decay-chart-1 .legendtext").all_text_contents()
-    assert legend[0].startswith(SHOWN[:30]) and legend[1] == "%{y} <b>bold</b>"
+    assert legend[0].startswith(EVIL[:30]) and legend[1] == "%{y} <b>bold</b>"
     shown, _ = hostile.hover("weight-decay-chart-1", 2)
     assert "%{y} <b>bold</b>" in shown
     assert page.locator(".chart-plot svg a, .chart-plot :is(img, b)").count() == 0

@@ -31,7 +31,7 @@ from tests.marglik.runs.command_line import (
 from tests.marglik.runs.commands_on_ranks import command
 
 HERE = "tests.marglik.runs.test_resume"
-OPTIONS = [*DATA, *MODEL, *NOISE, "--baseline", "--monitor", "2", "--curvature.fisher", "mc"]
+OPTIONS = [*DATA, *MODEL, *NOISE, "--baseline", "--curvature.fisher", "mc"]
 
 
 def arguments(folder, *more):

@@ -15,7 +15,7 @@ from tests.marglik.close_state import assert_near
 from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, metrics, results_of
 
 HERE = "tests.marglik.runs.commands_on_ranks"
-OPTIONS = [*TRAIN, *DATA, *MODEL, *NOISE, "--monitor", "2"]
+OPTIONS = [*TRAIN, *DATA, *MODEL, *NOISE]
 TOLERANCE = 2e-3
 """Of float32 after three epochs and updates."""
 

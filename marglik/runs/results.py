@@ -1,0 +1,128 @@
+"""What results.json holds: evidence and weight decays, metrics, labels to look at, ranges."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marglik.augmentation import LearnedAugmentation
+from marglik.augmentation.learned import START
+from marglik.data import ImageSplits, Splits
+from marglik.data.record import tensors_in
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import precision_to_weight_decay
+from marglik.prediction.evaluation import data_uri
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.prediction.suspicious_labels import suspicious_labels
+from marglik.training.loop import OnlineResult
+
+__all__ = [
+    "augmentation_results",
+    "calibration_results",
+    "metrics_of",
+    "posterior_results",
+    "suspicious_results",
+]
+
+MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
+"""Number of suspicious labels at most, and of images that are shown as an augmentation changes
+them."""
+LARGEST_PICTURE = 48
+"""Height and width (pixels) of pictures at most: a few kilobytes each."""
+
+
+def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
+    """What a posterior says in the results of a run: noise, and each tensor's weight decay.
+
+    Args:
+        laplace: the posterior.
+        initial: the weight decay that all groups started with.
+    """
+    gamma = laplace.effective_parameters()
+    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
+    delta = laplace.prior_precision.expand(len(trainable))
+    learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
+    is_regression = laplace.likelihood == "regression"
+    return {
+        "num_data": laplace.n_data,
+        "sigma_noise": float(laplace.sigma_noise) if is_regression else None,
+        "weight_decay": {
+            name: {
+                "initial": initial,
+                "learned": learned[i].item(),
+                "effective_parameters": gamma[i].item(),
+                "parameters": p.numel(),
+            }
+            for i, (name, p) in enumerate(trainable.items())
+        },
+    }
+
+
+def calibration_results(laplace: Posterior, config: PredictiveConfig) -> dict[str, Any] | None:
+    """What calibration found for a predictive, with its name; None if it is not calibrated."""
+    found = laplace.calibrations.get(config.label)
+    return None if found is None else {"predictive": config.label} | found
+
+
+def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Metrics and intervals of each predictive, under names such as "learned, MAP"."""
+    predictives = evaluation["predictives"].items()
+    return {
+        kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
+        for kind in ("metrics", "intervals")
+    }
+
+
+def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> dict[str, Any]:
+    """The training labels that look most wrong; where none can be judged, why.
+
+    ``kept`` are the positions (N,) of the examples that the network was trained on, in the data.
+    """
+    y = tensors_in(splits.train)[-1].cpu()
+    try:
+        assert learned.training_probabilities is not None
+        p = learned.training_probabilities.mean().cpu()
+    except ValueError as error:
+        return {"unknown": str(error)}
+    ignored = splits.targets.ignore_index
+    counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
+    found = suspicious_labels(y[counts], p[counts])
+    examples = []
+    for i in range(min(found.number, MOST_SUSPICIOUS)):
+        here = int(counts[found.index[i]])
+        names = [
+            str(int(k)) if splits.classes is None else splits.classes[int(k)]
+            for k in (found.label[i], found.predicted[i])
+        ]
+        example = {"index": int(kept[here]), "label": names[0], "predicted": names[1]}
+        examples.append(example | {"score": found.score[i].item()})
+        if isinstance(splits, ImageSplits):
+            examples[-1]["image"] = data_uri(splits.train.images[here], LARGEST_PICTURE)
+    return {
+        "judged": len(found.index),
+        "number": found.number,
+        "agreement": found.agreement,
+        "examples": examples,
+    }
+
+
+@torch.no_grad()
+def augmentation_results(model: nn.Module, splits: Splits) -> dict[str, Any]:
+    """The learned ranges, and some training images as the network sees them; {} without any."""
+    if not isinstance(model, LearnedAugmentation) or not isinstance(splits, ImageSplits):
+        return {}
+    ranges = {
+        name: {"initial": START * largest, "learned": value, "largest": largest}
+        for name, value, largest in zip(
+            model.names, model.ranges.tolist(), model.largest.tolist(), strict=True
+        )
+    }
+    images = splits.train.images[:IMAGES_SHOWN].cpu()
+    mean, std = (torch.tensor(of).view(-1, 1, 1) for of in (splits.mean, splits.std))
+    copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
+    copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)
+    rows = [
+        [data_uri(picture, LARGEST_PICTURE) for picture in (image, *of_image)]
+        for image, of_image in zip(images, copies, strict=True)
+    ]
+    return {"augmentation": {"ranges": ranges, "copies": model.copies, "examples": rows}}
