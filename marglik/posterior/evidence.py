@@ -34,7 +34,7 @@ class EvidenceTerms:
     sizes: Tensor
     """Parameters per block, (B,), float64."""
     squared_norms: Tensor
-    """‖θ_b − μ_b‖² per block, (B,), float64."""
+    """‖θ_b‖² per block, (B,), float64."""
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
     num_targets: float
@@ -43,12 +43,10 @@ class EvidenceTerms:
     likelihood: Likelihood
 
     @classmethod
-    def from_factors(
-        cls, factors: KroneckerFactors, mean: Tensor, prior_mean: Tensor | float = 0.0
-    ) -> "EvidenceTerms":
+    def from_factors(cls, factors: KroneckerFactors, mean: Tensor) -> "EvidenceTerms":
         """The terms of factors at the parameters ``mean`` (P,), both in ``parameters()`` order."""
         sizes = [block.numel for block in factors.blocks.values()]
-        parts = (mean - prior_mean).double().split(sizes)
+        parts = mean.double().split(sizes)
         return cls(
             spectra=Spectra.of(factors.blocks.values()),
             sizes=torch.tensor(sizes, dtype=torch.float64, device=mean.device),

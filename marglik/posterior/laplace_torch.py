@@ -42,7 +42,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         likelihood: "classification", "regression" or "bernoulli".
         sigma_noise: σ of regression.
         prior_precision: δ, a scalar or one per trainable tensor; includes N, see `prior`.
-        prior_mean: μ of the prior.
+        prior_mean: 0; `laplace.KronLaplace` with our backend supports others.
         temperature: T of the likelihood.
         enable_backprop: whether predictives can be differentiated with respect to inputs.
         dict_key_x: the input's key in batches that are mappings.
@@ -80,10 +80,10 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         check_module(model)
         check_option("likelihood", likelihood, Likelihood)
         check_positive("temperature", temperature)
-        if damping:
+        if damping or not isinstance(prior_mean, (int, float)) or prior_mean:
             raise ValueError(
-                "damping=True is not supported; use laplace.KronLaplace(..., backend=KfacGGN, "
-                "damping=True)."
+                "damping=True and a prior_mean other than 0 are not supported; use "
+                "laplace.KronLaplace(..., backend=KfacGGN)."
             )
         if not hasattr(backend, "fisher"):
             raise TypeError(
@@ -121,7 +121,6 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
             cast(Likelihood, likelihood),
             of_backend.options.but(**settings),
             prior_precision=prior_precision,
-            prior_mean=prior_mean,
             sigma_noise=sigma_noise,
             temperature=temperature,
             generator=of_backend.generator,
@@ -240,6 +239,6 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
                 f"The state is for likelihood {state_dict['likelihood']!r}, this object for "
                 f"{self.likelihood!r}."
             )
-        for name in ("mean", "prior_mean", "prior_precision", "sigma_noise", "temperature"):
+        for name in ("mean", "prior_precision", "sigma_noise", "temperature"):
             setattr(self, name, state_dict[name])
         self._set_factors(factors)

@@ -71,7 +71,6 @@ class Posterior:
         options: all options of the curvature pass.
         prior_precision: δ, a scalar or one per trainable tensor. It is the precision beside the
             likelihood of the whole data set (weight decay · N / T), see `marglik.posterior.prior`.
-        prior_mean: μ of the prior, one number or one per parameter (P,).
         sigma_noise: σ of regression.
         temperature: T; the likelihood is raised to the power 1/T.
         generator: source of the labels that fisher="mc" draws, on the model's device.
@@ -92,7 +91,6 @@ class Posterior:
         options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
         sigma_noise: float | Tensor = 1.0,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
@@ -113,9 +111,8 @@ class Posterior:
         self.temperature = temperature
         self._forget()
         self.prior_precision = prior_precision
-        self.prior_mean = prior_mean
         self.sigma_noise = sigma_noise
-        self.mean: Tensor = self.prior_mean
+        self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
         self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
         self.calibrations = {}
 
@@ -151,22 +148,6 @@ class Posterior:
                 f"({self.n_layers},), one per trainable tensor."
             )
         self._prior_precision = delta.reshape(-1).to(self._device, self._dtype)
-
-    @property
-    def prior_mean(self) -> Tensor:
-        """μ of the prior, () or (P,)."""
-        return self._prior_mean
-
-    @prior_mean.setter
-    def prior_mean(self, prior_mean: float | Tensor) -> None:
-        mean = _as_tensor(prior_mean)
-        if mean.dim() > 1 or mean.numel() not in (1, self.n_params):
-            raise ValueError(
-                f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or "
-                f"({self.n_params},), one per parameter."
-            )
-        self._prior_mean = mean.to(self._device, self._dtype)
-        self._terms = None  # the norms ‖θ − μ‖² among them
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -287,7 +268,7 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
-        for name in ("_prior_precision", "_prior_mean", "_sigma_noise", "mean"):
+        for name in ("_prior_precision", "_sigma_noise", "mean"):
             value = getattr(self, name)
             setattr(self, name, value.to(self._device, self._dtype))
         if self.factors is not None:
@@ -325,8 +306,7 @@ class Posterior:
         """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
         factors = self.fitted_factors()
         if self._terms is None:
-            mean, prior_mean = self.mean.detach(), self.prior_mean.detach()
-            self._terms = EvidenceTerms.from_factors(factors, mean, prior_mean)
+            self._terms = EvidenceTerms.from_factors(factors, self.mean.detach())
         return self._terms
 
     def log_marginal_likelihood(

@@ -62,15 +62,10 @@ def save_posterior(
 
     Raises:
         AttributeError: a posterior that is not fitted.
-        ValueError: a prior mean that is not one number; a network that changed since the fit.
+        ValueError: a network that changed since the fit.
         TypeError: a ``model`` or ``data`` that is not plain data.
     """
     folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
-    if laplace.prior_mean.numel() != 1:
-        raise ValueError(
-            f"The prior mean has {laplace.prior_mean.numel()} entries; a saved posterior has one "
-            "number for all parameters. Keep laplace.state_dict() instead."
-        )
     if not torch.equal(parameter_vector(laplace.params), laplace.mean):
         raise ValueError(
             "The network's parameters are no longer those that the posterior was fitted at; fit "
@@ -84,7 +79,6 @@ def save_posterior(
         "num_outputs": factors.num_outputs,
         "curvature": laplace.options.to_json(),
         "prior_precision": dict(zip(names, delta.tolist(), strict=True)),
-        "prior_mean": laplace.prior_mean.item(),
         "sigma_noise": laplace.sigma_noise.item(),
         "temperature": float(laplace.temperature),
         "corrected": factors.is_corrected,
@@ -151,7 +145,6 @@ def load_posterior(
         record["likelihood"],
         CurvatureOptions(**record["curvature"]),
         prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
-        prior_mean=record["prior_mean"],
         sigma_noise=record["sigma_noise"],
         temperature=record["temperature"],
     )

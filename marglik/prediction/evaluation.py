@@ -31,15 +31,17 @@ from marglik.data import (
 from marglik.data.batches import Shard, split_batches
 from marglik.data.images.out_of_distribution import OutOfDistributionImages
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.curves import errors_by_class, risk_coverage_curve, roc_curve
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
     compute_metrics,
+    errors_by_class,
     example_scores,
     out_of_distribution_metrics,
     reliability_curve,
+    risk_coverage_curve,
+    roc_curve,
 )
 from marglik.prediction.predictive import (
     Predictive,
@@ -285,15 +287,15 @@ def _add_ood(
 
     And, as one number, how well the epistemic part does, where there is one.
     """
-    scores = [p.entropy if p.entropy.dim() == 1 else p.entropy.sum(1) for p in (inside, outside)]
+    sides = inside, outside
+    scores = [p.entropy.reshape(len(p.entropy), -1).sum(1) for p in sides]
     entry["metrics"] |= out_of_distribution_metrics(*scores)
     entry["roc"] = roc_curve(*scores)
     if ends := area_interval(*scores):
         entry["intervals"]["ood/AUROC"] = list(ends)
-    if inside.epistemic.any() or outside.epistemic.any():
-        parts = (p.epistemic for p in (inside, outside))
-        by_epistemic = [part if part.dim() == 1 else part.sum(1) for part in parts]
-        found = out_of_distribution_metrics(*by_epistemic)
+    epistemic = [p.epistemic.reshape(len(p.epistemic), -1).sum(1) for p in sides]
+    if any(part.any() for part in epistemic):
+        found = out_of_distribution_metrics(*epistemic)
         entry["metrics"]["ood/AUROC_epistemic"] = found["ood/AUROC"]
     entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
 

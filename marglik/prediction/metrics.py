@@ -1,10 +1,12 @@
-"""Metrics of predictions: accuracy, likelihood, calibration, out-of-distribution detection.
+"""Metrics of predictions, and the curves beside them in the report.
 
-Each function takes a whole data set, on any device, computes in float64 on the CPU, and returns
-plain numbers. Names begin with "cls/" (classification), "reg/" (regression), "cal/" (calibration)
-or "ood/" (out-of-distribution detection).
+Accuracy, likelihood, calibration, out-of-distribution detection. Each function takes a whole data
+set, on any device, computes in float64 on the CPU, and returns plain numbers and lists. Names of
+metrics begin with "cls/" (classification), "reg/" (regression), "cal/" (calibration) or "ood/"
+(out-of-distribution detection). Risk-coverage and ROC curves have at most `POINTS` points.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +14,6 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from kfac_backend.options import Likelihood
-from marglik.prediction.curves import (
-    calibration_error,
-    coverage_curve,
-    inside_intervals,
-    reliability,
-    risk_by_coverage,
-)
 from marglik.prediction.links import Prediction
 
 __all__ = [
@@ -32,6 +27,12 @@ __all__ = [
 COVERAGE_LEVELS = {"cal/coverage50": 0.5, "cal/coverage90": 0.9, "cal/coverage95": 0.95}
 SHARES = frozenset({"cls/accuracy", *COVERAGE_LEVELS})
 """Metrics that are shares: of correct predictions, or of targets inside an interval."""
+LEVELS = tuple(k / 20 for k in range(1, 20))
+"""Of coverage curves: 0.05, 0.10, ..., 0.95."""
+BINS = 15
+POINTS = 101
+MOST_CLASSES = 20
+"""Largest number of classes for which there is a confusion matrix."""
 
 
 def compute_metrics(
@@ -45,7 +46,7 @@ def compute_metrics(
       number of the dtype that it comes in counts as that number: 87 nats in float32.
     - "cls/accuracy": share of right predictions.
     - "cls/Brier": Σ_c (p_c − y_c)², mean over examples, in 0..2 (Brier 1950).
-    - "cls/AURC": area under the risk-coverage curve, see `risk_by_coverage`.
+    - "cls/AURC": area under the risk-coverage curve (Geifman et al. 2019, arXiv:1805.08206).
     - "cal/ECE": expected calibration error of the top probability, 15 bins of equal width (Guo et
       al. 2017, arXiv:1706.04599, eq. 3).
 
@@ -79,9 +80,9 @@ def compute_metrics(
         return means | {"reg/RMSE": means["reg/RMSE"] ** 0.5}
     if likelihood == "classification":
         confidence = prediction.mean.detach().cpu().double().amax(1)
-        risk = risk_by_coverage(confidence, scores["cls/accuracy"].bool())
+        risk = _risk_by_coverage(confidence, scores["cls/accuracy"].bool())
         means["cls/AURC"] = risk.mean().item()
-    error = calibration_error(reliability_curve(prediction, targets, likelihood))
+    error = _calibration_error(reliability_curve(prediction, targets, likelihood))
     return means | {"cal/ECE": error}
 
 
@@ -95,7 +96,7 @@ def example_scores(
     """
     mean, y, variance = _checked(prediction, targets, likelihood)
     if likelihood == "regression":
-        inside = inside_intervals(mean, variance, y, tuple(COVERAGE_LEVELS.values()))
+        inside = _inside_intervals(mean, variance, y, tuple(COVERAGE_LEVELS.values()))
         return {
             "reg/NLL": -Normal(mean, variance.sqrt()).log_prob(y).sum(dim=1),
             "reg/RMSE": (y - mean).square(),
@@ -120,19 +121,109 @@ def example_scores(
 def reliability_curve(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
 ) -> dict[str, Any]:
-    """The data of a reliability diagram as plain lists, see `marglik.prediction.curves`.
+    """The data of a reliability diagram as plain lists.
 
-    For classification, bins of confidence. For Bernoulli outputs, too, over all outputs, with the
-    confidence max(p, 1 − p). For regression, the coverage of central intervals.
+    For classification, confidence and accuracy in `BINS` bins of the confidence, of equal width on
+    [0, 1]: "edges", one more than bins; "counts"; the means "confidence" and "accuracy" of each
+    bin, None where it is empty. For Bernoulli outputs, too, over all outputs, with the confidence
+    max(p, 1 − p). For regression, the share of all N·C targets ("coverage") within the central
+    interval of each level ("levels"), and their number ("count").
     """
     mean, y, variance = _checked(prediction, targets, likelihood)
     if likelihood == "regression":
-        return coverage_curve(mean, variance, y)
+        shares = _inside_intervals(mean, variance, y, LEVELS).double().mean(dim=(1, 2))
+        return {"levels": list(LEVELS), "coverage": shares.tolist(), "count": y.numel()}
     if likelihood == "classification":
         confidence, predicted = mean.max(dim=1)
-        return reliability(confidence, predicted == y)
-    confidence = torch.maximum(mean, 1 - mean).flatten()
-    return reliability(confidence, ((mean > 0.5) == (y == 1)).flatten())
+        return _bins(confidence, predicted == y)
+    return _bins(torch.maximum(mean, 1 - mean).flatten(), ((mean > 0.5) == (y == 1)).flatten())
+
+
+def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> dict[str, list[Any]]:
+    """See `reliability_curve`; of confidences (N,) and whether each prediction is right, (N,).
+
+    Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so that
+    a confidence of exactly 1 counts in the last bin. torchmetrics puts it in a bin of its own (its
+    issue 3510), and does not return the bins that a diagram needs.
+    """
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=torch.float64)
+    index = torch.bucketize(confidence.double(), edges[1:-1])  # (N,)
+    counts = index.bincount(minlength=num_bins).tolist()
+
+    def means(values: Tensor) -> list[float | None]:
+        sums = index.bincount(weights=values.double(), minlength=num_bins).tolist()
+        return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
+
+    return {
+        "edges": edges.tolist(),
+        "counts": counts,
+        "confidence": means(confidence),
+        "accuracy": means(correct),
+    }
+
+
+def _calibration_error(bins: dict[str, list[Any]]) -> float:
+    """Σ_m (n_m / N) |accuracy_m − confidence_m| over bins with examples (Guo et al., eq. 3)."""
+    columns = zip(bins["counts"], bins["confidence"], bins["accuracy"], strict=True)
+    return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins["counts"])
+
+
+def _inside_intervals(
+    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
+) -> Tensor:
+    """Whether each target lies within the central interval of each level, (levels, N, C) bool.
+
+    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included.
+    """
+    distance = (targets - mean).abs() / variance.sqrt()  # (N, C), in σ
+    q = torch.tensor(list(levels), dtype=torch.float64)
+    return distance <= torch.special.ndtri((1 + q) / 2)[:, None, None]
+
+
+def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
+    """Error rate among the k most confident predictions, k = 1..N: (N,), whose mean is the AURC.
+
+    Examples with equal confidence all count with their mean error: the average over their orders.
+    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv:1805.08206).
+    """
+    _, group, sizes = confidence.unique(return_inverse=True, return_counts=True)
+    errors = group.bincount(weights=(~correct).double()) / sizes  # per group, least confident first
+    errors = errors.repeat_interleave(sizes).flip(0)  # (N,), most confident first
+    return errors.cumsum(0) / torch.arange(1, len(errors) + 1)
+
+
+def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:
+    """The error rate ("risk") among the most confident predictions, over their share ("coverage").
+
+    Args:
+        probabilities: (N, C).
+        labels: (N,).
+    """
+    confidence, predicted = probabilities.max(dim=1)
+    risk = _risk_by_coverage(confidence, predicted == labels)
+    number = min(len(risk), POINTS)  # evenly spaced, with the first and last
+    kept = torch.linspace(0, len(risk) - 1, number, dtype=torch.float64).round().long()
+    return {"coverage": _plain((kept + 1) / len(risk)), "risk": _plain(risk[kept])}
+
+
+def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any]]:
+    """The number of examples ("counts") and of correct predictions ("right") of each class.
+
+    With at most `MOST_CLASSES` classes also the "confusion" matrix, with labels in rows and
+    predictions in columns.
+
+    Args:
+        probabilities: (N, C).
+        labels: (N,).
+    """
+    C, predicted = probabilities.shape[1], probabilities.argmax(dim=1)
+    found: dict[str, list[Any]] = {
+        "counts": labels.bincount(minlength=C).tolist(),
+        "right": labels[predicted == labels].bincount(minlength=C).tolist(),
+    }
+    if C <= MOST_CLASSES:
+        found["confusion"] = (C * labels + predicted).bincount(minlength=C * C).view(C, C).tolist()
+    return found
 
 
 def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, float]:
@@ -154,7 +245,7 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, fl
         ValueError: no examples on a side, or scores that are not finite.
     """
     # Here, because importing scikit-learn takes a second that not everyone needs.
-    from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+    from sklearn import metrics
 
     for name, values in (("inside", inside), ("outside", outside)):
         if values.dim() != 1 or not len(values):
@@ -164,12 +255,31 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, fl
     scores = torch.cat([inside.detach().cpu().double(), outside.detach().cpu().double()]).numpy()
     is_ood = [0] * len(inside) + [1] * len(outside)
     # Dropped points of the curve could be the first that reaches 95 %.
-    fpr, tpr, _ = roc_curve(is_ood, scores, drop_intermediate=False)
+    fpr, tpr, _ = metrics.roc_curve(is_ood, scores, drop_intermediate=False)
     return {
-        "ood/AUROC": float(roc_auc_score(is_ood, scores)),
-        "ood/AUPR": float(average_precision_score(is_ood, scores)),
+        "ood/AUROC": float(metrics.roc_auc_score(is_ood, scores)),
+        "ood/AUPR": float(metrics.average_precision_score(is_ood, scores)),
         "ood/FPR95": float(fpr[(tpr >= 0.95).argmax()]),
     }
+
+
+def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
+    """Share of out-of-distribution examples flagged ("tpr") over that of in-distribution ("fpr").
+
+    At the same shares for all predictives. The arguments are those of
+    `out_of_distribution_metrics`.
+    """
+    from sklearn import metrics  # here, since importing scikit-learn takes a second
+
+    is_ood = [0] * len(inside) + [1] * len(outside)
+    fpr, tpr, _ = metrics.roc_curve(is_ood, torch.cat([inside, outside]).numpy())
+    shares = torch.linspace(0, 1, POINTS, dtype=torch.float64)
+    at = torch.searchsorted(torch.from_numpy(fpr), shares, right=True) - 1
+    return {"fpr": _plain(shares), "tpr": _plain(torch.from_numpy(tpr)[at])}
+
+
+def _plain(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.double().tolist()]  # a pixel is 0.003
 
 
 def _checked(

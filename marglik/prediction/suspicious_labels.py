@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from kfac_backend.options import Likelihood
 from kfac_backend.precision import at_least_float32
@@ -215,15 +215,18 @@ def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
         return f"the likelihood is {likelihood}, and only classification is supported"
     if _is_in_memory(loader):
         return ""
-    kind = type(loader).__name__
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return f"a {kind} does not tell the indices of its examples; train with a DataLoader"
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return "the DataLoader has no batch sampler, which would tell the indices of examples"
-    if not hasattr(loader.dataset, "__len__"):
-        return f"the data set ({type(loader.dataset).__name__}) has no length"
-    if loader.persistent_workers or not getattr(loader, "in_order", True):
-        return "the DataLoader has persistent_workers, or in_order=False"
+    if (
+        not isinstance(loader, DataLoader)
+        or type(loader).__iter__ is not DataLoader.__iter__
+        or loader.batch_sampler is None
+        or not hasattr(loader.dataset, "__len__")
+        or loader.persistent_workers
+        or not getattr(loader, "in_order", True)
+    ):
+        return (
+            f"this {type(loader).__name__} does not tell the indices of its examples; train with a "
+            "DataLoader over a data set with a length, in order and without persistent_workers"
+        )
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     if ranks.size > 1 and not any(isinstance(one, DistributedSampler) for one in samplers):
         return "on several ranks, indices are known with a DistributedSampler only"

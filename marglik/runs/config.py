@@ -101,7 +101,7 @@ class PriorConfig:
             it is learned. Start with a small value, since a large one keeps the network from
             fitting.
         average: which parameters to end with. last takes their mean over the steps of the last
-            third of the epochs, ema an exponential moving average, null those of the last step.
+            third of the epochs, null those of the last step.
         keep: which update to end with. last keeps the last one; best goes back to the parameters
             of the update with the highest evidence, which may be an early one, before the network
             has reached a mode.

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping, Sized
 from copy import copy, deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,12 +188,13 @@ class PriorLearner:
         self._given_ranges: dict[str, float] = {}
         if sigma_noise is None:
             sigma_noise = 0.1 if learn_sigma_noise else 1.0
-        self._hyperparameter_options: dict[str, Any] = {
-            "method": method,
-            "lr": lr,
-            "learn_sigma_noise": learn_sigma_noise,
-            "sigma_noise": sigma_noise,
-        }
+        self._make_hyperparameters = partial(
+            Hyperparameters,
+            method=method,
+            lr=lr,
+            learn_sigma_noise=learn_sigma_noise,
+            sigma_noise=sigma_noise,
+        )
         # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
         self._said: list[str] = []
@@ -239,20 +241,19 @@ class PriorLearner:
             "average",
             ["The parameters"] if epochs is None and self.schedule.average == "last" else [],
             "{} are not averaged, since the number of epochs is unknown: call start(..., epochs), "
-            "or pass average='ema' or None.",
+            "or pass average=None.",
         )
         self.num_data = count_on_ranks(loader, self._ranks)
         """N, the number of examples of all ranks."""
-        self.hyperparameters = self._given or Hyperparameters(
+        self.hyperparameters = self._given or self._make_hyperparameters(
             PriorGroups.from_model(model, self._structure),
             weight_decay_to_precision(self._weight_decay, self.num_data, self.temperature),
-            **self._hyperparameter_options,
         )
         self._epoch = 0  # the number of epochs that have ended
         self._steps = 0
         self._steps_at_update: int | None = None
         self._highest_rate = 0.0
-        self._average = WeightAverage(self.schedule.average or "last")
+        self._average = WeightAverage()
         self._best: dict[str, Any] | None = None
         self._moves: dict[str, float] = {}
         self._gradient_norm: Tensor | None = None
@@ -360,22 +361,16 @@ class PriorLearner:
                 )
         self._highest_rate = max(self._highest_rate, self._rate)
         gradient_scale = self.gradient_scale
-        rates = [gradient_scale, *(float(group["lr"]) for group in self._optimizer.param_groups)]
-        if rates != self._rates_of_stable:  # else nothing has changed since the last step
-            self._rates_of_stable = rates
-            self._stable, limited = stable_decays(
-                self._named, self._optimizer, self._decays, gradient_scale
-            )
-            self._say_once(
-                "limited",
-                limited,
-                "The weight decay of {} has grown beyond 1 / learning rate, where SGD would "
-                "diverge, and is limited to it: the data needs none of it, or training is "
-                "unstable.",
-            )
-            self.limited = set(limited)
+        stable, limited = stable_decays(self._named, self._optimizer, self._decays, gradient_scale)
+        self._say_once(
+            "limited",
+            limited,
+            "The weight decay of {} has grown beyond 1 / learning rate, where SGD would diverge, "
+            "and is limited to it: the data needs none of it, or training is unstable.",
+        )
+        self.limited = set(limited)
         scale = torch.as_tensor(scale, device=parameters[0].device)
-        penalty = add_penalty(parameters, self._stable, gradient_scale * scale)
+        penalty = add_penalty(parameters, stable, gradient_scale * scale)
         clip = self.schedule.clip if self._steps > OBSERVED_STEPS else None
         self._gradient_norm, is_clipped = clip_gradients(
             parameters, self._gradient_norm, clip, scale
@@ -442,7 +437,6 @@ class PriorLearner:
         sqrt(2 η λ) in a step. The evidence knows of no such rate: it raises δ as ‖w‖ falls, and
         training breaks down once the direction turns too far. So these decays have a limit.
         """
-        self._rates_of_stable: list[float] = []
         of_groups = self.weight_decays()
         self._decays: list[float] = self.hyperparameters.groups.of_tensors(of_groups).tolist()
         if self._steps_at_update is not None and self._steps >= OBSERVED_STEPS:
@@ -553,7 +547,7 @@ class PriorLearner:
             key = self.curvature.dict_key_y
             with forked_random_numbers(self._model):
                 renew_batch_norm(self._model, self._loader, key, self._ranks)
-            self._average = WeightAverage(self.schedule.average or "last")
+            self._average = WeightAverage()
         self.kept_epoch = self._epoch
         schedule = self.schedule
         if not schedule.updates:

@@ -18,8 +18,8 @@ from kfac_backend.options import check_option
 __all__ = ["Average", "CurvatureFrom", "Keep", "Schedule", "settling_rate"]
 
 Keep = Literal["best", "last"]
-Average = Literal["last", "ema"]
-"""Equal weights in the last third of the epochs, or an exponential moving average of all steps."""
+Average = Literal["last"]
+"""The mean of the parameters over the steps of the last third of the epochs."""
 CurvatureFrom = Literal["auto", "pass"]
 """Which pass over the data an update makes: with "auto" one that draws labels, if exact ones would
 take longer than the training."""
@@ -46,8 +46,8 @@ class Schedule:
         updates: number of updates, at most one per epoch, and without the one that ends training.
             0 keeps the decays as they are, and fits no posterior, not even at the end.
         average: "last" ends with the mean of the parameters over all steps of the last third of the
-            epochs; "ema" with an exponential moving average of all steps, which needs no number of
-            epochs; None with the parameters of the last step. With keep="best" there is no average.
+            epochs, if their number is known; None with the parameters of the last step. With
+            keep="best" there is no average.
         clip: largest norm of a step's gradient, in running means of that norm; None takes every
             step as it is. See `marglik.training.penalty.clip_gradients`.
 
@@ -97,8 +97,6 @@ class Schedule:
 
     def is_averaged(self, epoch: int) -> bool:
         """Whether the average includes the parameters during this epoch, from 1."""
-        if self.average == "ema":
-            return self.keep == "last"
         return self.epochs is not None and epoch > self.epochs - self._num_averaged
 
     @property

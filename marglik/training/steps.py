@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from kfac_backend.model.batches import split_batch, to_device
 from kfac_backend.model.calls import arguments
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import kept_mode
 from marglik.training.loaders import Loader
-from marglik.training.schedule import Average
 
 __all__ = [
     "WeightAverage",
@@ -36,7 +35,6 @@ __all__ = [
 
 NEW_NORM = 0.02
 """Weight of a step's norm in the running mean of `clip_gradients`: about fifty steps count."""
-EMA_DECAY = 0.999
 
 
 def check_no_weight_decay(optimizer: torch.optim.Optimizer) -> None:
@@ -129,14 +127,9 @@ def clip_gradients(
 
 
 class WeightAverage:
-    """A running average of parameters: their mean, or an exponential moving average.
+    """The mean of parameters over steps, as it runs."""
 
-    Args:
-        average: "last", every step with the same weight; "ema", with a decay of 0.999 a step.
-    """
-
-    def __init__(self, average: Average) -> None:
-        self._add = get_swa_multi_avg_fn() if average == "last" else get_ema_multi_avg_fn(EMA_DECAY)
+    def __init__(self) -> None:
         self._values: list[Tensor] = []
         self.count = 0
         """Number of steps that are averaged."""
@@ -147,7 +140,8 @@ class WeightAverage:
         if not self.count:
             self._values = [p.detach().clone() for p in parameters]
         else:
-            self._add(self._values, parameters, self.count)  # pyright: ignore[reportArgumentType]
+            add = get_swa_multi_avg_fn()
+            add(self._values, parameters, self.count)  # pyright: ignore[reportArgumentType]
         self.count += 1
 
     @torch.no_grad()

@@ -20,7 +20,6 @@ CASES = {
     "empirical Fisher": {"backend": KfacEF},
     "Monte Carlo Fisher": {"backend_kwargs": {"stochastic": True}},
     "temperature": {"temperature": 0.3},
-    "prior mean": {"prior_mean": 0.2},
     "a prior for each tensor": {"prior_precision": torch.tensor([0.1, 3.0, 1 / 3, 70.0])},
     "frozen parameters": {"frozen": True},
     "float64": {"dtype": torch.float64},

@@ -24,7 +24,6 @@ from marglik.prediction.predictive import (
     map_predictive,
     predict_all,
 )
-from marglik.runs.build import check_model
 from marglik.runs.config import CurvatureConfig
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
@@ -192,7 +191,7 @@ def test_each_position_is_predicted_by_its_own_covariance(laplace, method, layer
         f.flatten(0, 1), covariance.flatten(0, 1), "classification", method, noise
     )
     expected = [expected.mean, expected.aleatoric, expected.epistemic]
-    for memory in (1, 2**13, 2**27):  # one position, some examples, all
+    for memory in (1, 2**13):  # one position, some examples
         monkeypatch.setattr(predictive_module, "default_memory", lambda device, m=memory: m)
         found = predictive(laplace, method, samples=50, layers=layers)(x)
         assert found.mean.shape == (N, R, C) and found.epistemic.shape == (N, R)
@@ -218,9 +217,8 @@ def test_linearised_networks_predict_positions_as_mc_does(laplace):
     assert (many.mean - gaussian.mean).abs().max() < 0.02
     assert (many.epistemic - gaussian.epistemic).abs().max() < 0.02
     # Negative control: the network itself at the parameters that were drawn.
-    p = []
-    for sample in laplace.sample(1000, torch.Generator().manual_seed(0)):
-        other = network()
+    p, other = [], network()
+    for sample in laplace.sample(200, torch.Generator().manual_seed(0)):
         vector_to_parameters(sample, other.parameters())
         p.append(torch.softmax(other(x).detach(), -1))
     assert (torch.stack(p).mean(0) - gaussian.mean).abs().max() > 0.04
@@ -236,20 +234,6 @@ def test_the_evaluation_says_how_many_positions_it_is_about():
     assert entry["metrics"]["test/cls/NLL"] == pytest.approx(mean)
     assert sum(entry["reliability"]["counts"]) == sum(entry["entropy"]["test"]) == len(terms())
     assert entry["entropy"]["edges"][-1] == pytest.approx(math.log(C))
-
-
-@pytest.mark.parametrize("method", ["probit", "mc"])
-def test_covariances_that_would_take_very_long_are_refused(method, monkeypatch):
-    monkeypatch.setattr(predictive_module, "MOST_BACKWARD_PASSES", R * C - 1)
-    config = PredictiveConfig(method)
-    message = f"'{method}' needs .* of 3 outputs at 4 positions, .* 12 backward .*linearised"
-    with pytest.raises(ValueError, match=message):
-        check_model(network(), splits(), CurvatureConfig(), predictive=config)
-    for other in (PredictiveConfig("linearised"), PredictiveConfig(method, layers="last")):
-        check_model(network(), splits(), CurvatureConfig(), predictive=other)
-        check_model(network(), splits(), None, predictive=other)
-    monkeypatch.setattr(predictive_module, "MOST_BACKWARD_PASSES", R * C)
-    check_model(network(), splits(), CurvatureConfig(), predictive=config)
 
 
 def test_predictives_refuse_what_would_not_end(monkeypatch):
@@ -270,20 +254,3 @@ def test_predictives_refuse_what_would_not_end(monkeypatch):
                 use()
     config = PredictiveConfig("linearised", networks=2)
     assert laplace_predictive(laplace, config)(tokens).mean.shape == (2, 3, vocabulary)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (TokenNetwork(C + 1).double(), "shape \\(2, 4, 4\\) .*words has 3 classes; give the model"),
-        (torch.nn.Linear(R, C).double(), "Linear cannot take inputs of shape \\(4,\\)"),
-        (torch.nn.Embedding(C, C), None),
-        (torch.nn.Flatten(), "Flatten returns shape \\(2, 4\\) .*; \\(N, R, C\\) is needed"),
-    ],
-)
-def test_networks_that_do_not_fit(model, message):
-    if message is None:
-        check_model(model, splits(), None)
-        return
-    with pytest.raises(ValueError, match=message):
-        check_model(model, splits(), None)

@@ -9,9 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
-from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
 
 from marglik.callbacks.lightning import MarginalLikelihood
 from tests.marglik.callbacks.online import (
@@ -97,7 +94,6 @@ class Stop(L.Callback):
     [
         ({"max_steps": 10}, 2),  # of 4 an epoch: one after epoch 2, one within the third
         ({"max_steps": 10, "epochs": -1}, 2),
-        ({"max_steps": 6}, 1),  # within epoch 2, after which an update is due
         ({"max_steps": 8}, 1),  # at its end: not twice
         ({"stop": True}, 2),
     ],
@@ -169,48 +165,6 @@ def test_what_it_cannot_work_with_is_named():
         MarginalLikelihood("classification", mean_over="batch")
     with pytest.raises(ValueError, match="learn_sigma_noise=True is for likelihood 'regression'"):
         MarginalLikelihood("classification", learn_sigma_noise=True)
-
-
-class Tagger(L.LightningModule):
-    """A loss term for each position; torch's mean goes over all of them."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(4, 3)
-        self.gradients = []
-
-    def training_step(self, batch, index):
-        x, y = batch
-        return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.gradients.append(self.net.weight.grad.clone())
-
-
-def test_a_mean_over_terms_takes_a_smaller_share_of_the_prior():
-    """The penalty is wd/R per example with R terms, as the loss is 1/R of the objective's."""
-    x = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
-    y = x[..., :3].argmax(-1)
-    data = DataLoader(TensorDataset(x, y), 8)
-    prior = MarginalLikelihood(
-        "classification", network="net", mean_over="terms", every=1, steps=3, weight_decay=2.0
-    )
-    module = Tagger()
-    before = module.net.weight.detach().clone()
-    F.cross_entropy(module.net(x).flatten(0, 1), y.flatten()).backward()
-    plain = module.net.weight.grad.clone()
-    module.zero_grad()
-    trainer(prior, epochs=1).fit(module, data)
-    # The number of terms is known from the first batch on.
-    step = (before - module.net.weight.detach()) / 1e-3
-    assert_close(step, plain + 2.0 / 5 * before, rtol=1e-3, atol=1e-4)
-    wrong = MarginalLikelihood("classification", network="net", every=1)
-    with pytest.raises(ValueError, match="5 loss terms each.*mean_over='terms'"):
-        trainer(wrong, epochs=1).fit(Tagger(), data)
 
 
 ON_RANKS = "tests.marglik.callbacks.lightning_on_ranks:trained"

@@ -119,22 +119,6 @@ def test_eigenvectors_wait_for_a_predictive(monkeypatch):
         la(dataset.tensors[0])
 
 
-def test_temperature_divides_the_whole_log_likelihood():
-    dataset, model = data("regression"), network()
-    at_one, at_half = (
-        KronLaplace(model, "regression", sigma_noise=0.4, temperature=T) for T in (1.0, 0.5)
-    )
-    for la in (at_one, at_half):
-        la.fit([dataset.tensors])
-    assert_close(at_half.log_likelihood, 2 * at_one.log_likelihood)
-    # Tempering is a weight of the data.
-    twice = KronLaplace(model, "regression", sigma_noise=0.4)
-    twice.restore(2 * at_one.factors)
-    assert_close(twice.log_likelihood, at_half.log_likelihood)
-    assert_close(twice.log_marginal_likelihood(), at_half.log_marginal_likelihood())
-    assert (twice.log_likelihood - at_one.log_likelihood).abs() > 1
-
-
 def test_override_false_adds_data():
     dataset = data("classification")
     x, y = dataset.tensors
@@ -167,6 +151,7 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
         ({"damping": True}, ValueError, "use laplace.KronLaplace"),
+        ({"prior_mean": 0.1}, ValueError, "use laplace.KronLaplace"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
         ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),
         ({"sigma_noise": math.nan, "likelihood": "regression"}, ValueError, "noise .*, not nan"),

@@ -9,7 +9,7 @@ from tests.marglik.posteriors import CASES, LIKELIHOODS, data, fitted, network, 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HYPERPARAMETERS = ("prior_precision", "prior_mean", "sigma_noise")
+HYPERPARAMETERS = ("prior_precision", "sigma_noise")
 
 
 def dtypes(laplace):
@@ -20,7 +20,7 @@ def dtypes(laplace):
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_to_double(likelihood):
     noise = {"sigma_noise": 0.3} if likelihood == "regression" else {}
-    laplace = fitted(likelihood, prior_mean=0.1, **noise)
+    laplace = fitted(likelihood, **noise)
     x, _ = data(likelihood)
     before, evidence = predictions(laplace, x, ["probit"])["probit"], laplace.evidence_terms
     assert laplace.to(dtype=torch.float64) is laplace
@@ -34,22 +34,12 @@ def test_to_double(likelihood):
         assert predictions(laplace, x.double(), [method])[method].mean.dtype == torch.float64
 
     # The same as a posterior that was made in float64 from these parameters and factors.
-    options = {name: getattr(laplace, name) for name in ("prior_precision", "prior_mean")}
-    made = KronLaplace(laplace.model, likelihood, sigma_noise=laplace.sigma_noise, **options)
+    options = {name: getattr(laplace, name) for name in HYPERPARAMETERS}
+    made = KronLaplace(laplace.model, likelihood, **options)
     made.restore(laplace.factors)
     assert torch.equal(made.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     both = [predictions(la, x.double(), ["mc"])["mc"].mean for la in (made, laplace)]
     assert torch.equal(*both)
-
-
-def test_restore_forgets_what_was_fitted_before():
-    laplace, twice = fitted(), fitted()
-    x, _ = data("classification")
-    predictions(twice, x)
-    evidence = twice.log_marginal_likelihood()
-    twice.restore(2.0 * twice.factors)
-    assert twice.log_marginal_likelihood() < evidence
-    assert (predictions(twice, x)["mc"].epistemic < predictions(laplace, x)["mc"].epistemic).all()
 
 
 def test_factors_of_another_model():

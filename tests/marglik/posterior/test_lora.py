@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from marglik import (
@@ -12,7 +11,6 @@ from marglik import (
     maximize_evidence,
     save_posterior,
 )
-from tests.evidence_oracles import laplace_log_evidence
 from tests.marglik.posterior.adapted import CLASSES, RANK, WIDTH, batch, classifier
 
 transformers = pytest.importorskip("transformers")
@@ -35,15 +33,6 @@ def laplace() -> KronLaplace:
     return fitted(classifier().double())
 
 
-def precision(laplace) -> dict[str, torch.Tensor]:
-    """Parameter name -> dense posterior precision."""
-    blocks = laplace.factors.blocks.items()
-    return {
-        name: block.to_dense() + delta * torch.eye(block.numel).double()
-        for (name, block), delta in zip(blocks, laplace.prior_precision, strict=True)
-    }
-
-
 def test_adapters_and_head_alone_have_a_posterior(laplace):
     names = list(laplace.factors.blocks)
     adapters = [
@@ -53,37 +42,6 @@ def test_adapters_and_head_alone_have_a_posterior(laplace):
     for name, expected in zip(names, adapters, strict=False):
         assert expected in name
     assert laplace.n_params == 4 * 2 * RANK * WIDTH + CLASSES * WIDTH
-
-
-def test_evidence_is_that_of_the_dense_blocks(laplace):
-    H = torch.block_diag(*(b.to_dense() for b in laplace.factors.blocks.values()))
-    sizes = torch.tensor([b.numel for b in laplace.factors.blocks.values()])
-    delta = laplace.prior_precision.repeat_interleave(sizes)
-    model, log_likelihood = laplace.model, 0.0
-    for data in (batch(8), batch(5, seed=1)):
-        log_likelihood -= float(model(**data).loss.detach()) * len(data["labels"])
-    expected = laplace_log_evidence(log_likelihood, laplace.mean, H, delta)
-    assert_close(float(laplace.log_marginal_likelihood()), expected)
-    assert len(set(laplace.prior_precision.tolist())) == 9
-
-
-def test_covariances_are_those_of_dense_jacobians(laplace):
-    model, x = laplace.model, batch(3, seed=2)
-    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-
-    def outputs(p):
-        inputs = {key: x[key] for key in ("input_ids", "attention_mask")}
-        return functional_call(model, p, kwargs=inputs).logits
-
-    expected = 0
-    for name, J in jacrev(outputs)(parameters).items():
-        J = J.flatten(2)
-        expected = expected + J @ precision(laplace)[name].inverse() @ J.mT
-    found = laplace.output_distribution(x)
-    assert_close(found[0], outputs(parameters))
-    assert_close(found[1], expected)
-    assert_close(laplace.output_distribution(x, classes=torch.tensor([2, 0]))[1],
-                 expected[:, [2, 0]][:, :, [2, 0]])  # fmt: skip
 
 
 def test_another_base_is_refused_but_another_head_is_none(tmp_path):

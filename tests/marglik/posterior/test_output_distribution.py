@@ -3,11 +3,9 @@
 import pytest
 import torch
 from laplace import KronLaplace as LaplaceTorchKronLaplace
-from torch import nn
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from marglik import KronLaplace
 from tests import oracles
 from tests.marglik.small_laplace import DELTAS, data, fitted, network
 
@@ -113,33 +111,6 @@ def test_last_layer_is_a_laplace_approximation_of_it_alone():
     assert_close(la.output_distribution(x, "last")[1], covariance)
     with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
         la.output_distribution(x, "first")
-
-
-def test_last_layer_of_a_single_layer_and_of_a_model_with_parameters_of_its_own():
-    class Token(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.token, self.head = nn.Parameter(torch.ones(32)), nn.Linear(32, 3)
-
-        def forward(self, x):
-            return self.head(x.flatten(1) * self.token)
-
-    x = data()[0]
-    single = nn.Linear(32, 3).double()
-    la = KronLaplace(single, "classification")
-    la.fit([(x.flatten(1), data()[1])])
-    assert_close(la.output_distribution(x.flatten(1), "last"), la.output_distribution(x.flatten(1)))
-    whole, frozen = Token().double(), Token().double()
-    frozen.token.requires_grad_(False)
-    covariances = []
-    for model in (whole, frozen):
-        la = KronLaplace(model, "classification", backend_kwargs={"unsupported": "diagonal"})
-        la.fit([data()])
-        covariances.append([la.output_distribution(x, layers)[1] for layers in ("last", "all")])
-    (last, everything), (alone, _) = covariances
-    assert_close(last, alone)
-    assert (everything - last).norm() > 1e-3
 
 
 @pytest.mark.parametrize("layers", ["all", "last"])

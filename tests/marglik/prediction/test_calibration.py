@@ -79,8 +79,8 @@ def test_no_grid_point_is_better(likelihood, link):
     assert_close(fit.nll, float(nll(data, link, fit.calibration)), rtol=1e-6, atol=1e-6)
     assert (fit.map_calibration.covariance_scale, fit.num_terms) == (0, 60)
     best = fit.nll + cost(fit.calibration) / 60
-    for scale in [0.0, *torch.logspace(-3, 2, 11).tolist()]:
-        for value in torch.logspace(-1, 1, 11).tolist():
+    for scale in [0.0, *torch.logspace(-3, 2, 7).tolist()]:
+        for value in torch.logspace(-1, 1, 7).tolist():
             sharp = (1.0, value) if likelihood == "regression" else (value,)
             tried = Calibration(scale, *sharp)
             assert nll(data, link, tried) + cost(tried) / 60 >= best - 1e-9  # nats
@@ -89,7 +89,7 @@ def test_no_grid_point_is_better(likelihood, link):
 @pytest.mark.parametrize(("likelihood", "link"), EVERY)
 def test_rounding_of_outputs_decides_nothing(likelihood, link):
     """The NLL is flat at its bottom: in float32 its own rounding would decide where s lies."""
-    data = held_out(likelihood, n=500)
+    data = held_out(likelihood, n=200)
     found = []
     for change in (0, 1e-7):
         f, V = (t * (1 + change * torch.randn_like(t)) for t in (data.f, data.spread))
@@ -99,7 +99,7 @@ def test_rounding_of_outputs_decides_nothing(likelihood, link):
     assert second == pytest.approx(first, rel=1e-5)
 
 
-def of_few(n, draws=30):
+def of_few(n, draws=20):
     """Mean coverage of 90 % intervals, and NLL, after calibration with n examples; s = 1 is true.
 
     Both are expectations over new targets y ~ N(f, V + σ²).
@@ -137,7 +137,7 @@ def test_few_examples_leave_a_right_posterior_nearly_as_it_is(monkeypatch):
 
 def test_it_finds_what_made_the_data():
     """Targets of N(f, s V + σ²); labels of N(f, s V)/τ; and of f/τ, where V is useless."""
-    data = held_out("regression", n=20_000)
+    data = held_out("regression", n=8000)
     spread = data.spread.diagonal(dim1=1, dim2=2)
     noise = torch.randn(data.f.shape, dtype=torch.float64, generator=torch.Generator())
     targets = data.f + (0.3 * spread + 0.25).sqrt() * noise
@@ -164,8 +164,10 @@ def test_it_finds_what_made_the_data():
     assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
 
 
-@pytest.mark.parametrize("method", ["probit", "linearised"])
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize(
+    ("likelihood", "method"),
+    [("classification", "linearised"), ("regression", "probit"), ("bernoulli", "probit")],
+)
 def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method):
     la, _ = fitted(likelihood)
     x, y = data(likelihood)

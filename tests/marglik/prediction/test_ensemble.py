@@ -68,7 +68,7 @@ def test_no_other_temperature_gives_the_mixture_a_lower_held_out_nll(likelihood)
     found, f = best(models), outputs(models, x)
     at_found = objective(f, found)
     assert abs(found / own - 1) > 0.1
-    for factor in torch.linspace(0.2, 5, 400).tolist():
+    for factor in torch.linspace(0.2, 5, 50).tolist():
         assert objective(f, found * factor) >= at_found - 1e-9
     alone = [best([model]) for model in models]
     if likelihood != "regression":
@@ -139,9 +139,8 @@ def train(learner, steps=15):
     return model, seen
 
 
-@pytest.mark.parametrize("structure", ["layerwise", "scalar"])
-def test_a_member_keeps_the_decays_with_which_the_first_ended(structure, monkeypatch):
-    first = PriorLearner("classification", structure=structure, steps=40)
+def test_a_member_keeps_the_decays_with_which_the_first_ended(monkeypatch):
+    first = PriorLearner("classification", structure="kind", steps=40)
     train(first)
     decays = [float(d) for d in first.decays_of_parameters()]
     assert abs(decays[-1] / 5e-4 - 1) > 0.5  # they were learned

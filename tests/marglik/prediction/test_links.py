@@ -76,9 +76,7 @@ def test_mc_does_not_turn_with_rounding():
     assert_close(other.mean, predict(f, covariance).mean, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("std", "largest"), [(0.0, 1e-15), (1.0, 1e-14), (3.0, 2e-7), (5.0, 6e-5), (10.0, 4e-3)]
-)
+@pytest.mark.parametrize(("std", "largest"), [(0.0, 1e-15), (3.0, 2e-7), (10.0, 4e-3)])
 def test_quadrature_is_as_exact_as_stated(std, largest):
     means = torch.cat([torch.linspace(-4, 4, 9), torch.linspace(0, 3 * std, 7)]).double()
     variance = torch.full((len(means), 1, 1), std**2).double()
@@ -101,7 +99,7 @@ def test_quadrature_is_as_exact_as_stated(std, largest):
 def test_regression_has_variances():
     f, covariance = gaussians(3)
     sigma = torch.tensor([0.5, 1.0, 2.0]).double()
-    for noise in (0.5, torch.tensor(0.5), torch.tensor([0.5]), sigma):
+    for noise in (0.5, sigma):
         p = predict(f, covariance, "regression", "probit", sigma_noise=noise)
         assert_close(p.mean, f)
         assert_close(p.epistemic, covariance.diagonal(dim1=1, dim2=2))
@@ -142,10 +140,10 @@ def test_calibrated_outputs_are_those_of_the_formula():
     assert predict(mean, variance, "bernoulli").mean.item() != pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variance", [0.0, 1e6])
 @pytest.mark.parametrize(("likelihood", "link"), LINKS)
-def test_extreme_outputs_and_singular_covariances_stay_finite(likelihood, link, variance, dtype):
+def test_extreme_outputs_and_singular_covariances_stay_finite(likelihood, link, variance):
+    dtype = torch.float32
     rows = [[1e3, -1e3, 0.0], [1e3, 999.0, -1e3], [0.0, 0.0, 0.0], [-1e3, -1e3, -1e3]]
     f = torch.tensor(rows, dtype=dtype)
     direction = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)

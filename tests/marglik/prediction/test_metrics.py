@@ -16,19 +16,17 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
-from marglik.prediction.curves import (
-    POINTS,
-    calibration_error,
-    errors_by_class,
-    reliability,
-    risk_coverage_curve,
-    roc_curve,
-)
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
+    POINTS,
+    _bins,
+    _calibration_error,
     compute_metrics,
+    errors_by_class,
     out_of_distribution_metrics,
     reliability_curve,
+    risk_coverage_curve,
+    roc_curve,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -185,10 +183,10 @@ def test_coverage_is_that_of_scipy_intervals():
     ],
 )  # fmt: skip
 def test_bins_by_hand(confidence, correct, num_bins, counts, error):
-    bins = reliability(tensor(*confidence), torch.tensor(correct).bool(), num_bins)
+    bins = _bins(tensor(*confidence), torch.tensor(correct).bool(), num_bins)
     assert bins["counts"] == counts and len(bins["edges"]) == num_bins + 1
     assert [mean is None for mean in bins["accuracy"]] == [n == 0 for n in counts]
-    assert calibration_error(bins) == pytest.approx(error)
+    assert _calibration_error(bins) == pytest.approx(error)
     assert json.loads(json.dumps(bins, allow_nan=False)) == bins
 
 

@@ -46,7 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "images": {"images": True},
     "ranges": {"images": True, "augmented": True, "keep": "last"},
     "averaged": {"keep": "last", "average": "last", "epochs": 6, "norm": True},
-    "exponential average": {"keep": "last", "average": "ema"},
     "the first is the best": {"scheduler": partial(LambdaLR, lr_lambda=lambda i: 1 + 30 * (i > 6))},
     "no update": {"burn_in": 9, "curvature": {"fisher": "mc"}},
     "float16": {"float16": True},

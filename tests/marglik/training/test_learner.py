@@ -133,26 +133,6 @@ def test_training_ends_at_the_mean_of_the_last_thirds_steps():
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
 
 
-def test_an_exponential_average_needs_no_number_of_epochs():
-    model, seen = with_norm(), []
-    prior = PriorLearner("classification", average="ema")
-    optimizer, data = sgd(model), in_double()
-    start = [p.detach().clone() for p in model.parameters()]
-    prior.start(model, optimizer, data)
-    for x, y in data:
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        prior.add_to_gradients()
-        optimizer.step()
-        seen.append([p.detach().clone() for p in model.parameters()])
-    prior.end_of_training()
-    for i, p in enumerate(model.parameters()):
-        expected = start[i]
-        for at in seen:
-            expected = 0.999 * expected + 0.001 * at[i]
-        assert_close(p, expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize(("epochs", "few", "draws"), [(6, 0, True), (60, 0, False), (6, 60, False)])
 def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training(
     epochs, few, draws, monkeypatch

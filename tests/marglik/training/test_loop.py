@@ -448,7 +448,7 @@ def test_epochs_of_updates_and_averages():
     assert due() == list(range(1, 9))  # twenty updates, at most one per epoch, before the average
     assert due(average=None) == list(range(1, 13))
     assert due(150) == list(range(5, 101, 5))
-    assert due(30, updates=4, average="ema") == [8, 15, 23, 30]
+    assert due(30, updates=4, average=None) == [8, 15, 23, 30]
     assert due(None, updates=5) == [1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35, 40, 45]
     assert due(every=5) == [5, 10]
     assert due(every=4, burn_in=8) == [8, 12]
@@ -458,8 +458,6 @@ def test_epochs_of_updates_and_averages():
         return epochs_of("is_averaged", *args, **options)
 
     assert averaged() == [9, 10, 11, 12]
-    assert averaged(average="ema") == list(range(1, 13))
-    assert averaged(None, average="ema") == list(range(1, 46))
     assert averaged(average=None) == averaged(keep="best") == averaged(None) == []
     for name in ("epochs", "every"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):

@@ -113,27 +113,6 @@ def test_the_gradient_is_zero_at_the_top(likelihood, structure):
     assert problem.laplace.prior_precision.tolist() == pytest.approx(delta.tolist())
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "temperature"), [("classification", 1), ("regression", 0.4)]
-)
-def test_the_top_is_mackays_fixed_point(likelihood, temperature):
-    """δ = γ/‖θ‖² with γ = tr H (H + P₀)⁻¹, and the noise's counterpart."""
-    problem = Problem(likelihood, temperature)
-    found = maximize_evidence(problem.laplace)
-    sigma = found.sigma_noise
-    delta = torch.tensor(list(found.prior_precision.values())).double()
-    H = problem.H / sigma**2 / temperature
-    P0 = torch.diag(delta.repeat_interleave(problem.sizes))
-    parts = (H @ torch.linalg.inv(H + P0)).diagonal().split(problem.sizes.tolist())
-    gamma = torch.stack([part.sum() for part in parts])
-    norms = torch.stack([p.detach().square().sum() for p in problem.model.parameters()])
-    torch.testing.assert_close(delta, gamma / norms, rtol=1e-4, atol=0)
-    if likelihood == "regression":
-        squares = (problem.y - problem.model(problem.x).detach()).square().sum()
-        free = problem.y.numel() / temperature - gamma.sum()
-        assert sigma**2 == pytest.approx(float(squares / temperature / free), rel=1e-4)
-
-
 def test_groups_without_an_optimum_stay_in_their_bounds():
     """Weights that are zero want δ = ∞; a tensor that the data ignores wants δ = 0."""
     problem = Problem("classification")
@@ -149,13 +128,6 @@ def test_groups_without_an_optimum_stay_in_their_bounds():
         assert SMALLEST_PRECISION * (1 - 1e-9) <= value <= LARGEST_PRECISION * (1 + 1e-9)
     assert before < found.objective < math.inf
     assert 0.01 < found.prior_precision["2.bias"] < 1e4
-
-
-def test_corrected_eigenvalues_are_refused():
-    problem = Problem("classification")
-    problem.laplace.fit([(problem.x, problem.y)], corrected=True)
-    with pytest.raises(ValueError, match="lower bound.*corrected=False"):
-        maximize_evidence(problem.laplace)
 
 
 # --- by validation ---
