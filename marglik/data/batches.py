@@ -98,6 +98,7 @@ class MemoryBatches:
 
     def _parts(self, device: torch.device) -> list[Tensor]:
         """The indices of each batch of an iteration; all ranks draw the same order."""
+        # Of all examples, also where a rank yields a part: so all ranks draw the same numbers.
         n = self._all
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         order = order.to(device)

@@ -189,6 +189,7 @@ class TensorFile(DataSource):
                 f"'{self.path}' is not a safetensors file, or damaged ({reason}). Write it with "
                 "safetensors.torch.save_file; if it was transferred, fetch it again."
             ) from error
+        # All names must be known: a misspelt x_validation would silently be left out.
         wanted = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
         if tensors.keys() != wanted:
             raise ValueError(

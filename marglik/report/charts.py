@@ -113,6 +113,7 @@ def _chart(
         layout[axis] = {"title": {"text": text}} | layout.get(axis, {})
     layout = {"height": HEIGHT, "hovermode": "closest", "showlegend": len(traces) > 1} | layout
 
+    # The table: a row for each curve, a column for each place; long curves at some places only.
     listed = [trace for trace in traces if trace.get("hoverinfo") != "skip"]
     places = [*range(len(keys))] or sorted({at for trace in listed for at in trace["x"]})
     if not keys and len(places) > MOST_COLUMNS:
@@ -120,6 +121,7 @@ def _chart(
         places = [places[round(i * last / (MOST_COLUMNS - 1))] for i in range(MOST_COLUMNS)]
     rows = []
     for trace in listed:
+        # Curves may have different places: a cell without a value is a dash.
         notes = trace.get("customdata") or [""] * len(trace["y"])
         of = range(len(keys)) if keys else trace["x"]
         cells = {at: (show(v), note) for at, v, note in zip(of, trace["y"], notes, strict=True)}
@@ -170,6 +172,7 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
     for run in runs:
         epochs = [update["epoch"] for update in run.updates]
         values = [update["evidence_per_example"] for update in run.updates]
+        # The update whose state the run ended with is a star.
         kept = [epoch == run.results.get("evidence", {}).get("epoch") for epoch in epochs]
         sizes = [15 if is_kept else 6 for is_kept in kept]
         curve = _curve(run.label or "evidence", epochs, values, run.style, size=sizes)
@@ -203,6 +206,7 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
     Coloured by depth, from the input (dark) to the output; a double click on a name of the legend
     shows that group alone.
     """
+    # All runs on one axis, so that they can be compared by eye.
     curves = {id(run): _weight_decays(run) for run in runs}
     values = [value for of in curves.values() for curve in of for value in curve["y"]]
     logs = [math.log10(value) for value in values if value and 0 < value < math.inf] or [-1.0, 1.0]
@@ -281,6 +285,7 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
             keys, all_of = _spans(found["edges"], 3), max(sum(counts), 1)
             sizes = [4 + 9 * (n / all_of) ** 0.5 for n in counts]
             look: Any = {"mode": "markers", "size": sizes, "cliponaxis": False}
+        # Wilson's interval of each share; of an empty bin none, and no whisker.
         bins = [*zip([share or 0.0 for share in y], counts, strict=True)]
         ends = [share_interval(round(share * n), n) if n else (share, share) for share, n in bins]
         above = [max(end[1] - share, 0.0) for end, (share, _) in zip(ends, bins, strict=True)]
@@ -371,6 +376,7 @@ def shift_charts(series: Sequence[Predictive]) -> list[Chart]:
     """A chart for each measure and kind of shift, with a curve per predictive that has it."""
     curves = defaultdict(list)  # of (index of the measure, kind of shift)
     for one in series:
+        # Severities of each kind and measure, which stand one by one among the metrics.
         metrics, found = one.content["metrics"], defaultdict(dict)
         for key, value in metrics.items():
             split, *shift = key.split("/", 3)  # shift/KIND/SEVERITY/MEASURE

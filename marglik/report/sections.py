@@ -159,6 +159,7 @@ def _time(runs: Sequence[Run]) -> Blocks:
 
 def _seconds(run: Run) -> dict[str, float]:
     """Name of a part -> seconds spent on it; the last one completes the run's total."""
+    # Epochs are in the log, updates part by part, and what else the command did in its results.
     parts: defaultdict[str, float] = defaultdict(float)
     parts["training steps"] = sum(record["seconds"] for record in run.epochs)
     beside: dict[str, float] = run.results.get("seconds_beside", {})
@@ -170,6 +171,7 @@ def _seconds(run: Run) -> dict[str, float]:
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:
+    # Curves with the same bins or levels share a chart, and a table of its points.
     groups = defaultdict(list)
     for one in predictives(runs, "reliability"):
         found = one.content["reliability"]

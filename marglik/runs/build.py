@@ -23,9 +23,11 @@ from kfac_backend.options import Likelihood
 from kfac_backend.ranks import RankError, Ranks
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data import DataSource, ImageSplits, Splits
-from marglik.data.batches import split_batches
+from marglik.data.batches import Shard, split_batches
 from marglik.data.tensors import described
 from marglik.eval_mode import eval_mode
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import Accelerator, CurvatureConfig, PostHocCurvatureConfig, Precision
 from marglik.storage.checkpoint import differences
@@ -38,6 +40,7 @@ __all__ = [
     "another_network",
     "build_fabric",
     "build_from_spec",
+    "calibrate_on_validation",
     "check_model",
     "check_same_on_ranks",
     "join_ranks",
@@ -184,6 +187,17 @@ def another_network(provenance: Provenance) -> nn.Module:
     return build_from_spec(nn.Module, provenance.model, named=None)
 
 
+def calibrate_on_validation(
+    laplace: Posterior, config: PredictiveConfig, splits: Splits, ranks: Ranks, progress: bool
+) -> None:
+    """Calibrate a predictive on the validation set, unless there is none or it is not wanted."""
+    if not config.is_calibrated or splits.validation is None:
+        return
+    shard, device = Shard(ranks.rank, ranks.size), laplace.mean.device
+    batches = split_batches(splits, "validation", config.batch_size, device=device, shard=shard)
+    calibrations_of(laplace, batches, config, progress=progress, ranks=ranks)
+
+
 def check_model(
     model: nn.Module,
     splits: Splits,
@@ -224,6 +238,7 @@ def check_model(
                 f"{name} returns {f.shape[-1]} outputs, but {splits.name} has {len(classes)} "
                 f"classes; set --model.num_classes {len(classes)}."
             )
+        # What the predictive would cost, then a pass, and the covariance of a single output.
         if predictive is not None:
             predictive.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
         if of_factors is None:

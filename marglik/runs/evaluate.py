@@ -12,16 +12,15 @@ from kfac_backend.ranks import Ranks
 from marglik import data as sources
 from marglik import models
 from marglik.data import DataSource, ImageData, Splits
-from marglik.data.batches import Shard, split_batches
 from marglik.data.record import as_trained, is_held_out
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
-from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
 from marglik.runs.build import (
     build_from_spec,
+    calibrate_on_validation,
     check_model,
     check_same_on_ranks,
     join_ranks,
@@ -159,14 +158,7 @@ def _calibrate(
     for config in unknown:
         if config.label not in laplace.calibrations:  # one call calibrates both links
             _logger.info("calibrating %s on the validation set", config.label)
-            batches = split_batches(
-                splits,
-                "validation",
-                config.batch_size,
-                device=laplace.mean.device,
-                shard=Shard(ranks.rank, ranks.size),
-            )
-            calibrations_of(laplace, batches, config, progress=progress, ranks=ranks)
+            calibrate_on_validation(laplace, config, splits, ranks, progress)
     laplace.calibrations |= remembered
     return {config.label: calibration_results(laplace, config) for config in unknown}
 

@@ -17,9 +17,9 @@ from marglik.posterior.posterior import Posterior, last_layer
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.pretrained import freeze_all_but, load_pretrained
 from marglik.posterior.prior import PriorGroups, weight_decay_to_precision
-from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import (
+    calibrate_on_validation,
     check_model,
     check_same_on_ranks,
     join_ranks,
@@ -85,6 +85,7 @@ def fit(
             "curvature.corrected makes the evidence a lower bound, whose maximum misleads. Choose "
             "prior.method fixed, or leave corrected out."
         )
+    # Step 1: all that can be wrong with options, data and network is found before the pass.
     folder = Path(run.output or f"runs/{Path(checkpoint).stem}")
     if Path(checkpoint).resolve().parent == folder.resolve():
         raise ValueError(
@@ -123,6 +124,7 @@ def fit(
     if leads:
         begin_run(folder, provenance.options, overwrite=run.overwrite)
 
+    # Step 2: the curvature, one pass over the training data (two if corrected).
     torch.manual_seed(run.seed)
     _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
     shard = Shard(ranks.rank, ranks.size)
@@ -132,27 +134,24 @@ def fit(
         progress_bar=run.progress,
         corrected=curvature.corrected,
     )
+
+    # Step 3: the prior, which needs the eigenvalues alone, and then s and τ of the predictive.
     before = float(laplace.log_marginal_likelihood())
     _logger.info("prior by %s", prior.method)
     if prior.method == "evidence":
         maximize_evidence(laplace, prior.structure)
         found = laplace.prior_precision.cpu(), laplace.sigma_noise.cpu()
         laplace.prior_precision, laplace.sigma_noise = ranks.gather(found, "the prior")[0]
-    if calibrates:
-        size = predictive.batch_size
-        held_out = split_batches(splits, "validation", size, device=device, shard=shard)
-        calibrations_of(laplace, held_out, predictive, progress=run.progress, ranks=ranks)
-    evidence = {
-        "first": before,
-        "kept": float(laplace.log_marginal_likelihood()),
-        "epoch": None,
-    }
+    calibrate_on_validation(laplace, predictive, splits, ranks, run.progress)
+
+    # Step 4: what was found; the records last, which have the sums of the files beside them.
+    kept = float(laplace.log_marginal_likelihood())
     results = {
         "data": splits.name,
         "model": type(model).__name__,
         "likelihood": likelihood,
         **posterior_results(laplace, prior.weight_decay),
-        "evidence": evidence,
+        "evidence": {"first": before, "kept": kept, "epoch": None},
         "note": note,
         "calibration": calibration_results(laplace, predictive),
         "seconds": time.perf_counter() - start,

@@ -84,11 +84,13 @@ def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> d
         p = learned.training_probabilities.mean().cpu()
     except ValueError as error:
         return {"unknown": str(error)}
+    # Ignored labels have no prediction to compare with; of sequences, each position is judged.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
     found = suspicious_labels(y[counts], p[counts])
     examples = []
     for i in range(min(found.number, MOST_SUSPICIOUS)):
+        # From a place among the judged, to one among the trained on, to one in the data.
         here = int(counts[found.index[i]])
         names = [
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
@@ -119,6 +121,7 @@ def augmentation_results(model: nn.Module, splits: Splits) -> dict[str, Any]:
     }
     images = splits.train.images[:IMAGES_SHOWN].cpu()
     mean, std = (torch.tensor(of).view(-1, 1, 1) for of in (splits.mean, splits.std))
+    # What the network sees is normalised; what people see is not.
     copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
     copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)
     rows = [

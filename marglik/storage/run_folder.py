@@ -94,6 +94,7 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
     These are files beside which no run has left results or checkpoints, and, without ``overwrite``,
     those of a run.
     """
+    # Every run has one of these two from its first moment on.
     found = [name for name in ALL if (folder / name).exists()]
     if found and {RESULTS, CHECKPOINT}.isdisjoint(found):
         raise FileExistsError(

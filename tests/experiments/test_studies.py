@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +38,7 @@ from marglik.data.tensors import TensorSplits
 from marglik.models import MLP
 from marglik.training.optimizers import OptimizerConfig
 from tests.experiments.data.text_and_graphs import nci1_texts, write_nci1
+from tests.experiments.tasks import Task, run_task
 
 TO_TARGET = "optimizers.steps_to_target"
 TABLES = {
@@ -94,17 +95,6 @@ def test_tables_and_figures_are_made_from_the_json_alone(name, tmp_path, capsys)
     with pytest.raises(SystemExit):
         main_of(module, *options, "--report", "--results", str(tmp_path / "none"))
     assert "run without --report first" in capsys.readouterr().err
-
-
-@dataclass(frozen=True)
-class Task:
-    name: str
-
-
-def run_task(task):
-    if task.name == "wrong":
-        raise ValueError("no such data")
-    return {"threads": torch.get_num_threads()}
 
 
 def command(tasks, then, folder, *options):
