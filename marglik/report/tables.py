@@ -228,4 +228,5 @@ def differences_table(
             small.append(" to ".join(map(metric.show, ends)))
         rows.append(Row(name, cells, small=small))
     units = [f"{metric.title} ({metric.unit})".replace(" ()", "") for metric in metrics.values()]
+    units = [unit.replace("(%)", "(percentage points)") for unit in units]
     return [Table(title, ["Predictive", *units], rows, summary=title)] if metrics else []
