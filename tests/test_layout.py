@@ -105,11 +105,6 @@ def test_dependencies_are_those_that_are_imported():
     assert {by_module[m] for m in by_module if m not in third_party} == NOT_IMPORTED
 
 
-def test_every_dependency_has_a_lower_bound():
-    for requirement in PYPROJECT["project"]["dependencies"]:
-        assert ">=" in requirement, requirement
-
-
 def test_conda_environment_installs_python_pip_and_the_project():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == PYPROJECT["project"]["name"]
@@ -210,13 +205,6 @@ def test_the_adapter_loads_laplace_torch_when_first_used(loaded):
     """Which controls the other steps, too: a package that is loaded is seen."""
     assert "laplace" in loaded["the adapter"]
     assert {"lightning", "matplotlib"} <= loaded["the adapter"]
-
-
-def test_readme_commands_are_targets_of_the_makefile():
-    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.M))
-    used = set(re.findall(r"make ([a-z0-9-]+)", readme))
-    assert {"train", "test"} <= used <= targets
 
 
 @pytest.mark.parametrize("package", ["kfac_backend", "marglik"])

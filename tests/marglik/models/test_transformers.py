@@ -8,7 +8,6 @@ from torch.nn.functional import gelu, layer_norm
 from torch.testing import assert_close
 
 from marglik.models import GPT, VisionTransformer
-from marglik.models.transformer import TransformerBlock
 from tests.marglik.networks import randomised
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,17 +128,3 @@ def test_gpt_initial_standard_deviations():
             expected = 0.02 / 4 if last else 0.02
             assert p.std().item() == pytest.approx(expected, rel=0.05)
     assert residual == 16
-
-
-def test_vision_transformer_initial_standard_deviations():
-    torch.manual_seed(0)
-    model = VisionTransformer(dim=96)
-    for block in model.blocks:
-        assert isinstance(block, TransformerBlock)
-        # Three maps from d to d: that of one map from d to 3 d would be 1 / √(2 d).
-        assert block.attention.qkv.weight.std().item() == pytest.approx(96**-0.5, rel=0.03)
-        assert block.fc1.weight.std().item() == pytest.approx((2 / (3 * 96)) ** 0.5, rel=0.03)
-        assert not block.attention.qkv.bias.any() and not block.fc2.bias.any()
-    patch = model.patch_embedding
-    assert patch.weight.std().item() == pytest.approx((2 / (48 + 96)) ** 0.5, rel=0.05)
-    assert model.position_embedding.std().item() == pytest.approx(0.02, rel=0.05)
