@@ -42,8 +42,6 @@ class CausalFilter(nn.Module):
 class CausalFilterRule(WeightSharingRule):
     """The weight is applied to each window."""
 
-    separate_axes = False  # its positions are one axis
-
     def inputs(self, a):
         """Return (1 group, N, R, d_in)."""
         return self.layer.windows(a)[None]

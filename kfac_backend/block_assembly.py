@@ -20,7 +20,7 @@ from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.options import Approximation, PassOptions
+from kfac_backend.options import Mode, PassOptions
 
 __all__ = [
     "Part",
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 def make_rules(
     assignment: RuleAssignment,
-    modes: Mapping[str, Approximation],
+    modes: Mapping[str, Mode],
     options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
     """A rule for each layer, with empty sums; layers that share a tensor share its sums.
@@ -66,7 +66,7 @@ def make_rules(
 
 def _separate_rules(
     assignment: RuleAssignment,
-    modes: Mapping[str, Approximation],
+    modes: Mapping[str, Mode],
     options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
     """`make_rules` before sums are shared: each layer has its own."""
@@ -83,7 +83,7 @@ def _separate_rules(
 
 def check_memory(
     assignment: RuleAssignment,
-    modes: Mapping[str, Approximation],
+    modes: Mapping[str, Mode],
     options: PassOptions,
     device: torch.device,
 ) -> None:
@@ -186,8 +186,8 @@ def _kind(rule: Rule, local: str) -> tuple:
     """A description of how a rule uses a parameter; equal descriptions can share sums."""
     if isinstance(rule, WeightSharingRule):
         if local == "bias":
-            return ("bias", rule.mode if isinstance(rule.mode, str) else tuple(rule.mode.items()))
-        return ("weight", rule.transposed, rule.groups, str(rule.mode))
+            return ("bias", rule.mode)
+        return ("weight", rule.transposed, rule.groups, rule.mode)
     if isinstance(rule, ExactRule):
         return ("exact",)
     return (type(rule), local)

@@ -53,10 +53,10 @@ from kfac_backend.model.checks import (
 from kfac_backend.model.proof import Proof, verify_independence
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.options import (
-    Approximation,
     CurvatureOptions,
     KfacApprox,
     Likelihood,
+    Mode,
     automatic_mode,
     modes_of_layers,
 )
@@ -407,7 +407,7 @@ class CurvaturePass:
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
         return make_rules(self._assignment, self._modes(self._kfac_approx), self._options)
 
-    def _modes(self, kfac_approx: KfacApprox) -> dict[str, Approximation]:
+    def _modes(self, kfac_approx: KfacApprox) -> dict[str, Mode]:
         """Each layer's mode."""
         assert kfac_approx != "auto"
         return modes_of_layers(kfac_approx, [t.name for t in self._assignment.layers])
@@ -512,11 +512,18 @@ class CurvaturePass:
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         # Loaded only where parameters without a rule ask for it.
-        from kfac_backend.model.diagonals import squared_gradients
+        from kfac_backend.model.example_gradients import gradients_of_examples
 
         with torch.no_grad(), forked_random_numbers(self._model):
             f = call_with(self._model, {}, x)
-        vectors = self._vectors(f, y)
-        diagonals = squared_gradients(self._model, self._assignment.diagonal, x, f, vectors)
-        for name, diagonal in diagonals.items():
-            self._diagonal[name] = self._diagonal.get(name, 0) + diagonal
+        vectors = torch.stack(list(self._vectors(f, y)), 1)  # (N, V, ..., C)
+        for _, by_name in gradients_of_examples(
+            self._model,
+            self._assignment.diagonal,
+            x,
+            f,
+            vectors.__getitem__,
+            vectors.shape[1],
+        ):
+            for name, g in by_name.items():
+                self._diagonal[name] = self._diagonal.get(name, 0) + g.square().sum((0, 1))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import CorrectedBlock, decompose_on_ranks
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.covariance.contraction import LARGEST_PRODUCT
-from kfac_backend.covariance.corrected_eigenvalues import CorrectedEigenvalues
+from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
+from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.model.batches import each_batch, split_batch
@@ -71,12 +71,12 @@ def corrected_factors(
             `kronecker_factors`.
         NotImplementedError: a layer with rows of unknown examples; and as in `kronecker_factors`.
     """
+    options = (factors.options if options is None else options).but(**keywords)
     correction = CorrectionPass(
-        factors, model, options, generator=generator, process_group=process_group, **keywords
+        factors, model, options, generator=generator, process_group=process_group
     )
-    dict_key_y = correction.options.dict_key_y
     for batch in each_batch(data, "Eigenvalue correction", progress):
-        correction.add(*split_batch(batch, dict_key_y))
+        correction.add(*split_batch(batch, options.dict_key_y))
     return correction.factors()
 
 
@@ -92,9 +92,7 @@ class CorrectionPass(CurvaturePass):
         factors: see `corrected_factors`, as for the others.
         model: the model.
         options: those of the first pass.
-        generator: source of labels.
-        process_group: the ranks that have a shard of the data each.
-        keywords: single options.
+        others: ``generator`` and ``process_group``.
     """
 
     _keeps_inputs = True
@@ -104,20 +102,20 @@ class CorrectionPass(CurvaturePass):
         factors: KroneckerFactors,
         model: nn.Module,
         options: CurvatureOptions | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        process_group: ProcessGroupOption = "default",
-        **keywords: Any,
+        **others: Any,
     ) -> None:
         check_module(model)
         self._uncorrected = factors.to(next(model.parameters()).device)
-        self.options = _options(factors, options, keywords)
-        """The options of the pass."""
+        options = factors.options if options is None else options
+        known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
         # The mode decides only the basis, which is known.
-        options = self.options.but(kfac_approx="expand")
-        super().__init__(
-            model, factors.likelihood, options, generator=generator, process_group=process_group
-        )
+        for name in known.keys() - {"kfac_approx"}:
+            if asked[name] != known[name]:
+                raise ValueError(
+                    f"The factors were computed with {name}={known[name]!r}, but the correction is "
+                    f"to use {name}={asked[name]!r}; take the same for both."
+                )
+        super().__init__(model, factors.likelihood, options.but(kfac_approx="expand"), **others)
         blocks = self._uncorrected.blocks
         self._bases = decompose_on_ranks([blocks[name] for name in self._basis_names], self.ranks)
         device = self._device.type
@@ -129,7 +127,7 @@ class CorrectionPass(CurvaturePass):
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure."""
         super().reset()
-        self._made_moments: CorrectedEigenvalues | None = None
+        self._made_gradients: LayerGradients | None = None
 
     def factors(self) -> KroneckerFactors:
         """The factors with corrected eigenvalues, from all batches; the pass is reset.
@@ -161,18 +159,18 @@ class CorrectionPass(CurvaturePass):
     def _sums(self) -> PassSums:
         """The second moments."""
         sums = self._without_data()
-        sums.others = self._moments.moments
+        sums.others = self._moments
         return sums
 
     @property
-    def _moments(self) -> CorrectedEigenvalues:
-        """The sums; made after the proof, which may find other rules for derived layers."""
-        if self._made_moments is None:
+    def _gradients(self) -> LayerGradients:
+        """The layers, with zeros for sums; after the proof, which may find other rules for some."""
+        if self._made_gradients is None:
             bases = {name: self._bases[name] for name in self._basis_names}
-            self._made_moments = CorrectedEigenvalues(
-                self._assignment, bases, self._at_once, self._product_bytes
-            )
-        return self._made_moments
+            self._moments = {n: torch.zeros_like(block.spectrum()) for n, block in bases.items()}
+            spectra = {name: (block, self._moments[name]) for name, block in bases.items()}
+            self._made_gradients = LayerGradients(self._assignment, spectra)
+        return self._made_gradients
 
     @property
     def _basis_names(self) -> list[str]:
@@ -222,7 +220,7 @@ class CorrectionPass(CurvaturePass):
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
-            rows = self._moments.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
+            rows = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             # A copy, since autograd may add to b in place, or reuse its memory.
             self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
             self._held_bytes += rows.nbytes
@@ -254,12 +252,18 @@ class CorrectionPass(CurvaturePass):
                 # A vector that does not reach this use has the gradient zero there.
                 zero = torch.zeros_like(next(iter(of_use.values())))
                 rows = torch.stack([of_use.get(v, zero) for v in vectors], 2)
-                if self._moments.stands_alone(tracked, self._uses[tracked]):
-                    self._moments.add_one((tracked, use, rows))
-                else:
+                if self._gradients.stands_alone(tracked, self._uses[tracked]):
+                    seen = tracked, use, rows
+                    for _, some in self._gradients.some_examples(seen, self._at_once):
+                        self._square([some])
+                else:  # the gradients in a tied parameter are summed first
                     tied.append((tracked, use, rows))
-            self._moments.add(tied)
+            self._square(tied)
         self._held_bytes = self._vector = 0
+
+    def _square(self, seen: list[Seen]) -> None:
+        for gradients in self._gradients.of_uses(seen):
+            add_second_moments(gradients, self._product_bytes)
 
 
 def check_read_twice(data: Iterable[Any]) -> None:
@@ -269,19 +273,3 @@ def check_read_twice(data: Iterable[Any]) -> None:
             f"The data is {type(data).__name__}, which can be read only once; corrected "
             "eigenvalues need two passes. Pass a DataLoader or a list of batches."
         )
-
-
-def _options(
-    factors: KroneckerFactors, options: CurvatureOptions | None, keywords: dict[str, Any]
-) -> CurvatureOptions:
-    """The first pass's options, checked against what the factors know of it."""
-    options = (factors.options if options is None else options).but(**keywords)
-    known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
-    # The modes decide only the basis, which the factors have.
-    for name in known.keys() - {"kfac_approx"}:
-        if asked[name] != known[name]:
-            raise ValueError(
-                f"The factors were computed with {name}={known[name]!r}, but the correction is to "
-                f"use {name}={asked[name]!r}; take the same for both."
-            )
-    return options

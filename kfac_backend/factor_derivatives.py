@@ -82,12 +82,13 @@ def factor_gradients(
         NotImplementedError: a tensor that two layers use in different ways; and as in
             `kronecker_factors`.
     """
+    options = factors.options if options is None else options
     found = FactorGradientPass(
         factors, model, tensors, of_factors, of_loss, options,
         generator=generator, process_group=process_group,
     )  # fmt: skip
     for batch in each_batch(data, "Gradient of the factors", progress):
-        found.add(*split_batch(batch, found.dict_key_y))
+        found.add(*split_batch(batch, options.dict_key_y))
     return found.gradients()
 
 
@@ -101,8 +102,7 @@ class FactorGradientPass(CurvaturePass):
         of_factors: ∂F/∂B and ∂F/∂A.
         of_loss: c.
         options: those of the factors by default.
-        generator: source of labels.
-        process_group: the ranks that have a shard of the data each.
+        others: ``generator`` and ``process_group``.
     """
 
     _differentiable = True
@@ -115,9 +115,7 @@ class FactorGradientPass(CurvaturePass):
         of_factors: Mapping[str, BlockDerivative],
         of_loss: float = 0.0,
         options: CurvatureOptions | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        process_group: ProcessGroupOption = "default",
+        **others: Any,
     ) -> None:
         if not all(tensor.is_leaf and tensor.is_floating_point() for tensor in tensors):
             raise ValueError(
@@ -126,15 +124,8 @@ class FactorGradientPass(CurvaturePass):
             )
         self._factors, self._of_factors, self._of_loss = factors, of_factors, of_loss
         self._tensors = list(tensors)
-        super().__init__(
-            model,
-            factors.likelihood,
-            factors.options if options is None else options,
-            generator=generator,
-            process_group=process_group,
-        )
-        self.dict_key_y = self._options.dict_key_y
-        """The targets' key in batches that are mappings."""
+        options = factors.options if options is None else options
+        super().__init__(model, factors.likelihood, options, **others)
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure."""

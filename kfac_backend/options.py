@@ -12,7 +12,6 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 __all__ = [
-    "Approximation",
     "BackwardPrecision",
     "CurvatureOptions",
     "Fisher",
@@ -31,10 +30,7 @@ __all__ = [
 ]
 
 Mode = Literal["expand", "reduce"]
-Approximation = Mode | dict[str, Mode]
-"""A layer's mode, or one mode for each of its shared axes, named in their order:
-{"augmentation": "reduce", "space": "expand"}."""
-KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Approximation]
+KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
 Fisher = Literal["exact", "mc", "empirical"]
@@ -137,10 +133,7 @@ class PassOptions(Options):
             which is faster, and exact where the network itself sums over them; auto takes expand
             if examples have several loss terms, outputs (N, ..., C), and reduce if they have one. A
             mapping sets the mode by layer name, such as {"head*": expand, "*": reduce}; the first
-            pattern that matches counts. A layer's mode may be a mapping of its shared axes in their
-            order, {"*": {"augmentation": reduce, "space": expand}}: first the axis of rows if
-            examples_of_rows gives their examples, then those of its input. The height and width of
-            a convolution are one axis.
+            pattern that matches counts.
         fisher: which matrix the factors approximate. exact is the generalised Gauss-Newton matrix
             (GGN), by C - 1 (classification) or C backward passes a batch for each loss term of an
             example; mc estimates it without bias from labels drawn from the model, by mc_samples
@@ -255,19 +248,8 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
     if not kfac_approx:
         raise ValueError("kfac_approx is an empty mapping; give '*' a mode for all layers.")
     for pattern, mode in kfac_approx.items():
-        if isinstance(mode, Mapping) and not mode:
-            raise ValueError(
-                f"kfac_approx[{pattern!r}] names no axis; give each shared axis a mode, such as "
-                "{'space': 'reduce'}."
-            )
-        axes = mode if isinstance(mode, Mapping) else {"": mode}
-        for axis, of_axis in axes.items():
-            where = f"kfac_approx[{pattern!r}]" + (f"[{axis!r}]" if axis else "")
-            check_option(where, of_axis, Mode)
-    return {
-        pattern: dict(mode) if isinstance(mode, Mapping) else mode
-        for pattern, mode in kfac_approx.items()
-    }
+        check_option(f"kfac_approx[{pattern!r}]", mode, Mode)
+    return dict(kfac_approx)
 
 
 def automatic_mode(num_dimensions: int) -> Mode:
@@ -279,7 +261,7 @@ def automatic_mode(num_dimensions: int) -> Mode:
     return "expand" if num_dimensions > 2 else "reduce"
 
 
-def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Approximation]:
+def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:
     """Each layer's mode; the first pattern that fits its name counts.
 
     Args:
@@ -293,7 +275,7 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
     if not isinstance(kfac_approx, Mapping):
         assert kfac_approx != "auto"
         return dict.fromkeys(names, kfac_approx)
-    modes: dict[str, Approximation] = {}
+    modes: dict[str, Mode] = {}
     used: set[str] = set()
     for name in names:
         fitting = [pattern for pattern in kfac_approx if fnmatchcase(name, pattern)]

@@ -114,10 +114,10 @@ class KroneckerBlock:
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
-        if type(self) is not type(other):
+        if isinstance(self, CorrectedBlock) or isinstance(other, CorrectedBlock):
             raise ValueError(
-                f"One of the blocks of '{self.name}' has corrected eigenvalues and the other has "
-                "none. Add the factors as they are, and correct the sum over all the data."
+                f"The block of '{self.name}' has corrected eigenvalues, and a sum has other "
+                "eigenvectors. Add the factors as they are, and correct the sum over all the data."
             )
         if self.B.shape != other.B.shape or (self.A is None) != (other.A is None):
             raise ValueError(
@@ -413,31 +413,6 @@ class CorrectedBlock(KroneckerBlock):
         assert isinstance(scaled, CorrectedBlock)
         return replace(scaled, eigen=self.eigen.scale(weight))
 
-    def add(self, other: KroneckerBlock) -> "CorrectedBlock":
-        """The block of the union of both data sets, if both have the same eigenvectors.
-
-        Raises:
-            ValueError: different eigenvectors, since those of the sum differ from both.
-        """
-        total = super().add(other)
-        assert isinstance(total, CorrectedBlock) and isinstance(other, CorrectedBlock)
-        mine, theirs = self.eigen, other.eigen
-        if not (_same(mine.Q_B, theirs.Q_B) and _same(mine.Q_A, theirs.Q_A)):
-            raise ValueError(
-                f"The blocks of '{self.name}' have corrected eigenvalues for different "
-                "eigenvectors, and their sum has others again. Add (or average) the factors before "
-                "they are corrected, and correct the sum over all the data."
-            )
-        alpha = None if total.A is None else _diagonal_in(mine.Q_A, total.A)
-        eigen = EigenBlock(
-            _diagonal_in(mine.Q_B, total.B),
-            mine.Q_B,
-            alpha,
-            mine.Q_A,
-            self._corrected + other._corrected,
-        )
-        return replace(total, eigen=eigen)
-
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "CorrectedBlock":
@@ -456,15 +431,3 @@ class CorrectedBlock(KroneckerBlock):
     def decompose(self) -> EigenBlock:
         """The corrected eigenvalues, and the eigenvectors of the factors."""
         return self.eigen
-
-
-def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return torch.equal(first, second)
-
-
-def _diagonal_in(Q: Tensor | None, factor: Tensor) -> Tensor:
-    """The diagonal of Qᵀ F Q."""
-    assert Q is not None
-    return (Q * (factor @ Q)).sum(-2)

@@ -33,7 +33,6 @@ class FactorKron(Kron):
     def __init__(self, kfacs: list[list[Tensor]], names: list[str]) -> None:
         super().__init__(kfacs)  # pyright: ignore[reportArgumentType]
         self.names = names
-        self._is_sum = False
 
     @classmethod
     def from_factors(
@@ -62,24 +61,7 @@ class FactorKron(Kron):
 
     def __add__(self, other: Kron) -> "FactorKron":
         """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
-        copy = [[F.clone() for F in Fs] for Fs in cast(list[list[Tensor]], self.kfacs)]
-        total = FactorKron(copy, self.names)
-        total._is_sum = True
-        total += other
-        return total
-
-    # Python asks a subclass's __radd__ before the base's __add__: zeros + batch arrives here.
-    __radd__ = __add__
-
-    def __iadd__(self, other: Kron) -> "FactorKron":
-        """Add in place, as laplace-torch's fit does with each batch."""
-        # A batch's factors may share memory, as B of a weight and its bias; those of a sum do not.
-        if not self._is_sum:
-            return self + other
-        if not isinstance(other, Kron):
-            raise ValueError(f"Can only add Kron to Kron, not {type(other).__name__}.")
-        kfacs = cast(list[list[Tensor]], self.kfacs)
-        others = cast(list[list[Tensor]], other.kfacs)
+        kfacs, others = (cast(list[list[Tensor]], kron.kfacs) for kron in (self, other))
         if isinstance(other, FactorKron):
             if self.names != other.names:
                 raise ValueError("Can only add curvature of the same parameters.")
@@ -89,21 +71,24 @@ class FactorKron(Kron):
         # them.
         if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
             raise ValueError("Can only add curvature from the same backend and model.")
-        for mine, theirs in zip(kfacs, others, strict=True):
-            for F, G in zip(mine, theirs, strict=True):
-                F += G
-        return self
+        pairs = (zip(*both, strict=True) for both in zip(kfacs, others, strict=True))
+        return FactorKron([[F + G for F, G in pair] for pair in pairs], self.names)
+
+    # Python asks a subclass's __radd__ before the base's __add__: zeros + batch arrives here.
+    __radd__ = __add__
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
         """The curvature times a scalar, spread evenly over a block's factors."""
-        return FactorKron(_times(scalar, cast(list[list[Tensor]], self.kfacs)), self.names)
+        kfacs = cast(list[list[Tensor]], self.kfacs)
+        # laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
+        scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in kfacs]
+        return FactorKron(scaled, self.names)
 
     __rmul__ = __mul__
 
     def decompose(self, damping: bool = False) -> "EigenKron":
         """Eigenvalues and eigenvectors of every factor, computed when they are needed."""
-        # A copy of the factors, to which batches may be added in place later.
-        return EigenKron(_Decomposition((self * 1.0).blocks), damping=damping)
+        return EigenKron(_Decomposition(self.blocks), damping=damping)
 
     def _bmm(self, W: Tensor) -> Tensor:
         parts = W.split([block.numel for block in self.blocks], dim=-1)
@@ -249,11 +234,3 @@ class EigenKron(KronDecomposed):
             identity = torch.eye(block.numel, device=spectrum.device, dtype=spectrum.dtype)
             blocks.append(block.power_matvec(identity, spectrum, exponent))
         return torch.block_diag(*blocks)
-
-
-def _times(scalar: Tensor | float, factors: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Each block times a scalar, spread evenly over its factors, differentiable in the scalar.
-
-    laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
-    """
-    return [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in factors]

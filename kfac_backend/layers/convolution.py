@@ -1,9 +1,8 @@
 """Convolutions: all positions of the kernel share the weight; if transposed, all input pixels."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +12,6 @@ from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rule import ExampleGradients, Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 from kfac_backend.layers.window import Window, patch_sums, patches, windows
-from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -30,7 +28,6 @@ class ImageRule(WeightSharingRule):
     """A layer with a kernel on images (N, C, ...), whose pixels are one shared axis."""
 
     features = 1
-    separate_axes = False
 
     @property
     def groups(self) -> int:
@@ -75,7 +72,7 @@ class ConvolutionRule(ImageRule):
 
     def input_gram(self) -> Gram:
         """The Gram matrix of patches for expand, of their means for reduce."""
-        if self.by_example:
+        if self.mode == "reduce":
             return super().input_gram()
         return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
 
@@ -110,14 +107,9 @@ class ConvTransposeRule(ImageRule):
     transposed = True
     same_gradients = False
 
-    def __init__(
-        self,
-        layer: Any,
-        mode: Approximation,
-        names: Collection[str],
-        diagonal_above: int | None = None,
-    ) -> None:
-        super().__init__(layer, mode, names, diagonal_above)
+    def make_sums(self) -> None:
+        """A and B of the weight; of the bias B alone."""
+        super().make_sums()
         # Size of an input image -> size of its output, () while that has not been seen. Gradients
         # come to `example_gradients` without it, with their pixels in one axis.
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -161,7 +153,7 @@ class ConvTransposeRule(ImageRule):
 
     def gradient_gram(self) -> Gram:
         """The Gram matrix of patches for expand, of their sums for reduce."""
-        if self.by_example:
+        if self.mode == "reduce":
             return super().gradient_gram()
         return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
 

@@ -5,8 +5,7 @@ matrix of these gradients, or its diagonal for a large tensor (`gram.LARGEST_DEN
 """
 
 from abc import abstractmethod
-from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 
 from kfac_backend.layers.gram import gram_of_gradients
 from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use
-from kfac_backend.options import Approximation
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -70,15 +68,9 @@ class ExactRule(Rule):
 
     needs_examples = True
 
-    def __init__(
-        self,
-        layer: Any,
-        mode: Approximation,
-        names: Collection[str],
-        diagonal_above: int | None = None,
-    ) -> None:
-        super().__init__(layer, mode, names, diagonal_above)
-        self.B = {name: FactorSum(gram_of_gradients(self.parameter(name))) for name in names}
+    def make_sums(self) -> None:
+        """One sum for each parameter; there is no input factor."""
+        self.B = {name: FactorSum(gram_of_gradients(self.parameter(name))) for name in self.names}
 
     def parameter(self, name: str) -> Tensor:
         """The parameter of that name."""

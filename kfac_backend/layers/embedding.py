@@ -1,6 +1,5 @@
 """Embeddings: a linear layer of one-hot inputs, whose Gram matrix counts tokens."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from kfac_backend.layers.gram import CountGram, Gram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
-from kfac_backend.options import Approximation
 
 __all__ = ["EmbeddingRule"]
 
@@ -31,26 +29,13 @@ class EmbeddingRule(WeightSharingRule):
     transposed = True
     takes_integers = True
     needs_input = True
-    separate_axes = False
 
-    def __init__(
-        self,
-        layer: Any,
-        mode: Approximation,
-        names: Collection[str],
-        diagonal_above: int | None = None,
-    ) -> None:
-        if not isinstance(mode, str):
-            if len(mode) != 1:
-                raise ValueError(
-                    f"kfac_approx names the axes {', '.join(mode)}, but {layer} takes all its "
-                    "positions together; give it one mode by its name."
-                )
-            (mode,) = mode.values()
-        self._dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        super().__init__(layer, mode, names, diagonal_above)
-        tokens = layer.num_embeddings
-        if self.by_example and not self._rows_apart and tokens > LARGEST_VOCABULARY:
+    def make_sums(self) -> None:
+        """A and B, unless A would be a large dense matrix."""
+        self._dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
+        super().make_sums()
+        tokens = self.layer.num_embeddings
+        if self.mode == "reduce" and not self._rows_apart and tokens > LARGEST_VOCABULARY:
             raise NotImplementedError(
                 f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens; at "
                 f"most {LARGEST_VOCABULARY} tokens are supported. Keep its diagonal "
@@ -70,7 +55,7 @@ class EmbeddingRule(WeightSharingRule):
     def input_gram(self) -> Gram:
         """Counts of tokens in expand mode, else a dense matrix, or its diagonal."""
         # Σ of one-hot outer products is a diagonal; that of examples' mean one-hot vectors is not.
-        if self.by_example:
+        if self.mode == "reduce":
             return super().input_gram()
         return CountGram(self.layer.weight, self.layer.num_embeddings)
 

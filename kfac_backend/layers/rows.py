@@ -102,15 +102,6 @@ class Rows:
         padded[self.index[keep], self._slots[keep]] = x[keep]
         return padded
 
-    def reduced(self, x: Tensor, *, mean: bool) -> Tensor:
-        """`sums` of inputs (``mean``) or of gradients, scaled as reduce does."""
-        sums = self.sums(self.weighted(x) if mean else x)
-        if not (mean or self.by_roots):
-            return sums
-        counts = self.counts.clamp(min=1).to(sums.dtype)
-        counts = counts.sqrt() if self.by_roots else counts
-        return sums / counts.view(-1, *[1] * (sums.dim() - 1))
-
 
 @dataclass(frozen=True)
 class SharedAxes:

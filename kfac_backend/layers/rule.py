@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rows import Rows
-from kfac_backend.options import Approximation
+from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -161,7 +161,7 @@ class Rule(ABC):
 
     Args:
         layer: the layer.
-        mode: expand, reduce, or a mode for each shared axis.
+        mode: expand or reduce.
         names: the trainable parameters of the layer.
         diagonal_above: rows of a factor above which only its diagonal is kept, see
             `CurvatureOptions`; None keeps them whole.
@@ -194,19 +194,24 @@ class Rule(ABC):
     def __init__(
         self,
         layer: Any,
-        mode: Approximation,
+        mode: Mode,
         names: Collection[str],
         diagonal_above: int | None = None,
     ) -> None:
         self.layer = layer
-        self.mode: Approximation = mode
+        self.mode: Mode = mode
         self.names = names
         self.diagonal_above = diagonal_above
         self.A: dict[str, FactorSum] = {}
-        """Local name -> the sum of its input factor, if it has one; derived rules fill it in."""
+        """Local name -> the sum of its input factor, if it has one."""
         self.B: dict[str, FactorSum] = {}
         """Local name -> the sum of its gradient factor. Two names may have the same one."""
         self._shared: set[str] = set()  # parameters whose sums another rule reports
+        self.make_sums()
+
+    @abstractmethod
+    def make_sums(self) -> None:
+        """Fill in ``A`` and ``B`` with empty sums."""
 
     @classmethod  # noqa: B027
     def check(cls, layer: Any) -> None:

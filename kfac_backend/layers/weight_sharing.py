@@ -6,19 +6,15 @@ has the order in which a pass calls these methods.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram
-from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use
-from kfac_backend.options import Approximation, Mode
 from kfac_backend.precision import at_least_float32
 
 __all__ = ["LinearRule", "TransposedLinearRule", "WeightSharingRule"]
@@ -37,29 +33,15 @@ class WeightSharingRule(Rule):
     same_gradients: ClassVar[bool] = True
     """Whether weight and bias have the same output gradients."""
 
-    separate_axes: ClassVar[bool] = True
-    """Whether each axis between the first and the last is a shared axis of its own, with its own
-    mode; otherwise all positions are one shared axis."""
-
-    def __init__(
-        self,
-        layer: Any,
-        mode: Approximation,
-        names: Collection[str],
-        diagonal_above: int | None = None,
-    ) -> None:
-        super().__init__(layer, mode, names, diagonal_above)
-        # With a mode for each axis, `reduced_axes` reduces axes itself. It leaves the rule only the
-        # pixels of an image, which are one axis (not `separate_axes`), and the last.
-        last = mode if isinstance(mode, str) else list(mode.values())[-1]
-        self.by_example = last == "reduce" and (isinstance(mode, str) or not self.separate_axes)
-        if "weight" in names:
+    def make_sums(self) -> None:
+        """A and B of the weight; of the bias B alone."""
+        if "weight" in self.names:
             self.A["weight"] = FactorSum(self.input_gram())
             self.B["weight"] = FactorSum(self.gradient_gram())
-        if "bias" in names:
+        if "bias" in self.names:
             # With one group, B of weight and bias are usually sums over the same rows: they are one
             # sum until something comes that tells them apart (`separate`).
-            one = "weight" in names and self.groups == 1 and self.same_gradients
+            one = "weight" in self.names and self.groups == 1 and self.same_gradients
             self.B["bias"] = self.B["weight"] if one else FactorSum(self._bias_gram())
 
     @abstractmethod
@@ -131,47 +113,6 @@ class WeightSharingRule(Rule):
         """Add the gradients at all of the weight's positions to its B."""
         self.B["weight"].gram.add(self.weight_gradients(b).flatten(1, 2))
 
-    def reduced_axes(
-        self, x: Tensor, rows: Rows | None, *, mean: bool
-    ) -> tuple[Tensor, Rows | None, Mode]:
-        """The tensor without the axes to reduce; its rows; the mode of the remaining axes.
-
-        For a layer with one mode the tensor is returned as it is, and the caller does the rest.
-        With a mode for each axis, the axes are reduced here, before the layer's own `inputs`, and
-        the remaining ones are treated as expand treats positions. That order is right because
-        all layers are linear: the mean of the patches is the patch of the mean. If
-        `examples_of_rows` is used, the first named axis is that of the rows.
-
-        Args:
-            x: the layer's input (M, ...), or gradients with respect to its output.
-            rows: the rows' examples.
-            mean: whether to take means over positions (an input) or sums (a gradient).
-
-        Raises:
-            ValueError: the number of modes differs from the number of shared axes.
-        """
-        if isinstance(self.mode, str):
-            return x, rows, self.mode
-        inner = range(1, x.dim() - 1) if self.separate_axes else range(1)
-        modes = list(self.mode.values())
-        number = len(inner) + (rows is not None)
-        if number == 0:  # nothing is shared
-            return x, rows, "expand"
-        if number != len(modes):
-            raise ValueError(
-                f"kfac_approx names the axes {', '.join(self.mode)}, but {self.layer} shares its "
-                f"weight over {number} (shape {tuple(x.shape)}, examples first). Name all shared "
-                "axes in their order, the rows first where examples_of_rows gives their examples."
-            )
-        if rows is not None:
-            x = rows.reduced(x, mean=mean) if modes.pop(0) == "reduce" else rows.counting(x)
-        if not self.separate_axes:
-            return x, None, modes[0]
-        axes = [axis for axis, mode in zip(inner, modes, strict=True) if mode == "reduce"]
-        if axes:
-            x = x.mean(axes) if mean else x.sum(axes)
-        return x, None, "expand"
-
     def separate(self) -> None:
         """Give the bias a B of its own, which begins with what both have in common so far."""
         if "bias" in self.B and self.B["bias"] is self.B.get("weight"):
@@ -187,14 +128,13 @@ class WeightSharingRule(Rule):
         if "weight" not in self.names:
             return
         A = self.A["weight"]
-        # Step 1: axes with a mode of their own are reduced.
-        a, rows, mode = self.reduced_axes(use.a, use.rows, mean=True)
-        # Step 2, expand: each position that counts is a row of the Gram matrix.
-        if mode == "expand":
+        a, rows = use.a, use.rows
+        # Expand: each position that counts is a row of the Gram matrix.
+        if self.mode == "expand":
             a = a if rows is None else rows.counting(a)
             A.num_terms += len(a) * self.add_input_rows(a)
             return
-        # Step 2, reduce: the sum over each example's positions waits for those of other uses. A row
+        # Reduce: the sum over each example's positions waits for those of other uses. A row
         # may have R positions of its own; R_n counts all of them.
         sums, R = self.input_sums(a)  # (G, M, d_in)
         if rows is None:
@@ -208,24 +148,19 @@ class WeightSharingRule(Rule):
         for name in self.B:
             if name == "weight" and self.B.get("bias") is self.B["weight"]:
                 continue  # one sum for both
-            # Step 1: axes with a mode of their own are reduced. A bias's sums are plain.
-            rows = use.rows
-            if rows is not None and name == "bias":
-                rows = replace(rows, by_roots=False)
-            x, rows, mode = self.reduced_axes(b, rows, mean=False)
-            # Step 2, expand: each position that counts is a row of the Gram matrix.
-            if mode == "expand":
-                x = x if rows is None else rows.counting(x)
-                if name == "weight":
+            weight = name == "weight"
+            # Expand: each position that counts is a row of the Gram matrix.
+            if self.mode == "expand":
+                x = b if use.rows is None else use.rows.counting(b)
+                if weight:
                     self.add_gradient_rows(x)
                 else:
                     self.B[name].gram.add(self.bias_gradients(x).flatten(0, 1)[None])
                 continue
-            # Step 2, reduce: the sum over positions, and over the rows of each example.
-            weight = name == "weight"
-            sums = self.weight_gradient_sums(x) if weight else self.bias_gradient_sums(x)[None]
-            if rows is not None:
-                sums = rows.sums(sums.movedim(1, 0)).movedim(0, 1)  # (G, N, d_out)
+            # Reduce: the sum over positions, and over the rows of each example.
+            sums = self.weight_gradient_sums(b) if weight else self.bias_gradient_sums(b)[None]
+            if use.rows is not None:
+                sums = use.rows.sums(sums.movedim(1, 0)).movedim(0, 1)  # (G, N, d_out)
             # R_n counts the positions of all uses: it is known since the last input.
             roots = self.A["weight"].roots if weight else None
             self.B[name].add_sums(sums if roots is None else sums / roots.to(sums.dtype))

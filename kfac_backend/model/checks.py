@@ -37,15 +37,10 @@ def check_module(model: object) -> None:
     for name, module in model.named_modules():
         which = f"Layer '{name}'" if name else "The model"
         inner = f"{f'model.{name}' if name else 'model'}.module"
-        if isinstance(module, nn.DataParallel):
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise TypeError(
-                f"{which} is in nn.DataParallel, whose copies of the layers hooks cannot follow. "
-                f"Pass what it holds: {inner}."
-            )
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"{which} is in DistributedDataParallel, which waits for gradients of a training "
-                f"step. Pass what it holds, {inner}: the curvature's sums are reduced over the "
+                f"{which} is in {type(module).__name__}, whose copies or gradients a curvature "
+                f"pass cannot use. Pass what it holds, {inner}: the sums are reduced over the "
                 "ranks all the same."
             )
         if isinstance(module, torch.jit.ScriptModule) and any(

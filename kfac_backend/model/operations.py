@@ -31,8 +31,9 @@ compares the model's output and the gradients before a pass uses it.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -312,17 +313,21 @@ class Follower(TorchFunctionMode):
         """
         if func is Tensor.repeat:
             return _repeat if _repeated(*args) else None
-        if func not in REWRITTEN:
+        if func is torch.addmm:
+            return (
+                _addmm if any(self._expression(value) for value in (args[0], *args[2:])) else None
+            )
+        if func not in AFFINE:
             return None
-        rewritten, positions = REWRITTEN[func]
-        values = [kwargs.get(key, args[i] if i < len(args) else None) for key, i in positions]
+        places = AFFINE[func][0].items()
+        values = [kwargs.get(key, args[i] if i < len(args) else None) for key, i in places]
         if not any(self._expression(value) for value in values):
             return None
         if func in WEIGHTS:  # with a parameter as its weight it is a layer's run, bias included
             _, weight, bias, *_ = weight_use(func, args, kwargs) or (None, None, None)
             if self._stored(weight) and self._stored(bias):
                 return None
-        return rewritten
+        return partial(_without_affine, func)
 
 
 class Refused(NotImplementedError):
@@ -449,72 +454,27 @@ def _repeat(value: Tensor, *repeats: Any) -> Tensor:
     return copies if len(sizes) > value.dim() else copies.flatten(0, 1)
 
 
-def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None, behind: int = 0) -> Tensor:
-    """Y times the weight plus the bias, for features with ``behind`` axes after them."""
-    for operation, value in ((torch.mul, weight), (torch.add, bias)):
-        if value is not None:
-            y = operation(y, value.reshape(-1, *[1] * behind) if behind else value)
+def _without_affine(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A function of `AFFINE` as the function without weight and bias, a product and a sum."""
+    positions, of_channels = AFFINE[func]
+    arguments = list(args)
+    values: dict[str, Any] = {}
+    for key, i in positions.items():
+        values[key] = kwargs.pop(key, None) if i >= len(arguments) else arguments[i]
+        if i < len(arguments):
+            arguments[i] = None
+    y = func(*arguments, **kwargs)
+    for key, operation in (("weight", torch.mul), ("bias", torch.add)):
+        if (value := values.get(key)) is not None:
+            behind = [1] * (y.dim() - 2) if of_channels else []
+            y = operation(y, value.reshape(-1, *behind) if behind else value)
     return y
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Iterable[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    return _scaled(F.layer_norm(input, list(normalized_shape), eps=eps), weight, bias)
-
-
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Iterable[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    return _scaled(F.rms_norm(input, list(normalized_shape), eps=eps), weight, None)
-
-
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    return _scaled(F.group_norm(input, num_groups, eps=eps), weight, bias, input.dim() - 2)
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    y = F.batch_norm(input, running_mean, running_var, None, None, training, momentum, eps)
-    return _scaled(y, weight, bias, input.dim() - 2)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return _scaled(F.linear(input, weight), None, bias)
 
 
 def _addmm(bias: Tensor, input: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
     if scales:
         raise Refused("meets addmm with scales")
-    return _scaled(input @ mat2, None, bias)
-
-
-def _convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(input: Tensor, weight: Tensor, bias: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _scaled(function(input, weight, None, *args, **kwargs), None, bias, weight.dim() - 2)
-
-    return run
+    return input @ mat2 + bias
 
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -552,17 +512,17 @@ WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     Tensor.mm: (TransposedLinearRule, _MATRICES),
 }
 """Linear operations -> the rule of a layer that computes the same, and the arguments' names."""
-_BIAS = [("bias", 2)]
-REWRITTEN: dict[Callable[..., Any], tuple[Callable[..., Any], list[tuple[str, int]]]] = {
-    F.layer_norm: (_layer_norm, [("weight", 2), ("bias", 3)]),
-    F.rms_norm: (_rms_norm, [("weight", 2)]),
-    F.group_norm: (_group_norm, [("weight", 2), ("bias", 3)]),
-    F.batch_norm: (_batch_norm, [("weight", 3), ("bias", 4)]),
-    F.linear: (_linear, _BIAS),
-    F.conv1d: (_convolution(F.conv1d), _BIAS),
-    F.conv2d: (_convolution(F.conv2d), _BIAS),
-    F.conv3d: (_convolution(F.conv3d), _BIAS),
-    torch.addmm: (_addmm, [("input", 0), ("mat2", 2)]),
+_BIAS = {"bias": 2}
+_AFFINE = {"weight": 2, "bias": 3}
+AFFINE: dict[Callable[..., Any], tuple[dict[str, int], bool]] = {
+    F.layer_norm: (_AFFINE, False),
+    F.rms_norm: ({"weight": 2}, False),
+    F.group_norm: (_AFFINE, True),
+    F.batch_norm: ({"weight": 3, "bias": 4}, True),
+    F.linear: (_BIAS, False),
+    F.conv1d: (_BIAS, True),
+    F.conv2d: (_BIAS, True),
+    F.conv3d: (_BIAS, True),
 }
-"""Functions -> the same as a sequence of simpler ones, and the name and position of each argument
-that may be an expression; see `Follower._rewritten`."""
+"""Functions that scale their output by a ``weight`` and add a ``bias`` at the end: the position of
+these arguments, and whether they are of channels, (N, C, ...), instead of the last axes."""

@@ -8,16 +8,14 @@ from torch.testing import assert_close
 from experiments.timing import peak_memory
 from kfac_backend import (
     block_assembly,
-    corrected_factors,
     kronecker_factors,
 )
-from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from marglik.models import GPT
 from tests import oracles
-from tests.kfac_backend.block_checks import MODES, OTHER, basis
+from tests.kfac_backend.block_checks import MODES, OTHER
 from tests.kfac_backend.covariance.posteriors import (
     brute_force,
     dense_precision,
@@ -136,30 +134,6 @@ def test_covariances_and_determinants_are_those_of_the_dense_blocks(tied):
     expected = last(x)[1].diagonal(dim1=-2, dim2=-1)
     assert_close(last(x, variance_only=True)[1], expected)
     assert (expected - variance).norm() > 1e-3 * variance.norm()  # all layers have more
-
-
-def test_corrected_eigenvalues_are_the_exact_diagonal():
-    """In the basis of the diagonal, the axes, each row has its own exact moments."""
-    model, (x, y) = Language(), batch()
-    corrected = corrected_factors(factors(model, diagonal_above=10), model, [(x, y)])
-    assert corrected.blocks["head.bias"].B.shape == (V, 1, 1)
-    for name in ("head.weight", "tokens.weight", "hidden.weight"):
-        block = corrected.blocks[name]
-        assert isinstance(block, CorrectedBlock)
-        exact = oracles.dense_ggn_blocks(model, x, "classification")[name]
-        Q = basis(block)
-        assert_close(block.eigenvalues().flatten(), (Q.T @ exact @ Q).diag(), atol=1e-10, rtol=1e-9)
-
-
-def test_a_layer_that_no_row_reaches():
-    class Idle(Language):
-        def forward(self, x):
-            return self.hidden(self.tokens(x))
-
-    with pytest.warns(UserWarning, match="No part of the forward pass"):
-        found = factors(Idle(), [(batch()[0], batch()[1] % D)], diagonal_above=10)
-    for name in ("head.weight", "head.bias"):
-        assert found.blocks[name].B.shape == (V, 1, 1) and not found.blocks[name].B.any()
 
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "auto"])

@@ -6,7 +6,6 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import CorrectedBlock
-from kfac_backend.blocks.spectrum import Spectra
 from tests.kfac_backend.networks import data, network
 from tests.random_numbers import normal
 
@@ -39,20 +38,6 @@ def test_dense_products_and_eigenvalues(both):
     assert corrected.num_clipped() == sum(
         b.num_clipped() for b in corrected.blocks.values() if not isinstance(b, CorrectedBlock)
     )
-
-
-def test_log_determinants(both):
-    factors, corrected = both
-    expected = sum(
-        torch.logdet(b.to_dense() + 0.2 * torch.eye(b.numel).double())
-        for b in corrected.blocks.values()
-    )
-    assert_close(corrected.log_det(0.2), expected)
-    ratios = torch.full((len(corrected),), 5.0, dtype=torch.float64)
-    found = Spectra.of(corrected.blocks.values()).log_det_ratio(ratios).sum()
-    sizes = sum(block.numel for block in corrected.blocks.values())
-    assert_close(found + sizes * torch.tensor(0.2).double().log(), expected, rtol=1e-7, atol=1e-9)
-    assert abs(factors.log_det(0.2) - expected) > 1e-3  # negative control
 
 
 def test_weights_and_sums_with_the_same_eigenvectors(both):
@@ -98,9 +83,3 @@ def test_files(both, tmp_path):
     for name in corrected.blocks:
         assert torch.equal(loaded.eigenvalues()[name], corrected.eigenvalues()[name])
     same(KroneckerFactors.from_state_dict(corrected.state_dict()), corrected)
-
-
-def test_eigenvalues_of_another_shape(both):
-    block = both[1].blocks["0.weight"]
-    with pytest.raises(ValueError, match="one for each entry"):
-        CorrectedBlock("w", block.B, None, eigen=block.eigen)

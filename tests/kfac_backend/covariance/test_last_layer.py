@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from experiments.timing import peak_memory
-from kfac_backend import kronecker_factors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from marglik.models import GPT
 from tests.kfac_backend.block_checks import MODES
@@ -17,7 +15,6 @@ from tests.kfac_backend.covariance.posteriors import (
     case,
     of_layer,
     posterior,
-    precision_of,
     sequences,
     tokens,
 )
@@ -83,16 +80,3 @@ def test_a_last_layer_that_is_tied_and_not_the_output():
     name = "token_embedding.weight"
     with pytest.raises(NotImplementedError, match="last layer 'head'.* Use all layers"):
         LastLayerCovariance(model, "head", {name: blocks[name]})(tokens())
-
-
-def test_variances_alone_take_no_memory_for_pairs_of_outputs():
-    C, N = 500, 16
-    model, x = nn.Sequential(nn.Tanh(), nn.Linear(16, C)), torch.randn(N, 16)
-    data = [(x, torch.randint(C, (N,)))]
-    factors = kronecker_factors(model, data, "classification", fisher="mc")
-    of_last = LastLayerCovariance(model, "1", precision_of(factors))
-    cpu, pairs = torch.device("cpu"), 4 * N * C * C
-    of_last(x)
-    assert peak_memory(lambda: of_last(x), cpu) > pairs
-    # One C×C array, the squares of the eigenvectors, and not one for each example.
-    assert peak_memory(lambda: of_last(x, variance_only=True), cpu) < 1.5 * pairs / N

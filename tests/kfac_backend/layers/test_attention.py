@@ -103,27 +103,6 @@ def test_query_weight_is_not_exact_with_softmax_or_a_mask(mode, pool, weights):
     assert max(several["last.output.weight"], several["head.weight"]) < 1e-9
 
 
-def test_likelihoods_that_are_not_gaussian():
-    # One loss term: its Hessian is one factor. Several: theirs differ between the positions.
-    assert errors("reduce", True, 1, likelihood="classification")["last.query.weight"] < 1e-9
-    assert errors("expand", False, 1, likelihood="classification")["last.query.weight"] > 0.1
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_biases(mode):
-    # Reduce sums b before the outer product, which is a bias's own Jacobian, in any network.
-    # Expand is exact where loss term r depends on position r only: from the last query on.
-    for pool in (False, True):
-        found = errors(mode, pool, 3, "softmax")
-        biases = {name: value for name, value in found.items() if name.endswith("bias")}
-        of_positions = {"last.query.bias", "last.output.bias", "head.bias"}
-        for name, value in biases.items():
-            if mode == "reduce" or (not pool and name in of_positions):
-                assert value < 1e-9, name
-            else:
-                assert value > 0.02, name
-
-
 @pytest.mark.parametrize("zero_attention", [False, True])
 def test_reduce_sees_no_curvature_of_the_key_weight(zero_attention):
     # A vector added to all keys of an example changes no softmax, so that Σ_r b_r of the keys is
@@ -140,26 +119,6 @@ def test_reduce_sees_no_curvature_of_the_key_weight(zero_attention):
         exact_bias = exact["attention.in_proj_bias"][bias, bias]
         assert (exact_bias.abs().max() < 1e-20) != zero_attention
         assert exact["attention.in_proj_weight"][keys, keys].abs().max() > 1e-3
-
-
-class WeightsToo(Attending):
-    """The attention weights are outputs, too."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        inputs = (batch["query"], batch["key"], batch["key"])
-        x, weights = self.attention(*inputs, average_attn_weights=self.pool)
-        weights = weights if self.pool else weights.mean(1)
-        return self.head(x.mean(1)) + weights.mean(1)[:, :3]
-
-
-@pytest.mark.parametrize("average", [True, False])
-def test_gradients_that_come_through_the_weights(average):
-    # One query of one example: exact, if the weights' part is not lost.
-    model, batch = randomize(WeightsToo(average)), batch_of(True, N=1, R=1)
-    exact = ggn_blocks(model, lambda run: run(batch), "classification")
-    factors = kronecker_factors(model, [batch], "classification", kfac_approx="expand")
-    name, query = "attention.in_proj_weight", slice(0, 16)
-    assert error(factors.to_dense(name)[query, query], exact[name][query, query]) < 1e-10
 
 
 def test_a_stack_that_takes_a_fast_path_without_gradients():

@@ -7,7 +7,6 @@ from torch.testing import assert_close
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors, register_parameters
 from kfac_backend.layers import gram, registry
-from marglik.models import VisionTransformer
 from tests.kfac_backend.block_checks import assert_blocks, randomize, with_statistics
 from tests.kfac_backend.layer_cases import case
 from tests.oracles import dense_ggn_blocks, ggn_blocks, layer_jacobians, loss_hessian
@@ -46,20 +45,6 @@ def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
         assert_close(factors.to_dense(parameter), block.diagonal().diag(), rtol=1e-9, atol=1e-12)
         # Control: off the diagonal the block is not zero; of BatchNorm2d it is small, 0.019.
         assert error(factors.to_dense(parameter), block) > 0.015
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_running_statistics_stay(training):
-    model, x = case("InstanceNorm2d, running")
-    model.train(training)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    factors = kronecker_factors(model, [(x, LABELS)], "classification")
-    # torch 2.9 itself writes the mean of N equal rows back in eval mode: another last bit.
-    by_torch = torch.__version__.startswith("2.9.") and not training
-    for name, buffer in model.named_buffers():
-        assert_close(buffer, before[name], rtol=1e-15 if by_torch else 0, atol=0)
-    assert model.layer.training == training
-    assert_blocks(factors, of_layer(ggn_blocks(model, lambda run: run(x), "classification")))
 
 
 def test_batch_norm_that_mixes_examples_is_an_error():
@@ -136,13 +121,6 @@ def test_parameters_of_an_axis_of_rows_are_a_named_error(layer):
         kronecker_factors(model, [(x, y)], "classification")
 
 
-@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.RMSNorm(4), nn.PReLU()])
-def test_rows_of_two_axes(layer):
-    model, x, y = randomize(Masked(layer)), normal(4, 4, 4), torch.tensor([0, 1, 2, 0])
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    assert_blocks(factors, of_layer(dense_ggn_blocks(model, x, "classification")))
-
-
 # --- own parameters, declared by register_parameters ---
 
 
@@ -150,28 +128,6 @@ def test_rows_of_two_axes(layer):
 def registry_as_it_was(monkeypatch):
     known = {cls: dict(views) for cls, views in registry.PARAMETERS.items()}
     monkeypatch.setattr(registry, "PARAMETERS", known)
-
-
-def test_a_subclass_declares_another_view():
-    @register_parameters("p")
-    class Base(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.p, self.head = nn.Parameter(torch.ones(1, 3)), nn.Linear(3, 2)
-
-        def forward(self, x):  # (N, R, d)
-            return self.head(torch.tanh(x * self.p)).mean(1)
-
-    @register_parameters(p=(1, 1, 3))
-    class Other(Base):
-        pass
-
-    x, y = normal(4, 2, 3), torch.tensor([0, 1, 1, 0])
-    with pytest.raises(NotImplementedError, match="copy for each example of 'p'"):
-        kronecker_factors(randomize(Base()), [(x, y)], "classification")
-    model = randomize(Other())
-    exact = {"p": dense_ggn_blocks(model, x, "classification")["p"]}
-    assert_blocks(kronecker_factors(model, [(x, y)], "classification"), exact)
 
 
 @pytest.mark.parametrize("view", [(), (2, 1, 3)])
@@ -266,16 +222,3 @@ def test_examples_that_cannot_be_counted(N):
     factors = kronecker_factors(model, data, "classification")
     exact = ggn_blocks(model, lambda run: run(data[0][0]), "classification")
     assert_blocks(factors, {"p": exact["p"]})
-
-
-@pytest.mark.parametrize("pool", ["mean", "class_token"])
-def test_vision_transformer(pool):
-    model = VisionTransformer(
-        num_classes=3, in_channels=1, image_size=4, patch_size=2, dim=4, depth=1, heads=2, pool=pool
-    )
-    model, x = randomize(model), normal(3, 1, 4, 4)
-    exact = ggn_blocks(model, lambda run: run(x), "classification")
-    names = [n for n in exact if "norm" in n or n in ("class_token", "position_embedding")]
-    assert len(names) == (7 if pool == "mean" else 8)
-    factors = kronecker_factors(model, [(x, LABELS)], "classification", kfac_approx="reduce")
-    assert_blocks(factors, {name: exact[name] for name in names})

@@ -88,15 +88,6 @@ def test_lora_by_parts_is_lora_of_linear_layers(kfac_approx):
     assert "forward" not in model.layer.__dict__
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_without_parts_the_products_themselves_are_found(kfac_approx):
-    found = kronecker_factors(lora_model(), [data()], "classification", kfac_approx=kfac_approx)
-    register_rule(LoRALinear)(LoRAByParts)
-    expected = kronecker_factors(lora_model(), [data()], "classification", kfac_approx=kfac_approx)
-    for name in expected.blocks:
-        assert_close(found.to_dense(name), expected.to_dense(name))
-
-
 def without_scale(layer, parts, x):
     return layer.base(x) + parts["up"](parts["down"](x))
 
@@ -189,14 +180,3 @@ def test_a_rule_holds_for_derived_classes_and_can_be_replaced():
     assert registry.registered(Special(2, 2)).rule is TurnedRule
     assert not registry.registered(Special(2, 2)).built_in
     assert registry.registered(Other(2, 2)).built_in
-
-
-@pytest.mark.parametrize("wrong", [(), (3,), (int,), (nn.Linear(2, 2),)])
-def test_register_rule_wants_classes_of_layers(wrong):
-    with pytest.raises(TypeError, match="register_rule (needs a layer's|got .*from nn.Module)"):
-        register_rule(*wrong)
-
-
-def test_register_rule_wants_a_rule():
-    with pytest.raises(TypeError, match="Head is no rule"):
-        register_rule(Turned)(Head)

@@ -96,20 +96,6 @@ def test_a_loss_that_does_not_tell_is_a_named_error():
     assert factors(model, [batch_of("causal")], shift_labels=True).num_loss_terms == 10
 
 
-def test_a_loss_that_fails_is_a_named_error():
-    model = Transformer("causal")
-    model.loss = lambda f, labels: 1 / 0
-    with pytest.raises(ValueError, match="ZeroDivision.*shift_labels=True or"):
-        factors(model, [batch_of("causal")])
-
-
-def test_a_first_batch_without_labels_that_count_tells_nothing():
-    model, batch = Transformer("causal"), batch_of("causal")
-    nothing = batch | {"labels": torch.full_like(batch["labels"], IGNORED)}
-    one = factors(model, [nothing, batch], ignore_index=IGNORED)
-    assert_close(one.loss, factors(model, [batch]).loss)
-
-
 def test_options_that_are_not_supported():
     model, batch = Transformer("first"), batch_of("first")
     with pytest.raises(ValueError, match="shift_labels='yes' is not supported"):

@@ -6,10 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kfac_backend import corrected_factors, kronecker_factors
-from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import MODES, assert_blocks, randomize
-from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -460,43 +458,3 @@ def test_large_ones_have_the_exact_diagonal():
     Lambda = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     exact = torch.einsum("ncp,ncd,ndp->p", jacobian, Lambda, jacobian)
     assert_close(block.B.flatten(), exact)
-
-
-PREDICTED = {
-    **{name: OWN[name] for name in ("class token", "table of a folded attention", "used twice")},
-    "several biases in one": OWN["several biases in one"],
-    "folded windows": (LAYERS["folded windows"][0], {"fc": nn.Linear(3, 3)}),
-    "outputs that are followed": (
-        lambda m, x: scores(m, x[:, :2].repeat(1, 1, 2)[..., :4], shared_tables),
-        {
-            "table": nn.Embedding(3, 4),
-            "norm": nn.LayerNorm(4),
-            "query": nn.Linear(4, 4),
-            "key": nn.Linear(4, 4),
-            "head": head(4),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("case", PREDICTED)
-def test_the_covariance_of_the_predictive(case):
-    function, own = PREDICTED[case]
-    model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
-    found = factors(model, x)
-    f, does = OutputCovariance(model, precision_of(found, 0.7))(x)
-    assert_close(f, model(x).detach())
-    assert_close(does, brute_force(model, x, dense_precision(found, 0.7)))
-
-
-def test_corrected_eigenvalues_leave_them_as_they_are():
-    function, own = OWN["several biases in one"]
-    model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
-    data = [(x, torch.arange(5) % 3)]
-    found = kronecker_factors(model, data, "classification")
-    corrected = corrected_factors(found, model, data)
-    for name in ("q", "v"):
-        assert_close(corrected.to_dense(name), found.to_dense(name))
-    exact = dense_ggn_blocks(model, x, "classification")["qkv.weight"]
-    assert_close(corrected.to_dense("qkv.weight").trace(), exact.trace())
-    assert error(found.to_dense("qkv.weight").trace(), exact.trace()) > 1e-3

@@ -149,8 +149,3 @@ def test_fabric_with_accumulation_and_clipping(precision):
     rough = {"rtol": 1e-4, "atol": 1e-6} if precision == "32-true" else {"rtol": 0.2, "atol": 5e-3}
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(p, q, **rough)
-
-
-def test_a_wrong_base_is_named():
-    with pytest.raises(ValueError, match="base='adam' is not supported; choose one of 'sgd'"):
-        KFAC(network(), "classification", 0.1, base="adam")

@@ -92,22 +92,6 @@ def test_everywhere_else_it_is_the_formula(kfac_approx, damping_on):
         assert error(found[name], g[name]) > 0.05, name
 
 
-def test_one_step_reaches_the_minimum_of_a_quadratic():
-    """One layer, no bias, λ → 0: the loss is quadratic in the weight and its block is exact."""
-    model, x = randomize(nn.Sequential(nn.Linear(3, 2, bias=False))), normal(8, 3)
-    y = normal(8, 2, seed=3)
-    conditioner = preconditioner(model, "regression", damping=1e-12, damping_on="product")
-    preconditioned(model, conditioner, mean_squared(model(x), y))
-    with torch.no_grad():
-        model[0].weight -= model[0].weight.grad
-    solution = torch.linalg.lstsq(x, y).solution.T
-    assert_close(model[0].weight.detach(), solution, rtol=1e-8, atol=1e-8)
-    # Negative control: plain gradient descent is not there after a step.
-    plain = randomize(nn.Sequential(nn.Linear(3, 2, bias=False)))
-    g = gradients(plain, mean_squared(plain(x), y))["0.weight"]
-    assert (plain[0].weight - g - solution).norm() > 0.1
-
-
 def test_moving_average_with_the_correction_of_its_start():
     """F_k = Σ ρ^(k−i) (1 − ρ) F_i / (1 − ρᵏ), of B and of A."""
     model, (x, y) = network(), data(6)
@@ -124,29 +108,6 @@ def test_moving_average_with_the_correction_of_its_start():
         assert_close(block.B, sum(w * blocks[name].B / 2 for w, blocks in zip(weights, each)))  # noqa: B905
         if block.A is not None:
             assert_close(block.A, sum(w * blocks[name].A for w, blocks in zip(weights, each)))  # noqa: B905
-
-
-def count_events(model, steps, **options):
-    """In which steps the factors and the inverses changed."""
-    conditioner = preconditioner(model, ema_decay=0.5, **options)
-    factors, inverses, known = [], [], (None, None)
-    x, y = data()
-    for step in range(steps):
-        F.cross_entropy(model(x + 0.1 * step), y).backward()
-        conditioner.step()
-        now = conditioner.state_dict()
-        B = now["blocks"]["10.weight"]["B"].clone()
-        inverse = next(iter(now["inverses"]["10.weight"].values()))  # of B, or its root
-        if known[0] is None or not torch.equal(B, known[0]):
-            factors.append(step)
-        if known[1] is None or not torch.equal(inverse, known[1]):
-            inverses.append(step)
-        known = B, inverse.clone()
-    return factors, inverses
-
-
-def test_intervals():
-    assert count_events(network(), 7, factor_every=2, update_every=3) == ([0, 2, 4, 6], [0, 3, 6])
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.5])

@@ -1,11 +1,11 @@
-"""Diagonals of parameters without a rule: the ways to compute them agree with each Jacobian."""
+"""Gradients of single examples in parameters without a rule agree with the Jacobian."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from kfac_backend.model import diagonals
+from kfac_backend.model.example_gradients import gradients_of_examples
 
 
 class Looking(nn.Module):
@@ -30,28 +30,28 @@ class Whole(Looking):
 
 
 MODELS = {
-    "_together": lambda: nn.Sequential(weight_norm(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)),
-    "_alone": Looking,
-    "_of_the_batch": Whole,
+    "mapped": lambda: nn.Sequential(weight_norm(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)),
+    "example by example": Looking,
+    "by the whole batch": Whole,
 }
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("way", MODELS)
-def test_the_diagonal_is_that_of_each_examples_jacobian(way, monkeypatch):
+def test_gradients_are_those_of_each_examples_jacobian(way, differentiable):
     torch.manual_seed(0)
     model = MODELS[way]().double().eval()
     names = [name for name, _ in model.named_parameters()]
-    x, vectors = torch.randn(5, 2).double(), [torch.randn(5, 2).double() for _ in range(3)]
-    monkeypatch.setattr(diagonals, "ENTRIES", 60)  # several slices
-    used = []
-    original = getattr(diagonals, way)
-    monkeypatch.setattr(diagonals, way, lambda *args: used.append(way) or original(*args))
-
-    found = diagonals.squared_gradients(model, names, x, model(x).detach(), vectors)
-
-    assert used
+    x, v = torch.randn(5, 2).double(), torch.randn(5, 3, 2).double()
+    parts = list(
+        gradients_of_examples(
+            model, names, x, model(x).detach(), v.__getitem__, 3,
+            entries=12, differentiable=differentiable,
+        )
+    )  # fmt: skip
+    assert len(parts) > 1
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
     for name, J in jacobians.items():
-        expected = sum(torch.einsum("nc,nc...->n...", v, J).square().sum(0) for v in vectors)
-        torch.testing.assert_close(found[name], expected)
+        found = torch.cat([by_name[name] for _, by_name in parts])
+        torch.testing.assert_close(found, torch.einsum("nvc,nc...->nv...", v, J))
