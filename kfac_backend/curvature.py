@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.block_assembly import assemble_blocks, check_memory, collect_sums, make_rules
+from kfac_backend.block_assembly import (
+    Part,
+    assemble_blocks,
+    check_memory,
+    collect_sums,
+    make_rules,
+)
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
@@ -50,7 +56,7 @@ from kfac_backend.model.checks import (
     is_out_of_memory,
     out_of_memory,
 )
-from kfac_backend.model.proof import Proof, verify_independence
+from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.options import (
     CurvatureOptions,
@@ -190,13 +196,12 @@ class CurvaturePass:
         self._model = model
         self._kfac_approx: KfacApprox = options.kfac_approx
         self._proof = Proof(model, self._assign())
-        self._mask_verified = False
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
         device = next(model.parameters()).device
-        check_memory(self._assignment, self._modes(kfac_approx), self._options, device)
+        check_memory(self._proof.assignment, self._modes(kfac_approx), self._options, device)
         self.reset()
 
     def reset(self) -> None:
@@ -208,8 +213,8 @@ class CurvaturePass:
         self._made_rules: dict[TrackedLayer, Rule] | None = None
         # With several ranks each draws labels of its own, from a generator that is derived from the
         # common one's state without changing that. Drawing from the common one would leave it in
-        # different states on ranks with different numbers of batches; `_draw_on` advances it once
-        # per pass instead, on all ranks alike.
+        # different states on ranks with different numbers of batches; `_total_sums` advances it
+        # once per pass instead, on all ranks alike.
         self._labels = self._generator
         if self._options.fisher == "mc" and self.ranks.size > 1:
             self._labels = self.ranks.generator(self._common_generator())
@@ -260,12 +265,9 @@ class CurvaturePass:
         `_fitting_size` needs.
         """
         try:
-            # In this order: the proof must know which loss terms count, and the mask is verified
-            # with the layers and runs that the proof has found.
+            # First the targets, since the proof must know which loss terms count.
             y = self._targets(self._model, x, y)
             self._verify(x, y)
-            if not self._mask_verified:
-                self._mask_verified = self._verify_mask(x, y)
             for part in parts(x, y, self._part_size):
                 self._add(*part)
         except RuntimeError as error:
@@ -300,7 +302,7 @@ class CurvaturePass:
         mask = mask_of(x, self._options.dict_key_mask)
         capture = Capture(
             self._model,
-            self._assignment,
+            self._proof.assignment,
             self._add_input,
             self._add_gradient,
             channels_last=self._proof.plan.channels_last,
@@ -324,7 +326,7 @@ class CurvaturePass:
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
             self._end_part(f, y)
-        if self._assignment.diagonal:
+        if self._proof.assignment.diagonal:
             self._add_diagonal(x, y)
         # Counted last: a part that failed must not count.
         self._num_data += len(f)
@@ -348,7 +350,7 @@ class CurvaturePass:
         blocks = assemble_blocks(sums.blocks) | {
             name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
         }
-        names = self._assignment.names
+        names = self._proof.assignment.names
         # A rank without data has made no proof, and the other ranks may have given parameters up.
         if not self._num_data:
             names = [name for name, _ in self._model.named_parameters() if name in blocks]
@@ -366,27 +368,26 @@ class CurvaturePass:
 
     def _total_sums(self) -> PassSums:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
-        sums = self._sums() if self._num_data else self._without_data()
-        same = {"the likelihood": self._likelihood, "the options": repr(self._options)}
-        sums = sum_over_ranks(sums, self.ranks, self._model, same)
-        self._draw_on()
-        return sums
-
-    def _sums(self) -> PassSums:
-        """The sums over this process's data, taken out of the rules."""
-        # If the sum over ranks fails now, the pass has nothing left: it must be reset.
-        self._failed = True
-        sums = self._without_data()
-        sums.blocks, sums.others = collect_sums(self._rules), self._diagonal
-        return sums
-
-    def _without_data(self) -> PassSums:
-        """The counts, without any factor: what a rank without data has to offer."""
-        return PassSums(
+        sums = PassSums(
             {}, {}, self._kfac_approx,
             num_outputs=self._num_outputs, num_data=self._num_data,
             num_loss_terms=self._num_loss_terms, loss=self._loss.item(),
         )  # fmt: skip
+        if self._num_data:
+            # If the sum over ranks fails now, the pass has nothing left: it must be reset.
+            self._failed = True
+            sums.blocks, sums.others = self._sums()
+        same = {"the likelihood": self._likelihood, "the options": repr(self._options)}
+        sums = sum_over_ranks(sums, self.ranks, self._model, same)
+        # Advance the common generator, so that the next pass draws other labels.
+        if self._options.fisher == "mc" and self.ranks.size > 1:
+            common = self._common_generator()
+            torch.rand((), generator=common, device=common.device)
+        return sums
+
+    def _sums(self) -> tuple[dict[str, list[Part]], dict[str, Tensor]]:
+        """This process's sums, taken out of the rules: those of blocks, and others by name."""
+        return collect_sums(self._rules), self._diagonal
 
     def _assign(self) -> RuleAssignment:
         """The layers and parameters that the pass covers."""
@@ -405,12 +406,12 @@ class CurvaturePass:
         return self._made_rules
 
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        return make_rules(self._assignment, self._modes(self._kfac_approx), self._options)
+        return make_rules(self._proof.assignment, self._modes(self._kfac_approx), self._options)
 
     def _modes(self, kfac_approx: KfacApprox) -> dict[str, Mode]:
         """Each layer's mode."""
         assert kfac_approx != "auto"
-        return modes_of_layers(kfac_approx, [t.name for t in self._assignment.layers])
+        return modes_of_layers(kfac_approx, [t.name for t in self._proof.assignment.layers])
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
@@ -418,35 +419,24 @@ class CurvaturePass:
     def _verify(self, x: Any, y: Any) -> None:
         """Make what is missing of the proof; with "auto", decide the mode by the outputs."""
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        if self._proof.is_made(N):
+        mask = mask_of(x, self._options.dict_key_mask)
+        mask = None if self._proof.holds_for_masks else mask
+        if self._proof.is_made(N) and mask is None:
             return
         counted = counted_terms(y, self._likelihood) if isinstance(y, Tensor) else None
-        self._proof.make(x, N, None if counted is None else ~counted)
+        ignored = None if counted is None else ~counted
+        if not self._proof.is_made(N):
+            self._proof.make(x, N, ignored)
         if self._kfac_approx == "auto":
             self._kfac_approx = automatic_mode(self._proof.output_dim)
-
-    @property
-    def _assignment(self) -> RuleAssignment:
-        return self._proof.assignment
-
-    def _verify_mask(self, x: Any, y: Any) -> bool:
-        """Prove that hidden positions reach no output that counts; False if the mask hides none.
-
-        It is proved on the first batch whose mask hides any. Then the gradients at hidden positions
-        are zero and add nothing to B, so that it is enough to leave their inputs out of A.
-        """
-        mask = mask_of(x, self._options.dict_key_mask)
         if mask is None:
-            return False
-        if splits_by_example(x, y):
-            hiding = torch.argmin(mask.all(1).int())  # the first example that has such a position
+            return
+        if splits_by_example(x, y):  # the first example with a hidden position, and another one
+            hiding = torch.argmin(mask.all(1).int())
             which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
-            x, y = examples(x, which), y[which]
-        counted = counted_terms(y, self._likelihood)
-        with counting(mask_of(x, self._options.dict_key_mask)):
-            ignored = None if counted is None else ~counted
-            verify_independence(self._model, self._assignment, x, ignored=ignored)
-        return True
+            x, mask = examples(x, which), mask[which]
+            ignored = None if ignored is None else ignored[which]
+        self._proof.make_for_masks(x, mask, ignored)
 
     def _check_rows(self, examples: int, hides: bool) -> None:
         """Raise an error where each example's rows are needed and not known.
@@ -454,7 +444,7 @@ class CurvaturePass:
         They are needed where positions are summed (reduce), where a rule sums over an example in
         any mode, and where a mask hides positions, which would otherwise count.
         """
-        for tracked in self._assignment.layers:
+        for tracked in self._proof.assignment.layers:
             wrong = self._rows_seen.get(tracked, set()) - {examples}
             rule = self._rules[tracked]
             if wrong and hides:
@@ -490,12 +480,6 @@ class CurvaturePass:
         with exact_arithmetic(self._options.backward_precision):
             self._rules[tracked].add_gradient(use, b)
 
-    def _draw_on(self) -> None:
-        """Advance the common generator, so that the next pass draws other labels."""
-        if self._options.fisher == "mc" and self.ranks.size > 1:
-            common = self._common_generator()
-            torch.rand((), generator=common, device=common.device)
-
     def _common_generator(self) -> torch.Generator:
         if self._generator is not None:
             return self._generator
@@ -519,7 +503,7 @@ class CurvaturePass:
         vectors = torch.stack(list(self._vectors(f, y)), 1)  # (N, V, ..., C)
         for _, by_name in gradients_of_examples(
             self._model,
-            self._assignment.diagonal,
+            self._proof.assignment.diagonal,
             x,
             f,
             vectors.__getitem__,

@@ -1,13 +1,14 @@
 """`corrected_factors`: eigenvalues of the exact blocks in the factors' eigenbasis (EKFAC)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.block_assembly import Part
 from kfac_backend.blocks.block import CorrectedBlock, decompose_on_ranks
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
@@ -20,7 +21,7 @@ from kfac_backend.model.checks import check_module
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
-from kfac_backend.ranks import PassSums, ProcessGroupOption
+from kfac_backend.ranks import ProcessGroupOption
 
 __all__ = ["CorrectionPass", "check_read_twice", "corrected_factors"]
 
@@ -156,26 +157,23 @@ class CorrectionPass(CurvaturePass):
         self.reset()
         return replace(factors, blocks=blocks)
 
-    def _sums(self) -> PassSums:
+    def _sums(self) -> tuple[dict[str, list[Part]], dict[str, Tensor]]:
         """The second moments."""
-        sums = self._without_data()
-        sums.others = self._moments
-        return sums
+        return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
 
     @property
     def _gradients(self) -> LayerGradients:
         """The layers, with zeros for sums; after the proof, which may find other rules for some."""
         if self._made_gradients is None:
             bases = {name: self._bases[name] for name in self._basis_names}
-            self._moments = {n: torch.zeros_like(block.spectrum()) for n, block in bases.items()}
-            spectra = {name: (block, self._moments[name]) for name, block in bases.items()}
-            self._made_gradients = LayerGradients(self._assignment, spectra)
+            spectra = {n: (block, torch.zeros_like(block.spectrum())) for n, block in bases.items()}
+            self._made_gradients = LayerGradients(self._proof.assignment, spectra)
         return self._made_gradients
 
     @property
     def _basis_names(self) -> list[str]:
         """The names of the blocks that are corrected: those of layers without an exact rule."""
-        names = {name for t in self._assignment.all for name in t.parameters.values()}
+        names = {name for t in self._proof.assignment.all for name in t.parameters.values()}
         return [name for name in self._uncorrected.blocks if name in names]
 
     def _assign(self) -> RuleAssignment:
@@ -245,25 +243,18 @@ class CorrectionPass(CurvaturePass):
             return
         self._times_added += 1
         vectors = sorted({v for of_use in self._held.values() for v in of_use})
-        tied = []
-        with exact_arithmetic(self._options.backward_precision):
+
+        def seen() -> Iterator[Seen]:
             while self._held:
                 (tracked, use), of_use = self._held.popitem()
                 # A vector that does not reach this use has the gradient zero there.
                 zero = torch.zeros_like(next(iter(of_use.values())))
-                rows = torch.stack([of_use.get(v, zero) for v in vectors], 2)
-                if self._gradients.stands_alone(tracked, self._uses[tracked]):
-                    seen = tracked, use, rows
-                    for _, some in self._gradients.some_examples(seen, self._at_once):
-                        self._square([some])
-                else:  # the gradients in a tied parameter are summed first
-                    tied.append((tracked, use, rows))
-            self._square(tied)
-        self._held_bytes = self._vector = 0
+                yield tracked, use, torch.stack([of_use.get(v, zero) for v in vectors], 2)
 
-    def _square(self, seen: list[Seen]) -> None:
-        for gradients in self._gradients.of_uses(seen):
-            add_second_moments(gradients, self._product_bytes)
+        with exact_arithmetic(self._options.backward_precision):
+            for _, g in self._gradients.by_parameter(seen(), self._uses, self._at_once):
+                add_second_moments(g, self._product_bytes)
+        self._held_bytes = self._vector = 0
 
 
 def check_read_twice(data: Iterable[Any]) -> None:

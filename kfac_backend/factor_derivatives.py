@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.block_assembly import Part
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Rule
@@ -29,7 +30,7 @@ from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.calls import plain_attention
 from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.options import CurvatureOptions
-from kfac_backend.ranks import PassSums, ProcessGroupOption
+from kfac_backend.ranks import ProcessGroupOption
 
 __all__ = ["BlockDerivative", "FactorGradientPass", "factor_gradients"]
 
@@ -142,10 +143,8 @@ class FactorGradientPass(CurvaturePass):
         scale = self._factors.num_data / sums.num_data
         return [scale * sums.others[str(k)] for k in range(len(self._tensors))]
 
-    def _sums(self) -> PassSums:
-        sums = self._without_data()
-        sums.others = {str(k): gradient for k, gradient in enumerate(self._gradients)}
-        return sums
+    def _sums(self) -> tuple[dict[str, list[Part]], dict[str, Tensor]]:
+        return {}, {str(k): gradient for k, gradient in enumerate(self._gradients)}
 
     def add(self, x: Any, y: Any) -> None:
         """Add one batch, as `CurvaturePass.add` does."""

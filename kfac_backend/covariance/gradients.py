@@ -1,6 +1,6 @@
 """Each example's gradient in each parameter, by its factors, from the uses of the layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -81,22 +81,43 @@ class LayerGradients:
             tracked: tracked.rule(tracked.layer, "expand", tracked.parameters)
             for tracked in assignment.all
         }
-        self._spectra = spectra
+        self.spectra = spectra
+        """As given."""
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}
 
-    def stands_alone(self, tracked: TrackedLayer, uses: int) -> bool:
-        """Whether no other use contributes to the gradients in the layer's parameters."""
-        return uses == 1 and not self._tied.intersection(_places(tracked))
+    def by_parameter(
+        self, seen: Iterable[Seen], uses: Mapping[TrackedLayer, int], most_bytes: int | None
+    ) -> Iterator[tuple[slice, ParameterGradients]]:
+        """The gradients in one parameter after the other, and the examples that they are of.
 
-    def some_examples(self, seen: Seen, most_bytes: int) -> Iterator[tuple[slice, Seen]]:
+        Args:
+            seen: the uses, each of which is dropped before the next one is asked for.
+            uses: how often each layer ran.
+            most_bytes: that a use's inputs and gradients may take at once; None: all examples
+                together.
+        """
+        tied = []
+        for tracked, use, rows in seen:
+            # No other use contributes to the gradients in this layer's parameters.
+            alone = uses[tracked] == 1 and not self._tied.intersection(_places(tracked))
+            if alone and most_bytes is not None:
+                for which, some in self._some_examples((tracked, use, rows), most_bytes):
+                    for gradients in self._of_uses([some]):
+                        yield which, gradients
+            else:  # the gradients in a tied parameter are summed first
+                tied.append((tracked, use, rows))
+        for gradients in self._of_uses(tied):
+            yield slice(None), gradients
+
+    def _some_examples(self, seen: Seen, most_bytes: int) -> Iterator[tuple[slice, Seen]]:
         """Parts of a use whose inputs and gradients take some bytes, but at least one example."""
         tracked, use, rows = seen
         if use.rows is not None:  # rows of several examples have no slices
             yield slice(None), seen
             return
         _, R, C, d_out = rows.shape
-        entries = max(self._spectra[name][0].numel for name in tracked.parameters.values())
+        entries = max(self.spectra[name][0].numel for name in tracked.parameters.values())
         # Both are held twice while they are rotated into the eigenbasis.
         of_example = 2 * R * (entries // d_out + C * d_out) * rows.element_size()
         size = max(1, most_bytes // max(1, of_example))
@@ -104,7 +125,7 @@ class LayerGradients:
             chunk = slice(start, start + size)
             yield chunk, (tracked, Use(use.a[chunk]), rows[chunk])
 
-    def of_uses(self, seen: list[Seen]) -> Iterator[ParameterGradients]:
+    def _of_uses(self, seen: list[Seen]) -> Iterator[ParameterGradients]:
         """Each parameter's gradients, summed over the given uses."""
         uses: dict[tuple[str, tuple[int, int]], list[tuple[ExampleGradients, bool]]] = {}
         for tracked, use, rows in seen:
@@ -114,7 +135,7 @@ class LayerGradients:
                 uses.setdefault(place, []).append((_by_example(gradients, use), rule.transposed))
         # All uses of a place are known now, so their gradients can be added before any square.
         for (name, (slot, slots)), of_place in uses.items():
-            block, spectrum = self._spectra[name]
+            block, spectrum = self.spectra[name]
             if slots > 1:  # a tensor that holds several maps, one below the other
                 block, spectrum = _group_of(block, slot), spectrum[slot]
             yield ParameterGradients(block, spectrum, of_place)

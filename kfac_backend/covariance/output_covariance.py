@@ -32,7 +32,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
-from kfac_backend.covariance.gradients import LayerGradients, ParameterGradients, PosteriorPrecision
+from kfac_backend.covariance.gradients import (
+    LayerGradients,
+    ParameterGradients,
+    PosteriorPrecision,
+    Seen,
+)
 from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention, restoration
@@ -362,20 +367,16 @@ class OutputCovariance:
         q: int | None,
     ) -> Iterator[tuple[slice, ParameterGradients]]:
         """The gradients in one parameter after the other, and the examples that they are of."""
-        tied, K = list[tuple[TrackedLayer, Use, Tensor]](), columns.shape[1]
-        # Some examples at a time, unless these belong together. Each layer's gradients are dropped
-        # as soon as they are contracted.
-        most_bytes = PRODUCTS * self._product_bytes
-        while seen:
-            (tracked, use), rows = seen.popitem()
-            if q is None and self._gradients.stands_alone(tracked, uses[tracked]):
-                for which, some in self._gradients.some_examples((tracked, use, rows), most_bytes):
-                    for gradients in self._gradients.of_uses([some]):
-                        yield which, gradients
-            else:  # the gradients in a tied parameter are summed first
-                tied.append((tracked, use, rows))
-        for gradients in self._gradients.of_uses(tied):
-            yield slice(None), gradients
+        K = columns.shape[1]
+
+        def held() -> Iterator[Seen]:
+            while seen:
+                (tracked, use), rows = seen.popitem()
+                yield tracked, use, rows
+
+        # Some examples at a time, unless these belong together.
+        most_bytes = PRODUCTS * self._product_bytes if q is None else None
+        yield from self._gradients.by_parameter(held(), uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return

@@ -40,8 +40,8 @@ def check_module(model: object) -> None:
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise TypeError(
                 f"{which} is in {type(module).__name__}, whose copies or gradients a curvature "
-                f"pass cannot use. Pass what it holds, {inner}: the sums are reduced over the "
-                "ranks all the same."
+                f"pass cannot use. Pass what it holds: {inner}. The curvature's sums are reduced "
+                "over the ranks all the same."
             )
         if isinstance(module, torch.jit.ScriptModule) and any(
             p.requires_grad for p in module.parameters()

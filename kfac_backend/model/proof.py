@@ -33,7 +33,7 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.model.batches import Plan, examples, make_plan
+from kfac_backend.model.batches import Plan, counting, examples, make_plan
 from kfac_backend.model.calls import (
     DtypesInUse,
     call_with,
@@ -47,7 +47,7 @@ from kfac_backend.model.capture import Capture, check_before, first_input, rows_
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
 
-__all__ = ["Proof", "verify_independence"]
+__all__ = ["Proof"]
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -70,6 +70,8 @@ class Proof:
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
         self._model = model
         self._uses_verified = self._independence_verified = False
+        self.holds_for_masks = False
+        """Whether `make_for_masks` has proved its part."""
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
@@ -116,6 +118,22 @@ class Proof:
         except NotImplementedError:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
+
+    def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
+        """Prove that the positions which a mask hides reach no output that counts.
+
+        Then their gradients are zero and add nothing to B, so that it is enough to leave their
+        inputs out of A. One batch whose mask hides any is enough. It comes after `make`, whose
+        layers and runs it takes.
+
+        Args:
+            x: some examples.
+            mask: which of their positions count.
+            ignored: loss terms (N, ...) that do not count.
+        """
+        with counting(mask):
+            verify_independence(self._model, self.assignment, x, ignored=ignored)
+        self.holds_for_masks = True
 
     def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
         # The order matters. Parts come first, since every later check runs them in place of the

@@ -43,7 +43,6 @@ from kfac_backend.model.calls import (
 )
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.checks import check_batch_norm, check_output
-from kfac_backend.model.proof import verify_independence
 from kfac_backend.model.rule_assignment import (
     Operations,
     RuleAssignment,
@@ -130,7 +129,7 @@ class TrainingPass(CurvaturePass):
     @property
     def names(self) -> list[str]:
         """The parameters that get a block, in the model's order."""
-        return self._assignment.names
+        return self._proof.assignment.names
 
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
@@ -212,7 +211,7 @@ class TrainingPass(CurvaturePass):
         forward = _Forward(
             Capture(
                 self._model,
-                self._assignment,
+                self._proof.assignment,
                 self._add_input,
                 self._add_gradient,
                 in_training=True,
@@ -221,13 +220,13 @@ class TrainingPass(CurvaturePass):
         )
         self._rows_seen = {}
         self._begin_part()
-        stack.enter_context(explicit_forwards(self._assignment))
+        stack.enter_context(explicit_forwards(self._proof.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if self._options.fisher == "empirical":
             forward.capture.listen()
-        for tracked in self._assignment.own_parameters:
+        for tracked in self._proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_lent(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
@@ -336,7 +335,8 @@ class TrainingPass(CurvaturePass):
     def _prove(self, x: Any) -> None:
         """Prove, in eval mode, that the hooks see all; see `Proof`."""
         N = num_examples(x)
-        mask = None if self._mask_verified else mask_of(x, self._options.dict_key_mask)
+        mask = mask_of(x, self._options.dict_key_mask)
+        mask = None if self._proof.holds_for_masks else mask
         if self._proof.is_made(N) and mask is None:
             return
         x = detached(x, self._device)
@@ -347,7 +347,9 @@ class TrainingPass(CurvaturePass):
             with full_float32():
                 self._prove_some(x, N)
                 if mask is not None:
-                    self._prove_mask(x, mask)
+                    # Positions that the mask hides have no loss term.
+                    ignored = ~mask if self._proof.output_dim > 2 else None
+                    self._proof.make_for_masks(x, mask, ignored)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
@@ -361,7 +363,7 @@ class TrainingPass(CurvaturePass):
         if self._proof.is_made(N):
             return
         self._proof.make(x, N)
-        assignment = self._assignment
+        assignment = self._proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):
@@ -375,13 +377,6 @@ class TrainingPass(CurvaturePass):
             self._proof.assignment = _only_with_hooks(assignment, followed)
         if self._kfac_approx == "auto":
             self._kfac_approx = automatic_mode(self._proof.output_dim)
-
-    def _prove_mask(self, x: Any, mask: Tensor) -> None:
-        """As `_verify_mask`; positions that the mask hides have no loss term."""
-        ignored = ~mask if self._proof.output_dim > 2 else None
-        with counting(mask):
-            verify_independence(self._model, self._assignment, x, ignored=ignored)
-        self._mask_verified = True
 
     def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
         """Targets that only say which terms count, since the training's labels are not known here.

@@ -40,30 +40,15 @@ def test_dense_products_and_eigenvalues(both):
     )
 
 
-def test_weights_and_sums_with_the_same_eigenvectors(both):
-    _, corrected = both
+def test_weights_but_no_sums(both):
+    factors, corrected = both
     scaled = 0.3 * corrected
     assert scaled.is_corrected
     for name, block in corrected.blocks.items():
         assert_close(scaled.to_dense(name), 0.3 * block.to_dense())
         assert_close(scaled.blocks[name].eigenvalues(), 0.3 * block.eigenvalues())
-    total = 0.95 * corrected + 0.05 * corrected
-    for name, block in corrected.blocks.items():
-        assert_close(total.to_dense(name), block.to_dense())
-        if isinstance(block, CorrectedBlock):
-            assert_close(total.blocks[name].decompose().beta, block.decompose().beta)
-    assert total.num_data == pytest.approx(corrected.num_data)
-
-
-def test_sums_that_have_other_eigenvectors(both):
-    factors, corrected = both
-    model, (x, y) = network(), data()
-    other = kronecker_factors(model, [(x[:4], y[:4])], "classification")
-    other = corrected_factors(other, model, [(x[:4], y[:4])])
-    with pytest.raises(ValueError, match="different eigenvectors.*before they are corrected"):
-        corrected + other
-    for first, second in ((factors, corrected), (corrected, factors)):
-        with pytest.raises(ValueError, match="corrected eigenvalues and the other has none"):
+    for first, second in ((factors, corrected), (corrected, factors), (corrected, corrected)):
+        with pytest.raises(ValueError, match="corrected eigenvalues.*correct the sum over all"):
             first + second
 
 

@@ -3,8 +3,6 @@
 One example with one position makes every layer's block exact, whatever it shares.
 """
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -14,43 +12,6 @@ from kfac_backend import kronecker_factors
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layers.torch_layers import NAMED, RIGHT, around
-
-NO_LAYERS = {
-    "Module", "Container", "DataParallel", "Sequential", "ModuleList", "ModuleDict",
-    "ParameterList",
-    "ParameterDict", "Parameter", "RNNBase", "RNNCellBase", "UninitializedParameter", "Buffer",
-}  # fmt: skip
-
-WITHOUT_PARAMETERS = {  # those that need arguments
-    "AdaptiveAvgPool1d": (1,), "AdaptiveAvgPool2d": (1,), "AdaptiveAvgPool3d": (1,),
-    "AdaptiveMaxPool1d": (1,), "AdaptiveMaxPool2d": (1,), "AdaptiveMaxPool3d": (1,),
-    "AvgPool1d": (1,), "AvgPool2d": (1,), "AvgPool3d": (1,), "MaxPool1d": (1,), "MaxPool2d": (1,),
-    "MaxPool3d": (1,), "MaxUnpool1d": (1,), "MaxUnpool2d": (1,), "MaxUnpool3d": (1,),
-    "LPPool1d": (1, 1), "LPPool2d": (1, 1), "LPPool3d": (1, 1), "ChannelShuffle": (1,),
-    "CircularPad1d": (1,), "CircularPad2d": (1,), "CircularPad3d": (1,), "ConstantPad1d": (1, 0),
-    "ConstantPad2d": (1, 0), "ConstantPad3d": (1, 0), "CrossMapLRN2d": (1,),
-    "Fold": (1, 1), "Unfold": (1,), "FractionalMaxPool2d": (1, 1), "FractionalMaxPool3d": (1, 1),
-    "LocalResponseNorm": (1,), "PixelShuffle": (1,), "PixelUnshuffle": (1,),
-    "ReflectionPad1d": (1,), "ReflectionPad2d": (1,), "ReflectionPad3d": (1,),
-    "ReplicationPad1d": (1,), "ReplicationPad2d": (1,), "ReplicationPad3d": (1,),
-    "Threshold": (0, 0), "Unflatten": (1, (1,)), "ZeroPad1d": (1,), "ZeroPad2d": (1,),
-    "ZeroPad3d": (1,),
-}  # fmt: skip
-
-
-def layers_of_torch():
-    for name in dir(nn):
-        if inspect.isclass(getattr(nn, name)) and issubclass(getattr(nn, name), nn.Module):
-            yield name
-
-
-def test_the_tables_name_all_layers_with_parameters():
-    for name in layers_of_torch():
-        if name in NO_LAYERS or name in RIGHT or name in NAMED:
-            continue
-        layer = getattr(nn, name)(*WITHOUT_PARAMETERS.get(name, ()))
-        assert not list(layer.parameters()), f"{name} has parameters; add it to a table."
-    assert {*RIGHT, *NAMED} <= set(layers_of_torch())
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)

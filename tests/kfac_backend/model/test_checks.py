@@ -96,7 +96,7 @@ REFUSED = {
     "no model": (lambda: "resnet18", X, Y, "classification", TypeError, "torch.nn.Module is need"),
     "DataParallel": (
         lambda: nn.Sequential(nn.DataParallel(network())),
-        X, Y, "classification", TypeError, r"nn.DataParallel.*Pass what it holds: model.0.module",
+        X, Y, "classification", TypeError, r"in DataParallel.*Pass what it holds: model.0.module",
     ),
     "another likelihood": (network, X, Y, "poisson", ValueError, "likelihood='poisson'"),
 }  # fmt: skip
