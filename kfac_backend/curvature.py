@@ -419,8 +419,8 @@ class CurvaturePass:
     def _verify(self, x: Any, y: Any) -> None:
         """Make what is missing of the proof; with "auto", decide the mode by the outputs."""
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        mask = mask_of(x, self._options.dict_key_mask)
-        mask = None if self._proof.holds_for_masks else mask
+        holds, key = self._proof.holds_for_masks, self._options.dict_key_mask
+        mask = None if holds else mask_of(x, key)
         if self._proof.is_made(N) and mask is None:
             return
         counted = counted_terms(y, self._likelihood) if isinstance(y, Tensor) else None

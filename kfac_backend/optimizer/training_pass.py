@@ -335,8 +335,8 @@ class TrainingPass(CurvaturePass):
     def _prove(self, x: Any) -> None:
         """Prove, in eval mode, that the hooks see all; see `Proof`."""
         N = num_examples(x)
-        mask = mask_of(x, self._options.dict_key_mask)
-        mask = None if self._proof.holds_for_masks else mask
+        holds, key = self._proof.holds_for_masks, self._options.dict_key_mask
+        mask = None if holds else mask_of(x, key)
         if self._proof.is_made(N) and mask is None:
             return
         x = detached(x, self._device)
