@@ -60,10 +60,9 @@ def gradients_of_examples(
             f_n = _output(model, leaves, examples(x, slice(n, n + 1))) if alone else None
             if f_n is None or not (model.training or close(f[n : n + 1].detach(), f_n)):
                 alone = False
-                if of_batch is None:
-                    with torch.enable_grad(), forked_random_numbers(model):
-                        of_batch = call_with(model, leaves, x)
-                f_n = of_batch[n : n + 1]
+                with torch.enable_grad(), forked_random_numbers(model):
+                    of_batch = call_with(model, leaves, x) if of_batch is None else of_batch
+                    f_n = of_batch[n : n + 1]
             gradients.append(
                 [_gradients(f_n, leaves, v_n[None], differentiable) for v_n in v[n - start]]
             )

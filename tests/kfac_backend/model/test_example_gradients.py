@@ -43,12 +43,13 @@ def test_gradients_are_those_of_each_examples_jacobian(way, differentiable):
     model = MODELS[way]().double().eval()
     names = [name for name, _ in model.named_parameters()]
     x, v = torch.randn(5, 2).double(), torch.randn(5, 3, 2).double()
-    parts = list(
-        gradients_of_examples(
-            model, names, x, model(x).detach(), v.__getitem__, 3,
-            entries=12, differentiable=differentiable,
-        )
-    )  # fmt: skip
+    with torch.set_grad_enabled(differentiable):
+        parts = list(
+            gradients_of_examples(
+                model, names, x, model(x).detach(), v.__getitem__, 3,
+                entries=12, differentiable=differentiable,
+            )
+        )  # fmt: skip
     assert len(parts) > 1
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
