@@ -111,7 +111,7 @@ class RangeLearner:
         if not isinstance(posterior, Posterior):
             raise TypeError(
                 f"The ranges of a LearnedAugmentation are learned by marglik's Posterior, not by "
-                f"{type(posterior).__name__}. Leave make_posterior out."
+                f"{type(posterior).__name__}."
             )
         parts = _random_parts(data, EXAMPLES / num_data)
         # One draw for each example instead of a vector for each output: as unbiased, and cheaper.

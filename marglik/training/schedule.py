@@ -49,7 +49,7 @@ class Schedule:
             epochs, if their number is known; None with the parameters of the last step. With
             keep="best" there is no average.
         clip: largest norm of a step's gradient, in running means of that norm; None takes every
-            step as it is. See `marglik.training.penalty.clip_gradients`.
+            step as it is. See `marglik.training.steps.clip_gradients`.
 
     Raises:
         ValueError: a number that is too small, or an option that is not supported.
