@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets rivals out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -53,10 +53,6 @@ exactness: $(INSTALLED)  ## where expand and reduce are exact, after the paper's
 
 presets: $(INSTALLED)  ## learned against initial weight decay for a ViT, a GPT and a GraphNetwork: half an hour
 	$(BIN)/python -m experiments.weight_decay.presets
-
-rivals: $(INSTALLED)  ## predictives beside temperature scaling, ensembles, dropout and laplace-torch: digits, five seeds
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.predictions.rivals
 
 out-of-distribution: $(INSTALLED)  ## calibrated predictives on corrupted and out-of-distribution images: digits, ViT
 	$(BIN)/python -m experiments.predictions.out_of_distribution

@@ -118,7 +118,9 @@ def test_passes_leave_nothing(times):
 def test_loops_leave_nothing(times, tmp_path):
     """Of each kind in turn, with states."""
     cases = cycle([name for name in CASES if name != "float16"])
-    names = [next(cases) for _ in range(12)] if times > 60 else ["SGD", "K-FAC", "regression"]
+    names = (
+        [next(cases) for _ in range(12)] if times > 60 else ["SGD", "K-FAC", "regression, MacKay"]
+    )
 
     def loop(i):
         states = Checkpoints(tmp_path / str(i % 2), minutes=0, run={"i": i})

@@ -1,1 +1,1 @@
-"""Class probabilities: where they come from, beside rivals, and on shifted data."""
+"""Class probabilities of shifted and out-of-distribution data."""

@@ -8,7 +8,7 @@ share of the training images held out for calibration. Eschenhagen et al. 2023 h
 
 All rows use the same outputs and covariances, which take one pass per set of images. The scores of
 out-of-distribution data are the predictive entropy and its epistemic part, which exists only where
-s > 0.
+s > 0; beside them, the distance of the last layer's normalised inputs from those of each class.
 
 ``make out-of-distribution`` runs digits with three seeds and the ViT with one. It continues
 trainings in ``runs/out_of_distribution/``.
@@ -182,10 +182,13 @@ def run(config: Config) -> dict[str, Any]:
             for name, prediction in shifted.items():
                 metrics = compute_metrics(prediction, few.labels, "classification")
                 found[name]["shift"][f"{kind}/{severity}"] = metrics
+    distance = feature_distance(posterior.model, splits)
+    distances = {}
     for label, source in problem.outside(config.seed).items():
         images = out_of_distribution_images(source, splits).images
         images = images[_spread(len(images), config.outside)]
         sizes[label] = len(images)
+        distances[label] = out_of_distribution_metrics(distance(test.images), distance(images))
         for name, prediction in predictions(images).items():
             has_epistemic = rows[name].calibration.covariance_scale > 0
             found[name]["ood"][label] = {
@@ -202,6 +205,7 @@ def run(config: Config) -> dict[str, Any]:
         "problem": {"title": problem.title},
         "num_examples": sizes,
         "rows": found,
+        "features": distances,
         "seconds": {"training": predicted - started, "predictions": now - predicted},
         **environment(torch.device("cpu")),
     }
@@ -248,6 +252,38 @@ def predict_rows(
             )
             parts[name].append(prediction)
     return {name: Prediction.cat(found) for name, found in parts.items()}
+
+
+@torch.no_grad()
+def feature_distance(model: nn.Module, splits: ImageSplits) -> Callable[[Tensor], Tensor]:
+    """How far images (N, ...) are from the nearest class, (N,): a Mahalanobis distance.
+
+    Of the inputs of the last linear layer at length 1, with the classes' means and their common
+    covariance in the training data. Source: Mueller & Hein 2025 (arXiv:2505.18032).
+    """
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+
+    def features(images: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
+        hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            for x, _ in ImageBatches(unlabelled, splits.mean, splits.std, BATCH_SIZE):
+                model(x)
+        finally:
+            hook.remove()
+        return nn.functional.normalize(torch.cat(seen).double(), dim=-1)
+
+    h, y = features(splits.train.images), splits.train.labels
+    means = torch.stack([h[y == c].mean(0) for c in range(int(y.max()) + 1)])
+    precision = torch.linalg.pinv(torch.cov((h - means[y]).T), hermitian=True)
+
+    @torch.no_grad()
+    def distance(images: Tensor) -> Tensor:
+        away = features(images)[:, None] - means
+        return torch.einsum("ncd,de,nce->nc", away, precision, away).amin(1)
+
+    return distance
 
 
 def _trained(config: Config, problem: Problem) -> tuple[Posterior, ImageSplits]:
@@ -316,6 +352,9 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             ]
             cells = [_mean(nll, 3, "+"), _mean(shifted, 3, "+")]
             differences.append([name, *cells, *(_mean(values, 1, "+") for values in aurocs)])
+    features = [{"ood": {k: {"distance": of} for k, of in r["features"].items()}} for r in runs]
+    cells = [_detection(features, label, "distance") for label in outside]
+    detection.append(["normalised features", "distance", *cells])
     sizes = ", ".join(f"{size:,} {name}" for name, size in first["num_examples"].items())
     seeds = f"{len(runs)} seeds, mean ± standard error" if len(runs) > 1 else "one seed"
     return "\n\n".join(

@@ -24,7 +24,7 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from experiments.studies import markdown, mean_with_error, quiet_training, study
+from experiments.studies import markdown, mean_with_error, quiet_training, slug, study
 from experiments.weight_decay.training import (
     Training,
     convolutions,
@@ -135,8 +135,7 @@ class Config:
     @property
     def name(self) -> str:
         """The name of its file."""
-        problem = "".join(c if c.isalnum() else "_" for c in self.problem.lower())
-        return f"{problem}_{round(100 * self.wrong)}_{self.part}_{self.seed}"
+        return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.part}_{self.seed}"
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -161,6 +161,8 @@ class Trained:
     seconds: float
     """CPU time."""
     record: dict[str, Any] = field(default_factory=dict)
+    posterior: Any = None
+    """Where the decays were learned."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Training:
         }
         if "ranges" in updates[0]:
             record["path"] = [of["ranges"] for of in updates]
-        return Trained(model.eval(), learner.weight_decays(), seconds, record)
+        return Trained(model.eval(), learner.weight_decays(), seconds, record, result.laplace)
 
     def warm_up(self, split: Split) -> None:
         """Train for a moment, so that no timed training loads code first."""
@@ -307,6 +309,7 @@ def scaled_scores(f_held_out: Tensor, y_held_out: Tensor, f: Tensor, y: Tensor) 
     p = torch.softmax(f / tau, -1).mean(0)
     return {
         "nll": mixture_nll(f / tau, y).item(),
+        "raw_nll": mixture_nll(f, y).item(),
         "accuracy": (p.argmax(-1) == y).float().mean().item(),
         "held_out_nll": losses.min().item(),
         "tau": tau.item(),

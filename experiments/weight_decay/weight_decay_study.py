@@ -12,7 +12,11 @@ Ways to class probabilities, all with the same network, data and epochs:
   2016, arXiv:1506.02142);
 - SWAG, around the grid's network (Maddox et al. 2019, arXiv:1902.02476);
 - IVON, with the best of six pairs of decay and rate (Shen et al. 2024, arXiv:2402.17641; package
-  ivon-opt).
+  ivon-opt);
+- Laplace around the learned network: K-FAC's posterior by probit, as it is or calibrated by the
+  held-out data, and the last layer's, calibrated;
+- laplace-torch as it comes around the grid's network: its own Kronecker factors, one prior
+  precision by the marginal likelihood, probit.
 
 Held-out data choose, by the NLL at the best temperature, and give that temperature (Guo et al.
 2017). Labels are wrong in training and held-out data, never in the test data. Five predictors of
@@ -23,19 +27,28 @@ import argparse
 import statistics
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.data import data_file
 from experiments.data.nci1 import NCI1
-from experiments.studies import markdown, mean_with_error, quiet_training, standard_error, study
+from experiments.studies import (
+    markdown,
+    mean_with_error,
+    quiet_training,
+    slug,
+    standard_error,
+    study,
+)
 from experiments.weight_decay.training import (
     Batches,
     Split,
@@ -49,7 +62,9 @@ from experiments.weight_decay.training import (
     small_images,
     with_wrong_labels,
 )
-from marglik.models import GraphNetwork
+from marglik.models import GraphNetwork, LeNet
+from marglik.prediction.calibration import calibrate
+from marglik.prediction.predictive import Layers, PredictiveConfig, laplace_predictive
 from marglik.storage.provenance import environment
 
 DEFAULT = 5e-4
@@ -78,6 +93,7 @@ PROBLEMS = {
     "digits, convolutions": Problem(
         digits, Training(lambda: convolutions(no_norm, "flattened"), epochs=40)
     ),
+    "digits, LeNet": Problem(digits, Training(lambda: LeNet(10, 1, 8), epochs=40)),
     "CIFAR-10 (JPEG), convolutions": Problem(
         small_images,
         Training(lambda: convolutions(no_norm, "flattened", 3, 16), epochs=20, lr=0.02),
@@ -108,8 +124,7 @@ class Config:
     @property
     def name(self) -> str:
         """The name of its file."""
-        problem = "".join(c if c.isalnum() else "_" for c in self.problem.lower())
-        return f"{problem}_{self.examples}_{round(100 * self.wrong)}_{self.seed}"
+        return f"{slug(self.problem)}_{self.examples}_{round(100 * self.wrong)}_{self.seed}"
 
 
 @dataclass
@@ -207,6 +222,42 @@ class Ways:
         held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
         return Way(held_out, test, trained.seconds + time.process_time() - started)
 
+    def laplace(self, learned: Trained, layers: Layers, calibrated: bool = True) -> Way:
+        """The posterior's predictive by probit, as log probabilities."""
+        started = time.process_time()
+        config = PredictiveConfig("probit", layers=layers)
+        if calibrated:
+            predict = calibrate(learned.posterior, [self.held_out], config).predict
+        else:
+            predict = laplace_predictive(learned.posterior, replace(config, calibration="none"))
+        seconds = learned.seconds + time.process_time() - started
+        return self.predicted(lambda x: predict(x).mean, seconds)
+
+    def laplace_torch(self, decay: float) -> Way:
+        """laplace-torch's defaults."""
+        from laplace import Laplace  # which takes seconds
+
+        trained = self.fixed(decay)
+        started = time.process_time()
+        loader = DataLoader(TensorDataset(*self.train_split), self.training.batch_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            laplace: Any = Laplace(trained.model, "classification", "all", "kron")
+            laplace.fit(loader)
+            laplace.optimize_prior_precision(method="marglik")
+        seconds = trained.seconds + time.process_time() - started
+        return self.predicted(lambda x: laplace(x, link_approx="probit"), seconds)
+
+    def predicted(self, predict: Callable[[Any], Tensor], seconds: float) -> Way:
+        """The logarithms of class probabilities, which are logits of themselves."""
+        with torch.no_grad():
+            held_out, test = (
+                torch.cat([predict(x[which]) for which in torch.arange(len(y)).split(100)])
+                for x, y in (self.held_out, self.test)
+            )
+        tiny = torch.finfo(test.dtype).tiny
+        return Way(held_out.clamp(min=tiny).log()[None], test.clamp(min=tiny).log()[None], seconds)
+
     def ivon(self, decay: float, lr: float) -> Way:
         """Twenty networks of IVON's Gaussian."""
         from ivon import IVON as Ivon  # pyright: ignore[reportMissingImports]
@@ -281,8 +332,15 @@ def run(config: Config) -> dict[str, Any]:
             ways["dropout"] = of.best({p: of.dropout(grid.chosen, p) for p in DROPOUT})
             ways["SWAG"] = of.swag(ways["grid, averaged"].chosen)
             ways["IVON"] = of.best({pair: of.ivon(*pair) for pair in IVON})
-            for name in ("dropout", "SWAG"):  # after a search for the decay
-                search = grid if name == "dropout" else ways["grid, averaged"]
+            ways["Laplace, uncalibrated"] = of.laplace(learned, "all", calibrated=False)
+            ways["Laplace"] = of.laplace(learned, "all")
+            ways["Laplace, last layer"] = of.laplace(learned, "last")
+            after_search = ["dropout", "SWAG"]
+            if isinstance(of.test[0], Tensor):  # of no graphs
+                ways["laplace-torch"] = of.laplace_torch(grid.chosen)
+                after_search.append("laplace-torch")
+            for name in after_search:  # for the decay
+                search = ways["grid, averaged"] if name == "SWAG" else grid
                 ways[name].seconds += search.seconds
                 ways[name].trainings += search.trainings
     return {
@@ -307,6 +365,7 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     everything = [
         ("digits, MLP", 800, 0.0),
         ("digits, MLP", 800, 0.2),
+        ("digits, LeNet", 600, 0.0),
         ("CIFAR-10 (JPEG), convolutions", 4000, 0.0),
         ("NCI1, GraphNetwork", 1500, 0.0),
     ]
@@ -338,17 +397,19 @@ def table(found: list[dict[str, Any]]) -> str:
         config = of["config"]
         groups[config["problem"], config["examples"], config["wrong"]].append(of["ways"])
     rows = [
-        ["problem", "N", "wrong", "seeds", "way", "scaled NLL", "accuracy, %", "trainings",
+        ["problem", "N", "wrong", "seeds", "way", "NLL", "scaled NLL", "accuracy, %", "trainings",
          "CPU time", "learned − it, NLL", "accuracy"],
     ]  # fmt: skip
     for (problem, examples, wrong), runs in sorted(groups.items()):
         for way in runs[0]:
             own = [of[way] for of in runs]
+            raw = [of["raw_nll"] for of in own if "raw_nll" in of]  # newer than some results
             minus = [of["learned"]["nll"] - of[way]["nll"] for of in runs]
             accuracy = [100 * (of["learned"]["accuracy"] - of[way]["accuracy"]) for of in runs]
             rows.append(
                 [
                     problem, f"{examples:,}", f"{wrong:.0%}", str(len(runs)), way,
+                    f"{statistics.fmean(raw):.3f}" if raw else "",
                     mean_with_error([of["nll"] for of in own]),
                     mean_with_error([100 * of["accuracy"] for of in own], "{:.1f}"),
                     f"{statistics.fmean(of['trainings'] for of in own):.0f}",

@@ -281,6 +281,12 @@ class KfacPreconditioner:
                     f"{self._made_with.get(what)} here. Load it with the model and the options "
                     "that it was saved with."
                 )
+        # A sum has no sign to check, but what is damaged is rarely finite.
+        for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:
+            if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+                raise ValueError(
+                    f"The state of K-FAC is damaged: the factors of '{name}' are not finite."
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.

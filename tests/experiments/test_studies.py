@@ -16,7 +16,7 @@ from experiments.exactness.networks import Config as Exactness
 from experiments.labels import suspicious_labels
 from experiments.optimizers import optimizer_defaults, steps_to_target
 from experiments.optimizers.training import Method, Problem, Schedule
-from experiments.predictions import out_of_distribution, rivals
+from experiments.predictions import out_of_distribution
 from experiments.speed import (
     bench_curvature,
     bench_predictive,
@@ -36,7 +36,6 @@ from experiments.weight_decay.training import convolutions, digits, no_norm
 from marglik.cli import main as marglik
 from marglik.data.tensors import TensorSplits
 from marglik.models import MLP
-from marglik.training.optimizers import OptimizerConfig
 from tests.experiments.data.text_and_graphs import nci1_texts, write_nci1
 from tests.experiments.tasks import Task, run_task
 
@@ -53,7 +52,6 @@ TABLES = {
     "optimizer_comparison": (TO_TARGET, "--study", "optimizer_comparison"),
     "optimizer_defaults": ("optimizers.optimizer_defaults",),
     "out_of_distribution": ("predictions.out_of_distribution",),
-    "predictive_rivals": ("predictions.rivals",),
     "presets": ("weight_decay.presets",),
     "ranks_timing": ("speed.ranks_timing",),
     "suspicious_labels": ("labels.suspicious_labels",),
@@ -152,25 +150,6 @@ def small_exactness(patch):
 
     config = Exactness(seeds=1, num_examples=2, num_positions=2, num_outputs=2, nodes=(2, 3))
     return [modes.run(config)], modes.table
-
-
-def small_rivals(patch):
-    problem = rivals.Problem(
-        "blobs", Blobs, lambda: MLP(2, (4,), 3), 2, OptimizerConfig(lr=0.05), "expand", 1, 0, 16
-    )
-    patch.setitem(rivals.PROBLEMS, "digits", problem)
-    patch.setattr(rivals, "laplace_torch", lambda *_: 1 / 0)  # a rival that fails is left out
-    config = rivals.Config(
-        samples=2, members=2, weight_decays=(5e-4, 5e-2), dropout=(0.1,), repetitions=1
-    )
-    found = rivals.run(config)
-    assert set(found["failed"]) == {"laplace-torch", "laplace-torch, last layer"}
-    rows = found["rows"]
-    assert len(rows) == 12
-    # Temperature scaling as a row and as a column are one thing.
-    raw, scaled = rows["MAP, chosen weight decay"]["tempered"], rows["temperature scaling"]
-    assert scaled["metrics"]["cls/NLL"] == pytest.approx(raw["cls/NLL"], rel=1e-3)
-    return [found], rivals.table
 
 
 def small_out_of_distribution(patch):

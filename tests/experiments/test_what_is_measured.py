@@ -5,12 +5,12 @@ import itertools
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
-from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
 from experiments.exactness import modes
@@ -18,19 +18,18 @@ from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
 from experiments.optimizers import optimizer_defaults
 from experiments.optimizers.training import best_candidate, settled_at
-from experiments.predictions import rivals
 from experiments.predictions.out_of_distribution import Row, predict_rows
 from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
+from experiments.weight_decay import training, weight_decay_study
 from kfac_backend.optimizer import KFAC
 from marglik.cli import main as marglik
-from marglik.data.tensors import TensorSplits
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.links import Calibration, predict_from_outputs
+from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
+from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
-from marglik.training.optimizers import OptimizerConfig
 from tests import oracles
 
 TINY = Exactness(seeds=2, num_examples=3, num_positions=3, num_outputs=2, nodes=(2, 3, 5))
@@ -97,53 +96,37 @@ def test_exact_blocks_are_those_of_the_oracle():
 # Rivals
 
 
-def blobs(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.randint(3, (n,), generator=generator)
-    noise = torch.randn(n, 2, generator=generator, dtype=torch.float64)
-    return torch.stack([y.double(), (y == 1).double()], 1) + 0.4 * noise, y
-
-
-def task(epochs=8, batch_size=20, **config):
-    def network():
-        return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-    splits = TensorSplits(blobs(60, 0), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
-    problem = rivals.Problem(
-        "blobs", lambda seed: splits, network, epochs, OptimizerConfig(lr=0.1), "expand",
-        batch_size=batch_size,
-    )  # fmt: skip
-    return rivals.Task(problem, splits, rivals.Config(samples=4, members=3, **config))
-
-
-def test_the_temperature_is_that_of_a_grid():
-    x, y = blobs(40, 1)
-    logits = 7 * rivals.trained(task()).model(x).detach()  # overconfident
-    grid = torch.logspace(-1.5, 1.5, 30001, dtype=torch.float64)
-    losses = torch.stack([cross_entropy(logits / tau, y) for tau in grid])
-    prediction = predict_from_outputs(logits[None], "classification")
-    found = rivals.best_temperature(prediction, y)
-    assert found == pytest.approx(grid[losses.argmin()].item(), rel=5e-4) and found > 2
-    tempered = rivals.temper(prediction, found)
-    assert_close(tempered.mean, torch.softmax(logits / found, -1))
-    assert_close(tempered.total, tempered.entropy)
-
-
-def test_ensembles_and_dropout_are_means_of_probabilities():
-    whole, x = task(dropout=(0.4,)), blobs(40, 2)[0]
-    start = rivals.trained(whole)
-    members = [start.model] + [rivals._network(whole, 5e-4, seed).model for seed in (1000, 2000)]
-    expected = sum(model(x).softmax(-1) for model in members) / 3
-    assert_close(rivals.deep_ensemble(whole, start)(x).mean, expected.detach())
-    of_logits = (sum(model(x) for model in members) / 3).softmax(-1)
-    assert not torch.allclose(expected, of_logits, atol=1e-4)
-    found = rivals.mc_dropout(whole, start)
-    hidden, activation, (_, last) = found.model
+def test_the_temperature_is_that_of_the_mixtures_held_out_nll():
     torch.manual_seed(0)
-    features, expected = activation(hidden(x)), 0
-    for _ in range(4):
-        expected = expected + last(dropout(features, 0.4, training=True)).softmax(-1) / 4
-    assert_close(found(x).mean, expected.detach())
+    f, y = 7 * torch.randn(3, 200, 4, dtype=torch.float64), torch.arange(200) % 4
+
+    def nll(tau):
+        return -(f / tau).softmax(-1).mean(0)[torch.arange(200), y].log().mean()
+
+    grid = torch.logspace(-1, 1.5, 126).double()
+    prior = 0.5 * PRIOR_OF_SHARPNESS * grid.log().square() / 200
+    tau = grid[(torch.stack([nll(t) for t in grid]) + prior).argmin()]
+    found = training.scaled_scores(f, y, f, y)
+    assert found["tau"] == pytest.approx(tau.item(), rel=1e-4) and tau > 2
+    assert found["nll"] == pytest.approx(nll(tau).item()) != nll(1.0).item()
+    assert found["raw_nll"] == pytest.approx(nll(1.0).item())
+
+
+def test_predictives_and_dropout_are_scored_as_the_probabilities_that_they_give(monkeypatch):
+    problem = weight_decay_study.PROBLEMS["digits, MLP"]
+    small = replace(problem, training=replace(problem.training, epochs=2), held_out=40)
+    monkeypatch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
+    monkeypatch.setattr(weight_decay_study, "SAMPLES", 3)
+    ways = weight_decay_study.Ways(weight_decay_study.Config("digits, MLP", 60, 0.0, 0))
+    learned = ways.fixed(None, "settling")
+    x, y = ways.test
+    for layers in ("all", "last"):
+        way = ways.laplace(learned, layers, calibrated=False)
+        config = PredictiveConfig("probit", layers=layers, calibration="none")
+        p = laplace_predictive(learned.posterior, config)(x).mean
+        assert ways.scores(way)["raw_nll"] == pytest.approx(nll_loss(p.log(), y).item(), rel=1e-5)
+    way = ways.dropout(5e-4, 0.4)
+    assert way.test.shape == (3, len(y), 10) and way.test.std(0).min() > 0
 
 
 def test_rows_of_one_pass_are_the_predictives():

@@ -156,7 +156,7 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
         ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),
         ({"sigma_noise": math.nan, "likelihood": "regression"}, ValueError, "noise .*, not nan"),
         ({"model": None}, TypeError, "The model is None, of type NoneType; a torch.nn.Module"),
-        ({"model": nn.DataParallel(network())}, TypeError, "nn.DataParallel, .* model.module"),
+        ({"model": nn.DataParallel(network())}, TypeError, "in DataParallel, .* model.module"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):
