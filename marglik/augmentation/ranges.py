@@ -52,7 +52,7 @@ def evidence_gradient(
 
 STEPS = 2
 """Steps on the ranges in each update of the prior."""
-EXAMPLES = 100
+EXAMPLES = 50
 """Number of examples, at least, that the gradient of a step is computed from."""
 SMALLEST = 0.01
 """As a share of the largest range. At zero the evidence of a symmetric range is flat, and a range
