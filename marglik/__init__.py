@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marglik.augmentation import LearnedAugmentation
+    from marglik.estimators import MarglikClassifier, MarglikRegressor
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.laplace_torch import KronLaplace
     from marglik.posterior.posterior import Posterior
@@ -42,6 +43,8 @@ __all__ = [
     "Hyperparameters",
     "KronLaplace",
     "LearnedAugmentation",
+    "MarglikClassifier",
+    "MarglikRegressor",
     "OnlineResult",
     "OnlineTraining",
     "Posterior",
@@ -77,6 +80,8 @@ _MODULES = {
     "Hyperparameters": "posterior.prior",
     "KronLaplace": "posterior.laplace_torch",
     "LearnedAugmentation": "augmentation.learned",
+    "MarglikClassifier": "estimators",
+    "MarglikRegressor": "estimators",
     "OnlineResult": "training.loop",
     "OnlineTraining": "training.loop",
     "Posterior": "posterior.posterior",

@@ -218,6 +218,8 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
 
     from marglik.runs.config import check_seed
 
+    if command in GROUPS:
+        _fill_in_sizes(options)
     provenance = _provenance(parser, options)
     # Before `instantiate`, which draws the model's initial parameters.
     check_seed(options.seed)
@@ -371,6 +373,20 @@ def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
     options.pop("config", None)
     plain = json.loads(parser.dump(options, format="json_compact"))
     return Provenance(parser.dump(options), plain.get("model"), plain.get("data"))
+
+
+def _fill_in_sizes(options: Any) -> None:
+    """Give the network the sizes of the data where the options leave them at None."""
+    from marglik.data import DataSource
+    from marglik.runs.build import build_from_spec, sizes_of
+
+    sizes = options.model.get("init_args") or {}
+    missing = [name for name in ("in_features", "num_classes") if sizes.get(name, 0) is None]
+    if missing:
+        data = build_from_spec(DataSource, options.data.as_dict(), named=None)
+        found = sizes_of(data.load())
+        for name in missing:
+            sizes[name] = found.get(name)
 
 
 def _is_another_rank() -> bool:

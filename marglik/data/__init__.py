@@ -5,6 +5,7 @@ from marglik.data.images.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.images.out_of_distribution import ClassSubset, Noise, out_of_distribution_images
 from marglik.data.images.sources import CIFAR10, SVHN, Digits, ImageFolder
+from marglik.data.tables import TableFile
 from marglik.data.tensors import DataSource, TensorFile, TensorSplits
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ImageSplits",
     "Noise",
     "Splits",
+    "TableFile",
     "TensorBatches",
     "TensorFile",
     "TensorSplits",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfac_backend.files import sha256_of_tensors
 from marglik.data import ImageSet, ImageSplits, Splits
-from marglik.data.tensors import described
+from marglik.data.tensors import TensorSplits, described
 from marglik.graphs import Graphs
 
 __all__ = ["as_trained", "data_record", "is_held_out", "tensors_in"]
@@ -16,7 +16,8 @@ __all__ = ["as_trained", "data_record", "is_held_out", "tensors_in"]
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
     """The record of data for JSON: name, sum of the training examples, classes, and form.
 
-    The form is the shape and normalisation of images, or the number of features of graphs.
+    The form is the shape and normalisation of images, the number of features of graphs, or the
+    columns of a table.
 
     Args:
         splits: the data.
@@ -31,6 +32,8 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
         record["classes"] = list(splits.classes)
     if isinstance(splits, ImageSplits):
         record |= {"mean": list(splits.mean), "std": list(splits.std)}
+    elif splits.target_scale is not None:
+        record["target_scale"] = list(splits.target_scale)
     return record | _form(splits)
 
 
@@ -42,15 +45,17 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
         record: what `data_record` returned for the training data; None changes nothing.
 
     Raises:
-        ValueError: classes, images or graphs of another kind than those of the training data.
+        ValueError: classes, images, graphs or columns of another kind than those of the training
+            data.
     """
     if record is None:
         return splits
     here = _form(splits)
-    there = {kind: record[kind] for kind in ("image_shape", "graphs") if kind in record}
+    there = {kind: record[kind] for kind in ("image_shape", "graphs", "columns") if kind in record}
     if here != there:
         form, trained_on = (
-            " ".join(f"{kind} {value}" for kind, value in one.items()) or "no images or graphs"
+            " ".join(f"{kind} {value}" for kind, value in one.items())
+            or "no images, graphs or columns"
             for one in (here, there)
         )
         raise ValueError(
@@ -67,7 +72,7 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
         )
     if isinstance(splits, ImageSplits):
         return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
-    return splits
+    return _with_targets_scaled(splits, record.get("target_scale"))
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
@@ -89,11 +94,26 @@ def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
 
 
 def _form(splits: Splits) -> dict[str, Any]:
-    """What a network depends on: (C, H, W) of images, the features of graphs; else nothing."""
+    """What a network depends on: (C, H, W) of images, features of graphs, columns of a table."""
     if isinstance(splits, ImageSplits):
         return {"image_shape": list(splits.image_shape)}
+    if splits.columns is not None:
+        return {"columns": list(splits.columns)}
     x = splits.train[0]
     return {"graphs": described(x)} if isinstance(x, Graphs) else {}
+
+
+def _with_targets_scaled(splits: TensorSplits, scale: list[float] | None) -> TensorSplits:
+    """The data with its targets standardised by another mean and standard deviation."""
+    own = splits.target_scale
+    if own is None or scale is None or list(own) == scale:
+        return splits
+
+    def scaled(pair: Any) -> Any:
+        return pair and (pair[0], (pair[1] * own[1] + own[0] - scale[0]) / scale[1])
+
+    parts = {name: scaled(getattr(splits, name)) for name in ("train", "validation", "test")}
+    return replace(splits, **parts, target_scale=(scale[0], scale[1]))
 
 
 def _some(classes: Any) -> str:

@@ -4,7 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -50,6 +53,8 @@ class TensorSplits:
             labels, or the number of classes is unknown.
         ignore_index: label of targets that do not count, such as those of padding; None if all
             count.
+        columns: names of the columns of a table; None for other data.
+        target_scale: mean and standard deviation by which targets of a table are standardised.
 
     Raises:
         ValueError: if a split has no examples, different numbers of inputs and targets, or values
@@ -63,6 +68,8 @@ class TensorSplits:
     name: str
     classes: tuple[str, ...] | None = None
     ignore_index: int | None = None
+    columns: tuple[str, ...] | None = None
+    target_scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         splits = {"train": self.train, "validation": self.validation, "test": self.test}
@@ -149,13 +156,14 @@ OPTIONAL = ("x_validation", "y_validation")
 
 
 class TensorFile(DataSource):
-    """Inputs and targets from a safetensors file, for regression or several labels at once.
+    """Inputs and targets from a safetensors or npz file, for regression or several labels at once.
 
     The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with
     ``y_validation`` if there is a validation set. The first axis of each is the examples; other
-    axes and dtypes are free. Values are used as they are, so standardise them before saving. Write
-    the file with ``safetensors.torch.save_file({"x_train": x, ...}, path)``. Nothing is unpickled,
-    so that a file of unknown origin runs no code.
+    axes and dtypes are free, but numbers of an npz file become float32, as networks are. Values are
+    used as they are, so standardise them before saving. Write the file with
+    ``safetensors.torch.save_file({"x_train": x, ...}, path)`` or ``numpy.savez(path, x_train=x,
+    ...)``. Nothing is unpickled, so that a file of unknown origin runs no code.
 
     Args:
         path: the file.
@@ -171,23 +179,23 @@ class TensorFile(DataSource):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is not a safetensors file or damaged, if a tensor is missing,
+            ValueError: if it is not a safetensors or npz file or damaged, if a tensor is missing,
                 unknown, empty or not finite, or if inputs and targets, or the splits, do not fit
                 together.
         """
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"'{self.path}' is not a file. Give the path of a safetensors file with "
+                f"'{self.path}' is not a file. Give the path of a safetensors or npz file with "
                 f"{', '.join(REQUIRED)}."
             )
         try:
-            with safe_open(self.path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, OSError) as error:
+            tensors = _read(self.path)
+        except (SafetensorError, OSError, ValueError, BadZipFile) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"'{self.path}' is not a safetensors file, or damaged ({reason}). Write it with "
-                "safetensors.torch.save_file; if it was transferred, fetch it again."
+                f"'{self.path}' is not a safetensors or npz file, or damaged ({reason}). Write it "
+                "with safetensors.torch.save_file or numpy.savez; if it was transferred, fetch it "
+                "again."
             ) from error
         # All names must be known: a misspelt x_validation would silently be left out.
         wanted = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
@@ -203,3 +211,12 @@ class TensorFile(DataSource):
         )
         assert train is not None and test is not None
         return TensorSplits(train, validation, test, self.name)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".npz":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    with np.load(path, allow_pickle=False) as arrays:
+        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}

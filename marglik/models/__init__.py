@@ -2,8 +2,16 @@
 
 from marglik.models.gpt import GPT
 from marglik.models.graph_network import GraphNetwork
-from marglik.models.small import MLP, LeNet
+from marglik.models.small import MLP, LeNet, Standardised
 from marglik.models.vision_transformer import VisionTransformer
 from marglik.models.wide_resnet_fixup import WideResNetFixup
 
-__all__ = ["GPT", "MLP", "GraphNetwork", "LeNet", "VisionTransformer", "WideResNetFixup"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "GraphNetwork",
+    "LeNet",
+    "Standardised",
+    "VisionTransformer",
+    "WideResNetFixup",
+]

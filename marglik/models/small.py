@@ -1,14 +1,19 @@
-"""Small networks for small data: fully connected, and two convolutions with three linear layers."""
+"""Small networks for small data: fully connected, and two convolutions with three linear layers.
 
+Sizes of None are those of the data: `marglik train` and `marglik fit` fill them in.
+"""
+
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
 from marglik.sizes import check_sizes
 
-__all__ = ["MLP", "LeNet"]
+__all__ = ["MLP", "LeNet", "Standardised"]
 
 Activation = Literal["relu", "tanh", "gelu"]
 
@@ -21,7 +26,7 @@ class MLP(nn.Module):
     Args:
         in_features: numbers in one example: channels × height × width for images.
         hidden: widths of the hidden layers, from the first to the last; empty for a linear model.
-        num_classes: C, the number of classes.
+        num_classes: C, the number of classes, or of outputs.
         activation: nonlinearity after each hidden layer.
 
     Raises:
@@ -30,12 +35,17 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
+        in_features: int | None = None,
         hidden: tuple[int, ...] = (128, 128),
-        num_classes: int = 10,
+        num_classes: int | None = None,
         activation: Activation = "relu",
     ) -> None:
         super().__init__()
+        if in_features is None or num_classes is None:
+            raise ValueError(
+                f"in_features={in_features}, num_classes={num_classes}: pass both, as no data is "
+                "there to infer them from."
+            )
         widths = (in_features, *hidden, num_classes)
         if min(widths) < 1:
             raise ValueError(
@@ -56,6 +66,29 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, C) of examples (N, ...) with in_features numbers each."""
         return self.layers(x)
+
+
+class Standardised(nn.Module):
+    """A network on standardised columns, f((x − mean) / std), for inputs (N, d) as they are.
+
+    Args:
+        model: f.
+        mean: d means, of the training part.
+        std: d standard deviations; 1 for a column that is constant.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("std", torch.tensor(std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return f at the standardised columns."""
+        return self.model((x - self.mean) / self.std)
 
 
 class LeNet(nn.Module):

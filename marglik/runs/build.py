@@ -24,8 +24,10 @@ from kfac_backend.ranks import RankError, Ranks
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data import DataSource, ImageSplits, Splits
 from marglik.data.batches import Shard, split_batches
+from marglik.data.record import tensors_in
 from marglik.data.tensors import described
 from marglik.eval_mode import eval_mode
+from marglik.models import Standardised
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
@@ -44,7 +46,9 @@ __all__ = [
     "check_model",
     "check_same_on_ranks",
     "join_ranks",
+    "sizes_of",
     "with_learned_augmentation",
+    "with_standardised_columns",
 ]
 
 TRUSTED = ("marglik", "torchvision")
@@ -289,3 +293,31 @@ def with_learned_augmentation(
         }
     learned = LearnedAugmentation(model, [kind() for kind in kinds])
     return learned.to(next(model.parameters()).device), replace(provenance, model=spec)
+
+
+def with_standardised_columns(
+    model: nn.Module, splits: Splits, provenance: Provenance
+) -> tuple[nn.Module, Provenance]:
+    """For a table, the network in a `Standardised` by the training part, and how it is built."""
+    if isinstance(splits, ImageSplits) or splits.columns is None:
+        return model, provenance
+    x, _ = tensors_in(splits.train)
+    std = x.std(0, correction=0)
+    scale: Any = {"mean": x.mean(0).tolist(), "std": torch.where(std > 0, std, 1.0).tolist()}
+    spec = provenance.model
+    if spec is not None:
+        arguments = {"model": spec, **scale}
+        spec = {"class_path": "marglik.models.Standardised", "init_args": arguments}
+    return Standardised(model, **scale), replace(provenance, model=spec)
+
+
+def sizes_of(splits: Splits) -> dict[str, int]:
+    """The sizes "in_features" and "num_classes" of a network for this data."""
+    x, *_, y = tensors_in(splits.train)
+    if splits.classes is not None:
+        outputs = len(splits.classes)
+    elif y.is_floating_point():
+        outputs = y.shape[-1]
+    else:
+        outputs = 1 + max(int(labels.max()) for labels in (y, tensors_in(splits.test)[-1]))
+    return {"in_features": x[0].numel(), "num_classes": outputs}

@@ -1,6 +1,7 @@
 """What `marglik evaluate` does: the metrics of a saved posterior."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,13 @@ def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) 
     if spec is None and given is None:
         option = "--model" if key == "model" else "--data"
         raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
-    if given is not None and (spec is None or spec["class_path"] != given):
+    if given is not None and given not in _classes_in(spec):
         spec = {"class_path": given}
     return build_from_spec(kind, spec, named=[] if given is None else [given])
+
+
+def _classes_in(spec: Any) -> Iterator[str]:
+    """The class of a specification, and that of the network inside it, as of `Standardised`."""
+    while isinstance(spec, dict):
+        yield spec["class_path"]
+        spec = (spec.get("init_args") or {}).get("model")

@@ -38,6 +38,7 @@ from marglik.runs.build import (
     check_model,
     check_same_on_ranks,
     with_learned_augmentation,
+    with_standardised_columns,
 )
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.results import (
@@ -105,8 +106,9 @@ def train(
         model: class of the network, whose outputs are logits, or means for regression. Any
             importable class will do, such as marglik.models.WideResNetFixup, marglik.models.LeNet,
             marglik.models.MLP, or my_file.MyNet.
-        data: class of the data: images (such as marglik.data.Digits), any tensors
-            (marglik.data.TensorFile), or an importable class of your own.
+        data: class of the data: images (such as marglik.data.Digits), a table
+            (marglik.data.TableFile), any tensors (marglik.data.TensorFile), or an importable class
+            of your own.
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
@@ -151,6 +153,7 @@ def train(
             f"{splits.name} holds no images; augmentation, channels_last and ood are for images. "
             "Leave them out."
         )
+    model, provenance = with_standardised_columns(model, splits, provenance)
     plain_model = model
     if run.augmentation == "learned":
         assert isinstance(splits, ImageSplits)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -36,6 +37,18 @@ def test_splits_and_batches_are_the_tensors_of_the_file(tmp_path):
     assert [len(x) for x, _ in batches] == [4, 4, 2] and loader.num_examples == 10
     rows = [row for x, y in batches for row in torch.cat([x, y], 1).tolist()]
     assert rows != torch.cat(splits.train, 1).tolist() == sorted(rows)
+
+
+def test_an_npz_holds_the_same_in_float32(tmp_path):
+    arrays = {name: tensor.double().numpy() for name, tensor in example_tensors().items()}
+    np.savez(tmp_path / "energy.npz", **arrays)
+    splits = TensorFile(tmp_path / "energy.npz").load()
+    assert torch.equal(splits.test[0], example_tensors()["x_test"])
+    np.savez(tmp_path / "pickled.npz", **arrays | {"x_test": np.array([{}], dtype=object)})
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "energy.npz").read_bytes()[:100])
+    for name in ("pickled", "cut"):
+        with pytest.raises(ValueError, match=f"{name}.npz' is not a safetensors or npz file, or d"):
+            TensorFile(tmp_path / f"{name}.npz").load()
 
 
 BAD_FILES = {
@@ -206,7 +219,11 @@ def test_other_data_is_normalised_as_in_training():
 @pytest.mark.parametrize(
     ("splits", "trained", "message"),
     [
-        (of_words(), of_images(), "words has no images or graphs; pets, .* image_shape .*--data"),
+        (
+            of_words(),
+            of_images(),
+            "words has no images, graphs or columns; pets, .* image_shape .*--data",
+        ),
         (of_images(), of_words(), r"pets has image_shape \[1, 4, 4\]; words"),
         (of_images("zoo", ("cat", "emu")), of_images(), r"zoo has 2 classes \(cat, emu\), .* pets"),
         (of_graphs(features=4), of_graphs(), "graphs with 4 features per node.* with 2 features"),

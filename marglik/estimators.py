@@ -1,0 +1,215 @@
+"""Estimators in the manner of scikit-learn: arrays or data frames in, calibrated predictions out.
+
+`fit` is what a user of `OnlineTraining` and `calibrate` would write for a table: standardise the
+columns, train with learned weight decays, calibrate with held-out examples, then fit the posterior
+to all of them. Pipelines, `GridSearchCV`, `cross_val_score` and `clone` work as with any estimator.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import LabelEncoder, StandardScaler
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from kfac_backend.options import Likelihood
+from marglik.data import TensorBatches
+from marglik.models import MLP
+from marglik.prediction.calibration import calibrate
+from marglik.prediction.links import Prediction
+from marglik.prediction.predictive import Predictive, laplace_predictive, map_predictive
+from marglik.training.learner import WEIGHT_DECAY, PriorLearner
+from marglik.training.loop import OnlineTraining
+from marglik.training.schedule import settling_rate
+
+__all__ = ["MarglikClassifier", "MarglikRegressor"]
+
+HIDDEN = (100,)
+"""Of the default network, as of scikit-learn's MLPs."""
+FEWEST_HELD_OUT = 20
+"""Fewer examples say too little about a calibration, and are better trained on."""
+PREDICTED_AT_ONCE = 1000
+
+Network = nn.Module | Callable[[int, int], nn.Module]
+
+
+class Estimator(BaseEstimator):
+    """What the classifier and the regressor have in common.
+
+    Args:
+        model: a network, of which each fit trains a copy, or a function of the numbers of columns
+            and outputs that makes one. None is an `MLP` with 100 tanh units, in float64.
+        epochs: passes over the training examples.
+        batch_size: examples in a step.
+        lr: Adam's learning rate.
+        weight_decay: the initial one of all parameter tensors, which learn their own from it.
+        held_out: share of the examples that calibrate the predictions; the network is not trained
+            on them. 0 calibrates nothing, nor do fewer than 20 of them: a classifier then predicts
+            at the MAP, a regressor with the posterior as it is.
+        random_state: an int, or a `numpy.random.RandomState`, for the same network each time.
+        device: of torch, such as "cuda".
+    """
+
+    likelihood: Likelihood
+
+    def __init__(
+        self,
+        model: Network | None = None,
+        *,
+        epochs: int = 200,
+        batch_size: int = 32,
+        lr: float = 1e-2,
+        weight_decay: float = WEIGHT_DECAY,
+        held_out: float = 0.1,
+        random_state: Any = None,
+        device: str = "cpu",
+    ) -> None:
+        self.model = model
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.held_out = held_out
+        self.random_state = random_state
+        self.device = device
+
+    def _fit(self, X: np.ndarray, targets: np.ndarray, num_outputs: int) -> Self:
+        """Train on X and targets as the likelihood wants them: classes (N,) or numbers (N, 1)."""
+        seed = int(check_random_state(self.random_state).randint(2**31))
+        # Constant columns become 0.
+        self.scaler_: Any = StandardScaler().fit(X.reshape(len(X), -1))
+        is_classes = self.likelihood == "classification"
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.model_ = self._new_model(X[0].size, num_outputs)
+        x = self._inputs(X)
+        y = torch.tensor(targets, device=x.device, dtype=torch.int64 if is_classes else x.dtype)
+
+        # Step 1: hold examples out, of each class its share.
+        train: Any = np.arange(len(y))
+        held: Any = []
+        if self.held_out * len(y) >= FEWEST_HELD_OUT:
+            counts = np.bincount(targets) if is_classes else np.array([len(y)])
+            stratify = targets if is_classes and self.held_out * counts.min() >= 1 else None
+            train, held = train_test_split(
+                train, test_size=self.held_out, random_state=seed, stratify=stratify
+            )
+
+        # Step 2: learn the weights, a weight decay for each tensor, and the noise of regression.
+        batches = TensorBatches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
+                                device=x.device)  # fmt: skip
+        optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
+        learner = PriorLearner(
+            self.likelihood,
+            weight_decay=self.weight_decay,
+            learn_sigma_noise=not is_classes,
+            epochs=self.epochs,
+        )
+        rate = settling_rate(optimizer, self.epochs * len(batches))
+        result = OnlineTraining(self.model_, optimizer, batches, learner, scheduler=rate).run()
+        self.posterior_ = result.laplace
+        self.log_marginal_likelihood_ = result.evidence
+        names = self.posterior_.fitted_factors().blocks
+        self.weight_decays_ = dict(zip(names, learner.weight_decays().tolist(), strict=True))
+
+        # Step 3: calibrate, then fit the posterior to the held-out examples as well.
+        if len(held):
+            calibrate(self.posterior_, [(x[held], y[held])])
+            found = self.posterior_.calibrations
+            self.posterior_.fit(TensorBatches(x, y, self.batch_size, device=x.device))
+            self.posterior_.calibrations = found
+        return self
+
+    def _new_model(self, num_columns: int, num_outputs: int) -> nn.Module:
+        if self.model is None:
+            model: nn.Module = MLP(num_columns, HIDDEN, num_outputs, "tanh").double()
+        elif isinstance(self.model, nn.Module):
+            model = deepcopy(self.model)
+        else:
+            model = self.model(num_columns, num_outputs)
+        return model.to(self.device)
+
+    def _inputs(self, X: np.ndarray) -> Tensor:
+        """The standardised columns, in the shape, on the device and in the dtype of the network."""
+        standardised = self.scaler_.transform(X.reshape(len(X), -1)).reshape(X.shape)
+        return torch.tensor(standardised).to(next(self.model_.parameters()))
+
+    def _predict(self, X: Any) -> Prediction:
+        """The prediction of standardised targets."""
+        check_is_fitted(self)
+        checked: Any = validate_data(self, X, reset=False, allow_nd=True, dtype="numeric")
+        predict: Predictive = laplace_predictive(self.posterior_)
+        if self.likelihood == "classification" and not self.posterior_.calibrations:
+            predict = map_predictive(self.model_)
+        parts = self._inputs(checked).split(PREDICTED_AT_ONCE)
+        return Prediction.cat([predict(part).to("cpu") for part in parts])
+
+
+class MarglikClassifier(ClassifierMixin, Estimator):
+    """A network with learned weight decays and calibrated class probabilities.
+
+    After `fit`: ``classes_``, ``model_`` (the network, for standardised columns), ``posterior_``
+    (a `marglik.Posterior`), ``weight_decays_`` and ``log_marginal_likelihood_`` (nats). Arguments
+    are those of `Estimator`.
+    """
+
+    likelihood = "classification"
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on columns X (N, ...) and labels y (N,) of any type; returns itself."""
+        checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric")
+        X, y = checked
+        check_classification_targets(y)
+        labels: Any = LabelEncoder().fit(y)
+        self.classes_ = labels.classes_
+        if len(self.classes_) < 2:
+            raise ValueError(f"y has one class, {str(self.classes_[0])!r}; a classifier needs two.")
+        return self._fit(X, labels.transform(y), len(self.classes_))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Class probabilities (N, C), in the order of ``classes_``."""
+        return self._predict(X).mean.numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable labels (N,)."""
+        probabilities = self.predict_proba(X)
+        return self.classes_[probabilities.argmax(1)]
+
+
+class MarglikRegressor(RegressorMixin, Estimator):
+    """A network with learned weight decays and noise, whose predictions are Gaussians.
+
+    After `fit`: ``model_`` (the network, for standardised columns and targets), ``posterior_``,
+    ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. Arguments are
+    those of `Estimator`.
+    """
+
+    likelihood = "regression"
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on columns X (N, ...) and numbers y (N,); returns itself."""
+        checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric", y_numeric=True)
+        X, y = checked
+        self.target_scaler_: Any = StandardScaler().fit(y[:, None])
+        return self._fit(X, self.target_scaler_.transform(y[:, None]), 1)
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Means (N,), with ``return_std`` also standard deviations of new targets (N,)."""
+        prediction = self._predict(X)
+        mean = self.target_scaler_.inverse_transform(prediction.mean.numpy())[:, 0]
+        if not return_std:
+            return mean
+        return mean, prediction.total[:, 0].sqrt().numpy() * self.target_scaler_.scale_[0]
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+        """Ends (N,) of central intervals that contain a new target with probability ``level``."""
+        mean, std = self.predict(X, return_std=True)
+        half = torch.special.ndtri(torch.tensor((1 + level) / 2)).item() * std
+        return mean - half, mean + half

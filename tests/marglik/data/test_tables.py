@@ -1,0 +1,126 @@
+"""Rows of a file: what becomes of its columns, and a run on them from the command line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from marglik import laplace_predictive, load_posterior
+from marglik.cli import main
+from marglik.data import TableFile
+from marglik.data.record import as_trained, data_record
+from marglik.models import MLP, Standardised
+
+N = 60
+
+
+def frame():
+    random = np.random.default_rng(0)
+    size, rooms = random.normal(100, 20, N), random.integers(1, 6, N)
+    town = random.choice(["A", "B", "C"], N)
+    price = 1000 * size + 50_000 * rooms + 100_000 * (town == "A")
+    return pandas.DataFrame({"size": size, "rooms": rooms, "town": town, "price": price})
+
+
+@pytest.fixture(params=["csv", "parquet"])
+def file(request, tmp_path):
+    path = tmp_path / f"houses.{request.param}"
+    if request.param == "csv":
+        frame().to_csv(path, index=False)
+    else:
+        pytest.importorskip(
+            "pyarrow", reason="Parquet needs pyarrow: pip install 'marglik[tables]'"
+        )
+        frame().to_parquet(path)
+    return path
+
+
+def test_columns_become_numbers_and_targets_are_standardised(file):
+    splits = TableFile(file, validation=0.25, seed=3).load()
+    assert splits.columns == ("size", "rooms", "town_A", "town_B", "town_C")
+    parts = [splits.train, splits.validation, splits.test]
+    assert [len(y) for _, y in parts] == [36, 12, 12]
+    assert splits.target_scale is not None
+    mean, std = splits.target_scale
+    y = splits.train[1].double()
+    torch.testing.assert_close(y.mean(), torch.zeros(()).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(y.square().mean(), torch.ones(()).double())
+    rows = torch.cat([torch.cat([x, y * std + mean], 1) for x, y in parts])
+    table = pandas.get_dummies(frame(), dtype=float)
+    table = torch.tensor(table[[*splits.columns, "price"]].to_numpy()).float()
+    ordered = rows[rows[:, 0].argsort()], table[table[:, 0].argsort()]
+    torch.testing.assert_close(*ordered)  # each row once
+
+
+def test_classes_are_text_or_integers_or_as_asked(tmp_path):
+    frame().to_csv(tmp_path / "houses.csv", index=False)
+    splits = TableFile(tmp_path / "houses.csv", target="town").load()
+    assert splits.classes == ("A", "B", "C") and splits.target_scale is None
+    assert splits.train[1].dtype == torch.int64
+    assert TableFile(tmp_path / "houses.csv", target="rooms").load().classes == tuple("12345")
+    numbers = TableFile(tmp_path / "houses.csv", target="rooms", classes=False).load()
+    assert numbers.classes is None and numbers.train[1].shape == (48, 1)
+
+
+def test_other_rows_are_scaled_as_the_training_part_and_have_its_columns(tmp_path):
+    frame().to_csv(tmp_path / "houses.csv", index=False)
+    trained = TableFile(tmp_path / "houses.csv").load()
+    record = json.loads(json.dumps(data_record(trained)))
+    assert as_trained(trained, record) is trained
+    frame()[:40].assign(price=frame().price * 3).to_csv(tmp_path / "dear.csv", index=False)
+    dear = TableFile(tmp_path / "dear.csv").load()
+    adapted = as_trained(dear, record)
+    prices = [s.test[1] * s.target_scale[1] + s.target_scale[0] for s in (dear, adapted)]
+    torch.testing.assert_close(*prices, rtol=1e-5, atol=0)
+    assert adapted.target_scale == trained.target_scale != dear.target_scale
+    frame().replace({"town": {"C": "D"}}).to_csv(tmp_path / "others.csv", index=False)
+    with pytest.raises(
+        ValueError, match=r"columns \['size', 'rooms', 'town_A', .*town_D'\]; house"
+    ):
+        as_trained(TableFile(tmp_path / "others.csv").load(), record)
+
+
+WRONG = {
+    "column": ({"target": "rent"}, "columns size, rooms, town, price; target .* not 'rent'"),
+    "missing target": ({"price": [None] + [1.5] * (N - 1)}, r"1 row\(s\) lack the target 'price'"),
+    "missing number": ({"size": [None] + [1.5] * (N - 1)}, r"x_\w+ holds 1 value\(s\)"),
+    "one row of a class": ({"price": ["x"] + ["y"] * (N - 1)}, "class 'x' has 1 example"),
+    "texts": ({"town": [f"{i} Long Street" for i in range(N)]}, "'town' has 60 different texts"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("marglik.data.tables.MOST_CATEGORIES", 10)
+    changes, message = WRONG[case]
+    options = {key: changes[key] for key in ("target",) if key in changes}
+    columns = {key: value for key, value in changes.items() if key not in options}
+    frame().assign(**columns).to_csv(tmp_path / "houses.csv", index=False)
+    with pytest.raises(ValueError, match=message):
+        TableFile(tmp_path / "houses.csv", **options).load()
+    Path("bad.csv").write_text('a,b\n1,"2')
+    with pytest.raises(ValueError, match="cannot be read as CSV .*EOF"):
+        TableFile("bad.csv").load()
+
+
+def test_train_infers_sizes_and_saves_a_network_that_takes_rows(tmp_path):
+    frame().to_csv(tmp_path / "houses.csv", index=False)
+    data = ["--data", "TableFile", "--data.path", str(tmp_path / "houses.csv")]
+    options = ["--likelihood", "regression", "--epochs", "2", "--held_out", "0", "--no_progress"]
+    run = ["--output", str(tmp_path / "run")]
+    model = ["--model", "MLP", "--model.hidden", "[4]"]
+    assert main(["train", *model, *data, *options, *run]) == 0
+    # The network's class is named, as if it was one's own: it is inside the one that was saved.
+    name = ["--model", "marglik.models.MLP", "--progress", "false"]
+    assert main(["evaluate", str(tmp_path / "run"), *name]) == 0
+    x = TableFile(tmp_path / "houses.csv").load().train[0]
+    network = Standardised(MLP(5, (4,), 1), [0.0] * 5, [1.0] * 5)
+    posterior = load_posterior(tmp_path / "run", network)
+    torch.testing.assert_close(network.mean, x.mean(0))
+    torch.testing.assert_close(network.std, x.std(0, correction=0))
+    means = laplace_predictive(posterior)(x).mean
+    torch.testing.assert_close(means, network.model((x - x.mean(0)) / x.std(0, correction=0)))
+    assert not torch.allclose(means, network.model(x), rtol=0.1)  # the control

@@ -1,0 +1,110 @@
+"""The estimators give the numbers of direct calls, and keep scikit-learn's promises."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from sklearn.datasets import make_friedman1
+from sklearn.model_selection import train_test_split
+from sklearn.utils.estimator_checks import check_estimator
+from torch import nn
+
+from marglik import MarglikClassifier, MarglikRegressor, calibrate, marglik_training
+from marglik.data import TensorBatches
+
+N, COLUMNS = 240, 5
+random = np.random.RandomState(0)
+X, Y = make_friedman1(N, COLUMNS, noise=1.0, random_state=0)
+X = X * [1, 10, 100, 1, 1] + 5
+LABELS = np.array(["low", "middle", "high"])[
+    np.digitize(X[:, 0] + 0.1 * random.randn(N), [5.3, 5.7])
+]
+
+
+def network(outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(COLUMNS, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_predictions_are_those_of_the_direct_calls(likelihood):
+    """`marglik_training`, `calibrate`, then a fit to all, on columns that numpy standardises."""
+    is_classes = likelihood == "classification"
+    options = {"epochs": 6, "random_state": np.random.RandomState(1), "held_out": 0.25}
+    expected_seed = np.random.RandomState(1).randint(2**31)
+    kind, outputs = (MarglikClassifier, 3) if is_classes else (MarglikRegressor, 1)
+    y = LABELS if is_classes else Y
+    found = kind(network(outputs), **options).fit(X, y)
+
+    inputs = torch.tensor((X - X.mean(0)) / X.std(0))
+    if is_classes:
+        targets = torch.tensor(np.unique(LABELS, return_inverse=True)[1])
+    else:
+        targets = torch.tensor((Y - Y.mean()) / Y.std())[:, None]
+    train, held = train_test_split(
+        np.arange(N), test_size=0.25, random_state=expected_seed,
+        stratify=targets if is_classes else None,
+    )  # fmt: skip
+    model = network(outputs)
+    loader = TensorBatches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
+    laplace, *_ = marglik_training(
+        model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2}
+    )
+    decays = laplace.prior_precision / len(train)
+    np.testing.assert_allclose([*found.weight_decays_.values()], decays)
+    fit = calibrate(laplace, [(inputs[held], targets[held])])
+    laplace.fit([(inputs, targets)])
+    _, variance = laplace.output_distribution(inputs[:9], variance_only=True)
+    s, tau = fit.calibration.covariance_scale, fit.calibration.output_temperature
+    f = model(inputs[:9]).detach()
+    if is_classes:
+        f = f / tau / (1 + np.pi / 8 * s / tau**2 * variance).sqrt()
+        torch.testing.assert_close(torch.tensor(found.predict_proba(X[:9])), f.softmax(1))
+        assert [*found.predict(X[:9])] == [*np.unique(LABELS)[f.argmax(1)]]
+    else:
+        mean, std = map(torch.tensor, found.predict(X[:9], return_std=True))
+        torch.testing.assert_close(mean, f[:, 0] * Y.std() + Y.mean())
+        total = s * variance + fit.calibration.sigma_noise**2
+        torch.testing.assert_close(std, total[:, 0].sqrt() * Y.std())
+    assert found.posterior_.n_data == N
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [MarglikClassifier, MarglikRegressor])
+def test_all_of_scikit_learns_checks_pass(kind):
+    """None is expected to fail; array-API inputs are skipped by scikit-learn's own default."""
+    done = check_estimator(kind(epochs=20, random_state=0), on_skip=None)
+    skipped = {one["check_name"] for one in done if one["status"] != "passed"}
+    assert len(done) > 40 and skipped <= {"check_array_api_input"}
+
+
+def test_data_frames_intervals_and_networks_of_any_kind():
+    """A function that makes the network, images as inputs; columns are matched by their names."""
+    frame = pandas.DataFrame(X, columns=list("abcde"))
+    regressor = MarglikRegressor(
+        lambda columns, outputs: nn.Linear(columns, outputs), epochs=30, random_state=0
+    ).fit(frame, Y)
+    assert [*regressor.feature_names_in_] == list("abcde")
+    with pytest.raises(ValueError, match="feature names"):
+        regressor.predict(frame[list("edcba")])
+    low, high = regressor.predict_interval(frame, 0.9)
+    mean, std = regressor.predict(frame, return_std=True)
+    assert 0.82 < np.mean((low < Y) & (high > Y)) < 0.97
+    assert np.mean(abs(Y - mean) < 0.5 * (high - mean)) < 0.75  # the control: half as wide
+    np.testing.assert_allclose((high - low) / std, 2 * 1.6448536, rtol=1e-5)
+    images = X[:, None, :4].reshape(N, 1, 2, 2)
+    convolution = nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(3, 3))
+    before = [p.clone() for p in convolution.parameters()]
+    classifier = MarglikClassifier(convolution, epochs=30, random_state=0).fit(images, LABELS)
+    assert classifier.score(images, LABELS) > 0.5
+    assert all(map(torch.equal, before, convolution.parameters()))  # a copy was trained
+
+
+def test_few_examples_calibrate_nothing():
+    few = MarglikClassifier(network(3), epochs=2, random_state=0).fit(X[:60], LABELS[:60])
+    assert few.posterior_.n_data == 60 and not few.posterior_.calibrations
+    inputs = torch.tensor((X[:60] - X[:60].mean(0)) / X[:60].std(0))
+    at_map = few.model_(inputs).softmax(1).detach()
+    torch.testing.assert_close(torch.tensor(few.predict_proba(X[:60])), at_map)
+    with pytest.raises(ValueError, match="y has one class, 'low'"):
+        MarglikClassifier().fit(X[:3], ["low"] * 3)
