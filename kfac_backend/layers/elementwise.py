@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from kfac_backend.layers.gram import gram_of_gradients
-from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use
+from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use, apart, sum_over
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -78,7 +78,10 @@ class ExactRule(Rule):
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """The gradients (M, P) in each of the parameters ``names``, from output gradients b."""
+        """The gradients (M, P) in each of the parameters ``names``, from output gradients b.
+
+        In a scalar they may come as terms of a sum, (M, c).
+        """
 
     def add_input(self, use: Use) -> None:
         """Count the use; the block has no input factor."""
@@ -89,12 +92,13 @@ class ExactRule(Rule):
         for name, gradients in self.gradients(use, b).items():
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
-            self.B[name].add_sums(gradients[None])
+            self.B[name].add_sums(apart(gradients, b)[None])
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
         gradients = self.gradients(use, b)
-        return torch.cat([gradients[name] for name in self.names], -1)[:, None]
+        rows = [self.B[name].gram.entries(gradients[name]) for name in self.names]
+        return torch.cat(rows, -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
         """The gradients (N, 1, C, P) themselves."""
@@ -136,16 +140,18 @@ class ChannelsRule(ExactRule):
                 f"counted_positions takes for rows: one of the first {rows}. Call the layer "
                 "outside of it, or flatten the rows to one axis."
             )
-        b, axes = at_least_float32(b), [axis for axis in range(1, b.dim()) if axis not in own]
+        axes = [axis for axis in range(1, b.dim()) if axis not in own]
         gradients = {}
         if self.multiplier in self.names:
-            z = at_least_float32(self.normalised(use.a))
-            alone = not len(own)
+            z, b_z = at_least_float32(self.normalised(use.a)), at_least_float32(b)
             gradients[self.multiplier] = (
-                _inner_products(z, b)[:, None] if alone else _sum_over(b * z, axes)
+                _rows(sum_over(b_z * z, axes)) if len(own) else _inner_products(z, b_z)
             )
         if "bias" in self.names:
-            gradients["bias"] = _sum_over(b, axes)
+            # A scalar's sum is left at the features, whose sums the layer in front may need, too.
+            if not len(own) and b.dim() > 2:
+                axes = [1] if b.dim() == 3 else axes[1:]
+            gradients["bias"] = _rows(sum_over(b, axes))
         return gradients
 
 
@@ -264,22 +270,21 @@ def default_view(p: Tensor) -> tuple[int, ...] | None:
     return tuple(p.shape) if p.dim() > 1 and p.shape[0] == 1 else None
 
 
-def _sum_over(x: Tensor, axes: list[int]) -> Tensor:
-    """The sum over some axes, as rows (M, P)."""
-    x = x.sum(axes) if axes else x
+def _rows(x: Tensor) -> Tensor:
+    """(M, ...) as rows (M, P)."""
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
-def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, " N"]:
-    """a_n · b_n, with half the memory traffic of (a * b).sum().
+def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, "N c"]:
+    """The terms of a_n · b_n, with half the memory traffic of (a * b).sum().
 
-    It is the trace of a k×k product of a and b, each cut into k pieces.
+    They are the diagonal of a c×c product of a and b, each cut into c pieces.
     """
     if a.dim() == 1:
-        return a * b
+        return (a * b)[:, None]
     if not a.is_contiguous():  # channels last: both in the order in memory
         a, b = a.movedim(1, -1), b.movedim(1, -1)
     a, b = a.flatten(1), b.flatten(1)
-    k = next(k for k in (4, 2, 1) if a.shape[-1] % k == 0)
-    a, b = a.unflatten(-1, (k, -1)), b.unflatten(-1, (k, -1))
-    return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1)
+    c = next(c for c in (4, 2, 1) if a.shape[-1] % c == 0)
+    a, b = a.unflatten(-1, (c, -1)), b.unflatten(-1, (c, -1))
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1)

@@ -5,6 +5,7 @@ own `Gram` with the same two methods. Those of convolutions' patches are in `pat
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +19,8 @@ __all__ = [
     "DenseGram",
     "DiagonalGram",
     "Gram",
+    "ScalarGram",
+    "add_waiting",
     "gram_of_gradients",
     "is_tall",
     "mirror_upper_half_",
@@ -27,14 +30,20 @@ __all__ = [
 FEWEST_PRODUCTS = 4
 """A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
 
+MANY_ROWS = 512
+"""Rows that make a product of their own, also if more may come in the same part of a batch."""
+
 LARGEST_DENSE = 1024
 """Entries of an elementwise parameter up to which its block is dense; above, it is a diagonal."""
 
 STRIP = 64
 """Rows of a strip of a Gram matrix; the least in `_strips`, except in the last one."""
 
+SMALL_PRODUCT = 2**25
+"""Multiplications of a strip, under a millisecond, at least: fewer are not worth a call."""
+
 LARGEST_SQUARE = 2**19
-"""Entries that `DiagonalGram` squares at once."""
+"""Entries that `DiagonalGram` and `ScalarGram` square at once."""
 
 
 class Gram(ABC):
@@ -52,8 +61,17 @@ class Gram(ABC):
         """An empty tensor of its dtype, on its device."""
 
     @abstractmethod
-    def add(self, rows: Tensor) -> None:
-        """Add the outer products of rows (G, M, d)."""
+    def add(self, rows: Tensor, fresh: bool = False) -> None:
+        """Add the outer products of rows (G, M, d).
+
+        Args:
+            rows: the rows.
+            fresh: whether nobody will change them, so that they may wait without a copy.
+        """
+
+    def entries(self, rows: Tensor) -> Tensor:
+        """The rows (G, M, d), of what `add` takes."""
+        return rows
 
     def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
         """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
@@ -77,7 +95,7 @@ class DenseGram(Gram):
         self._waiting: list[Tensor] = []
         self._num_waiting = 0
 
-    def add(self, rows: Float[Tensor, "G M d"]) -> None:
+    def add(self, rows: Float[Tensor, "G M d"], fresh: bool = False) -> None:
         """Add the rows' Gram matrices, in float32 at least.
 
         Few rows wait until there are more: a product reads and writes d² entries for one row as
@@ -85,25 +103,34 @@ class DenseGram(Gram):
         """
         rows = at_least_float32(rows)
         M, d = rows.shape[1:]
-        if M * FEWEST_PRODUCTS > d:
+        # Fresh rows are sums over positions, of which each vector of a part brings some more.
+        if M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS):
             self._add(rows)
             return
-        self._waiting.append(rows.clone())
+        self._waiting.append(rows if fresh else rows.clone())
         self._num_waiting += M
-        if self._num_waiting * FEWEST_PRODUCTS > d:
-            self._add_waiting()
+        if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1):
+            self.add_waiting()
 
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far."""
-        self._add_waiting()
+        self.add_waiting()
         if self._total is None:
             return self.zeros()
         mirror_upper_half_(self._total)
         return self._total
 
-    def _add_waiting(self) -> None:
+    def end_part(self) -> None:
+        """Called when a part of a batch ends: add what waits, unless it is too little."""
+        # A GPU's time for so small a product is that of its start.
+        if self._num_waiting * FEWEST_PRODUCTS > self.size or self.like.device.type != "cpu":
+            self.add_waiting()
+
+    def add_waiting(self) -> None:
+        """Add what waits, in one product."""
         if self._waiting:
-            self._add(torch.cat(self._waiting, dim=1))
+            one = len(self._waiting) == 1
+            self._add(self._waiting[0] if one else torch.cat(self._waiting, dim=1))
             self._waiting, self._num_waiting = [], 0
 
     def _add(self, rows: Tensor) -> None:
@@ -118,7 +145,7 @@ class DenseGram(Gram):
             self._total.baddbmm_(rows.mT, rows, beta=keep)
             return
         # Each strip begins at its diagonal block; `total` copies what lies below.
-        for start, end in _strips(self._total):
+        for start, end in _strips(self._total, rows.shape[1]):
             left, right = rows[0, :, start:end], rows[0, :, start:]
             self._total[0, start:end, start:].addmm_(left.mT, right, beta=keep)
 
@@ -130,7 +157,7 @@ class DiagonalGram(Gram):
         super().__init__(like, size, 1)
         self._total: Tensor | None = None
 
-    def add(self, rows: Float[Tensor, "1 M P"]) -> None:
+    def add(self, rows: Float[Tensor, "1 M P"], fresh: bool = False) -> None:
         """Add the rows' squares."""
         # Some rows at a time, so that their squares stay in the cache; the squares of all rows
         # would take as much memory as the gradient.
@@ -151,7 +178,7 @@ class CountGram(Gram):
         # Integers: in float32 large counts would stop growing.
         self._counts = torch.zeros(num_tokens, dtype=torch.long, device=like.device)
 
-    def add(self, rows: Int[Tensor, "*positions"]) -> None:
+    def add(self, rows: Int[Tensor, "*positions"], fresh: bool = False) -> None:
         """Count tokens, given as integers of any shape instead of one-hot rows."""
         self._counts += torch.bincount(rows.flatten(), minlength=self.groups)
 
@@ -160,9 +187,70 @@ class CountGram(Gram):
         return self._counts.to(self.like.dtype)[:, None, None]
 
 
+class ScalarGram(Gram):
+    """Σ_m (Σ_c x_mc)² of a scalar's gradients, which come as terms x_mc of sums: (1, 1, 1).
+
+    The terms wait until `add_waiting` sums up those of many scalars in a few operations.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__(like, 1, 1)
+        self._total = self.zeros()
+        self._waiting: list[Tensor] = []  # (M, c) each
+        self._num_waiting = 0
+
+    def add(self, rows: Float[Tensor, "1 M c"], fresh: bool = False) -> None:
+        """Add the squares of the rows' sums."""
+        rows = at_least_float32(rows)
+        self._waiting.append(rows[0] if fresh else rows[0].clone())
+        self._num_waiting += rows.numel()
+        if self._num_waiting > LARGEST_SQUARE:
+            ScalarGram.add_waiting([self])
+
+    def entries(self, rows: Float[Tensor, "1 M c"]) -> Float[Tensor, "1 M 1"]:
+        """The sums of the terms."""
+        return rows.sum(-1, keepdim=True)
+
+    def total(self) -> Float[Tensor, "1 1 1"]:
+        """The sum so far."""
+        ScalarGram.add_waiting([self])
+        return self._total
+
+    @staticmethod
+    def add_waiting(scalars: "Iterable[ScalarGram]") -> None:
+        """Add what waits in several; those with terms of the same shapes are summed together."""
+        alike: dict[tuple[torch.Size, ...], list[ScalarGram]] = {}
+        for scalar in scalars:
+            alike.setdefault(tuple(t.shape for t in scalar._waiting), []).append(scalar)
+        for shapes, group in alike.items():
+            if not shapes:  # nothing waits
+                continue
+            # Shapes differ only between the uses of one scalar in several places.
+            one = len({shape[-1] for shape in shapes}) == 1
+            terms = [t if one else t.sum(-1, keepdim=True) for s in group for t in s._waiting]
+            squares = torch.cat(terms).sum(-1).square().view(len(group), -1).sum(1)
+            totals = [s._total for s in group]
+            torch._foreach_add_(totals, [*squares.view(-1, 1, 1, 1)])
+            for scalar in group:
+                scalar._waiting, scalar._num_waiting = [], 0
+
+
+def add_waiting(grams: Iterable[Gram]) -> None:
+    """Add, when a part of a batch ends, what waits in Gram matrices, unless it is too little."""
+    scalars = []
+    for gram in grams:
+        if isinstance(gram, ScalarGram):
+            scalars.append(gram)
+        elif isinstance(gram, DenseGram):
+            gram.end_part()
+    ScalarGram.add_waiting(scalars)
+
+
 def gram_of_gradients(parameter: Tensor) -> Gram:
     """An empty Gram matrix for the gradients of an elementwise parameter."""
     P = parameter.numel()
+    if P == 1:
+        return ScalarGram(parameter)
     return DenseGram(parameter, 1, P) if P <= LARGEST_DENSE else DiagonalGram(parameter, P)
 
 
@@ -205,15 +293,15 @@ def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
             gram[..., end:, start:end] = gram[..., start:end, end:].mT
 
 
-def _strips(gram: Float[Tensor, "G d d"]) -> list[tuple[int, int]]:
+def _strips(gram: Float[Tensor, "G d d"], M: int) -> list[tuple[int, int]]:
     """(first, last + 1) of the rows of each strip of a Gram matrix that is computed by one product.
 
     A strip begins at the diagonal, so that n strips need (n + 1) / 2n of the multiplications. On a
     core of x86-64, 1152 columns of 4096 rows take 45 instead of 69 ms, 384 columns 5.7 instead of
-    8.1 ms. A GPU gains nothing from several smaller products.
+    8.1 ms. A GPU gains nothing from several smaller products, nor does a CPU if M rows are few.
     """
     G, d, _ = gram.shape
     if G > 1 or gram.device.type != "cpu":
         return [(0, d)]
-    size = max(STRIP, -(-d // 8))
+    size = max(STRIP, -(-d // 8), min(d, SMALL_PRODUCT // max(1, M * d)))
     return [(start, min(start + size, d)) for start in range(0, d, size)]

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -139,6 +139,7 @@ class _Correlation:
         """Empty sums; ``way`` is "shifts" or "frequencies"."""
         self._y, self._x, self._way = y, x, way
         self._sums: dict[_Product, Tensor] = {}
+        self._border: dict[int, Tensor] = {}  # see `_Border`
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # lag dy -> its sums by frequency
 
     def add(self, image: Float[Tensor, "N C H W"]) -> None:
@@ -152,12 +153,18 @@ class _Correlation:
             self._add_shifted(P)
         else:
             self._add_spectra(P)
-        # Step 2: the rows and columns that an offset misses.
-        for key, rows, columns in _border(y, x):
-            here = _taken(_taken(P, 2, columns), 0, rows)
-            down, right = key.dy * y.dilation, key.dx * x.dilation
-            there = _taken(_taken(P, 2, columns, right), 0, rows, down)
-            self._sums[key] = _added(self._sums.get(key), here.flatten(0, 2), there.flatten(0, 2))
+        # Step 2: the rows and columns that an offset misses, all copied at once.
+        border = _border(y, x)
+        if not border.products:
+            return
+        index = _index(border.pixels, P.device)
+        taken = P.movedim(2, 1).flatten(0, 1).index_select(0, index)  # (pixels, N, C)
+        start = 0
+        for size, keys in border.products.items():
+            end = start + 2 * len(keys) * size
+            here, there = taken[start:end].view(2, len(keys), -1, taken.shape[-1])
+            self._border[size] = _added(self._border.get(size), here, there)
+            start = end
 
     def _add_shifted(self, P: Float[Tensor, "H N W C"]) -> None:
         """One product for each lag, without copying a line."""
@@ -201,6 +208,8 @@ class _Correlation:
     def total(self) -> Float[Tensor, "1 d d"]:
         """The Gram matrix, features in the order (height, width, channels)."""
         y, x, sums = self._y, self._x, dict(self._sums)
+        for size, keys in _border(y, x).products.items():
+            sums |= zip(keys, self._border[size], strict=True)
         for dy, (real, imaginary) in self._spectra.items():
             imaginary = imaginary if dy else imaginary - imaginary.mT
             # Back from frequencies to lags, once for all batches.
@@ -235,7 +244,7 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
     if y.stride == x.stride == 1 and None is y.most_positions is x.most_positions:
         # The pixels of each product, whose factors have a column for each channel.
         heights = [max(0, len(y.content) - dy * y.dilation) for dy in range(y.kernel)]
-        border = [len(rows) * len(columns) for _, rows, columns in _border(y, x)]
+        border = [size * len(keys) for size, keys in _border(y, x).products.items()]
         pixels, frequencies = len(x.content), _num_frequencies(x)
         sums = {"shifts": [heights[dy] * (pixels + _zeros_behind(x)) for dy, _ in _lags(y, x)]}
         if device == "cpu":  # on an H200 it is faster only from 256 channels on
@@ -263,15 +272,30 @@ def _paired(window: Window, lag: int) -> range:
     return range(max(0, -lag), window.kernel - max(0, lag))
 
 
+class _Border(NamedTuple):
+    """The products of what offsets miss; those of as many pixels each are computed together."""
+
+    products: dict[int, list[_Product]]
+    """Number of pixels of a product -> the products."""
+    pixels: tuple[int, ...]
+    """Numbers of the pixels, line by line: for each size those here, and then those there."""
+
+
 @lru_cache(maxsize=256)
-def _border(y: Window, x: Window) -> list[tuple[_Product, Entries, Entries]]:
-    """The products of what offsets miss, with their rows and columns."""
-    return [
-        (_Product(a, dy, b, dx), rows, columns)
-        for dy, dx in _lags(y, x)
-        for (a, rows), (b, columns) in product(_missed(y, dy), _missed(x, dx))
-        if a is not None or b is not None
-    ]
+def _border(y: Window, x: Window) -> _Border:
+    products: dict[int, list[_Product]] = {}
+    pixels: dict[_Product, tuple[list[int], list[int]]] = {}
+    width = len(x.content)
+    for dy, dx in _lags(y, x):
+        shift = dy * y.dilation * width + dx * x.dilation
+        for (a, rows), (b, columns) in product(_missed(y, dy), _missed(x, dx)):
+            here = [i * width + j for i in rows for j in columns]
+            if here and not a is b is None:
+                key = _Product(a, dy, b, dx)
+                products.setdefault(len(here), []).append(key)
+                pixels[key] = here, [p + shift for p in here]
+    ordered = [pixels[k][i] for keys in products.values() for i in (0, 1) for k in keys]
+    return _Border(products, tuple(chain.from_iterable(ordered)))
 
 
 def _missed(window: Window, lag: int) -> list[tuple[int | None, Entries]]:
@@ -289,16 +313,9 @@ def _missed(window: Window, lag: int) -> list[tuple[int | None, Entries]]:
     return found
 
 
-def _taken(P: Tensor, axis: int, entries: Entries, shift: int = 0) -> Tensor:
-    """Some rows or columns, shifted."""
-    if isinstance(entries, range):
-        return P.narrow(axis, entries.start + shift, len(entries))
-    return P.index_select(axis, _index(entries, shift, P.device))
-
-
 @lru_cache(maxsize=1024)
-def _index(entries: tuple[int, ...], shift: int, device: torch.device) -> Tensor:
-    return torch.tensor(entries, device=device) + shift
+def _index(entries: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(entries, device=device)
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ cross terms between uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,7 +39,9 @@ __all__ = [
     "FactorSum",
     "Rule",
     "Use",
+    "apart",
     "dense_gradients",
+    "sum_over",
     "summed_gradients",
 ]
 
@@ -88,11 +90,15 @@ class FactorSum:
         self._waiting: Tensor | None = None
 
     def add_sums(self, sums: Float[Tensor, "G N d"]) -> None:
-        """Add one use's sums of each example for a vector; they wait for those of other uses."""
+        """Add one use's sums of each example for a vector; they wait for those of other uses.
+
+        Args:
+            sums: nobody may change them afterwards.
+        """
         if self.uses <= 1:
-            self.gram.add(sums)
+            self.gram.add(sums, fresh=True)
         else:
-            self._wait(at_least_float32(sums))
+            self._wait(self.gram.entries(at_least_float32(sums)))
 
     def add_input_sums(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
@@ -112,8 +118,7 @@ class FactorSum:
         self._wait(sums)
 
     def _wait(self, sums: Tensor) -> None:
-        # A clone, since `sums` may be the tensor that autograd still holds.
-        self._waiting = sums.clone() if self._waiting is None else self._waiting.add_(sums)
+        self._waiting = sums if self._waiting is None else self._waiting + sums
 
     @property
     def roots(self) -> Tensor | None:
@@ -140,7 +145,7 @@ class FactorSum:
                 scale = scale.clamp(min=1).to(sums.dtype).view(-1, 1)
             sums = sums / scale
             self.num_terms += sums.shape[1]
-        self.gram.add(sums)
+        self.gram.add(sums, fresh=True)
 
 
 class ExampleGradients(NamedTuple):
@@ -314,6 +319,29 @@ class Rule(ABC):
             a: the layer's input (N, ...).
             b: the C outputs' `position_gradients`.
         """
+
+
+def sum_over(b: Tensor, axes: Sequence[int]) -> Tensor:
+    """The sum of a gradient over some axes, in float32 at least.
+
+    It is taken once for all layers that get the same gradient, such as a bias and the layer in
+    front. What is known of a gradient is kept in the tensor itself, and goes with it.
+    """
+    if not axes:
+        return at_least_float32(b)
+    # Autograd may add to a gradient in place, where branches meet: that is another version.
+    key = b._version, tuple(axes)  # pyright: ignore[reportPrivateUsage]
+    known = {} if b.requires_grad else vars(b).setdefault("_sums", {})
+    if key not in known:
+        dtype = torch.float64 if b.dtype == torch.float64 else torch.float32
+        known[key] = b.sum(axes, dtype=dtype)
+    return known[key]
+
+
+def apart(sums: Tensor, x: Tensor) -> Tensor:
+    """Sums of x, which may wait: a copy if they are x itself, which others may change."""
+    same = sums.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    return sums.clone() if same else sums
 
 
 def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tensor, "N C P"]:

@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram
-from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use
-from kfac_backend.precision import at_least_float32
+from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use, apart, sum_over
 
 __all__ = ["LinearRule", "TransposedLinearRule", "WeightSharingRule"]
 
@@ -69,9 +68,7 @@ class WeightSharingRule(Rule):
     def bias_gradient_sums(self, b: Tensor) -> Float[Tensor, "M d_out"]:
         """The sums of `bias_gradients` over positions."""
         positions = [axis for axis in range(1, b.dim()) if axis != self.features % b.dim()]
-        if not positions:
-            return at_least_float32(b)
-        return b.sum(positions, dtype=torch.promote_types(b.dtype, torch.float32))
+        return sum_over(b, positions)
 
     @property
     def groups(self) -> int:
@@ -137,6 +134,7 @@ class WeightSharingRule(Rule):
         # Reduce: the sum over each example's positions waits for those of other uses. A row
         # may have R positions of its own; R_n counts all of them.
         sums, R = self.input_sums(a)  # (G, M, d_in)
+        sums = apart(sums, a)
         if rows is None:
             A.add_input_sums(sums, R, by_roots=False)
         else:
@@ -163,6 +161,7 @@ class WeightSharingRule(Rule):
                 sums = use.rows.sums(sums.movedim(1, 0)).movedim(0, 1)  # (G, N, d_out)
             # R_n counts the positions of all uses: it is known since the last input.
             roots = self.A["weight"].roots if weight else None
+            sums = apart(sums, b)
             self.B[name].add_sums(sums if roots is None else sums / roots.to(sums.dtype))
 
     def share(self, name: str, other: Rule, others_name: str) -> None:

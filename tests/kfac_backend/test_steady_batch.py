@@ -1,0 +1,60 @@
+"""What one batch dispatches when the pass is under way: few operations, and no wait for the device.
+
+On a GPU each operation is a kernel whose start takes as long as a small layer's work.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kfac_backend.curvature import CurvaturePass
+from marglik.models import WideResNetFixup
+
+NO_WORK = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "expand",
+    "permute", "promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unbind", "unfold", "unsqueeze", "view",  # views and metadata
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",  # memory
+}  # fmt: skip
+WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_to_cpu"}
+
+
+class Dispatched(TorchDispatchMode):
+    """A context that counts the operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    def computing(self) -> int:
+        """Those that compute, or copy."""
+        return sum(number for name, number in self.counts.items() if name not in NO_WORK)
+
+
+def third_batch(model: nn.Module, **options) -> Dispatched:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
+    curvature = CurvaturePass(model, "classification", **options)
+    for _ in range(2):
+        curvature.add(*batch)
+    with Dispatched() as dispatched:
+        curvature.add(*batch)
+    return dispatched
+
+
+@pytest.mark.parametrize(("mode", "most"), [("reduce", 1080), ("expand", 1290)])
+def test_a_batch_of_the_exact_pass(mode, most):
+    """Forward and backward passes alone take 448 operations."""
+    model = WideResNetFixup(16, 4).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn_like(p)
+    dispatched = third_batch(model, kfac_approx=mode)
+    assert 448 < dispatched.computing() <= most
