@@ -103,7 +103,7 @@ def test_borders_matter(way, monkeypatch):
     layer = nn.Conv2d(2, 2, 3, padding=1)
     image = torch.randn(3, 2, 5, 5, dtype=torch.float64)
     patches = unfolded(layer, image).flatten(0, 1)
-    monkeypatch.setattr(patch_gram, "_border", lambda *a: [])
+    monkeypatch.setattr(patch_gram, "_border", lambda *a: patch_gram._Border({}, ()))
     wrong = gram(layer, [image], way, monkeypatch)
     assert (wrong - patches.T @ patches).norm() > 0.05 * (patches.T @ patches).norm()
 
@@ -156,7 +156,7 @@ def test_frequencies_round_as_shifts_do(monkeypatch):
         (256, 8, {"kernel_size": 3, "padding": 1}, "frequencies"),
         (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "unfold"),
         (64, 32, {"kernel_size": 1, "stride": 2}, "unfold"),
-        (8, 16, {"kernel_size": 5, "padding": 2}, "unfold"),
+        (8, 16, {"kernel_size": 5, "padding": 2}, "frequencies"),
         (8, 4, {"kernel_size": 3}, "unfold"),
     ],
 )
