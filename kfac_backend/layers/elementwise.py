@@ -97,7 +97,7 @@ class ExactRule(Rule):
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
         gradients = self.gradients(use, b)
-        rows = [self.B[name].gram.entries(gradients[name]) for name in self.names]
+        rows = [self.B[name].gram.entries(gradients[name][None])[0] for name in self.names]
         return torch.cat(rows, -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
