@@ -7,7 +7,7 @@
 # linearised network with a Kronecker-factored posterior, whose prior precisions the evidence
 # chooses.
 #
-# Needs: `pip install -e ".[adapters]"` in the clone. Less than a minute on one core per seed
+# Needs: `pip install -e ".[all,adapters]"` in the clone. Less than a minute on one core per seed
 # (`SEEDS`).
 
 # %%

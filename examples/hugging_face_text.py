@@ -5,9 +5,10 @@
 # Model, data and `Trainer` are as usual; the three added lines end with `# (1)`, `# (2)` and `#
 # (3)`.
 #
-# Needs: `pip install -e ".[transformers]"` in the clone. The text is the development split of DART
-# (Nan et al. 2021, arXiv:2007.02871), in the folder that the environment variable `MARGLIK_DATA`
-# names. Without it, sentences are made from a template. Less than a minute on one core.
+# Needs: `pip install -e ".[all,transformers]"` in the clone. The text is the development split of
+# DART (Nan et al. 2021, arXiv:2007.02871), in the folder that the environment variable
+# `MARGLIK_DATA` names. Without it, sentences are made from a template. Less than a minute on one
+# core.
 
 # %%
 import gzip

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from kfac_backend.extras import Float, Int
 from kfac_backend.options import CurvatureOptions, Likelihood
 from kfac_backend.precision import at_least_float32
 

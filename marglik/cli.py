@@ -18,17 +18,22 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from docstring_parser import parse as parse_docstring
-from jsonargparse import (
-    ActionConfigFile,
-    ActionYesNo,
-    ArgumentError,
-    ArgumentParser,
-    DefaultHelpFormatter,
-)
-
+from kfac_backend.extras import extra
 from marglik.runs.printing import progress_lines
 from marglik.storage.provenance import Provenance
+
+try:
+    with extra("command"):
+        from docstring_parser import parse as parse_docstring
+        from jsonargparse import (
+            ActionConfigFile,
+            ActionYesNo,
+            ArgumentError,
+            ArgumentParser,
+            DefaultHelpFormatter,
+        )
+except ModuleNotFoundError as error:  # in one line, also for the command that was installed
+    sys.exit(f"marglik: {error}")
 
 __all__ = ["main", "preset_names"]
 
@@ -131,7 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kfac_backend.ranks import RankError
 
         # Errors with a message that is written for users, who can act on it.
-        named = ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RankError
+        named = (
+            ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RankError,
+            ModuleNotFoundError,
+        )  # fmt: skip
         if not isinstance(error, named) or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
         # A full disk or a lost rank ends good work, which can go on.

@@ -11,14 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.model_selection import train_test_split
-from sklearn.preprocessing import LabelEncoder, StandardScaler
-from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from kfac_backend.extras import extra
 from kfac_backend.options import Likelihood
 from marglik.data import TensorBatches
 from marglik.models import MLP
@@ -28,6 +23,14 @@ from marglik.prediction.predictive import Predictive, laplace_predictive, map_pr
 from marglik.training.learner import WEIGHT_DECAY, PriorLearner
 from marglik.training.loop import OnlineTraining
 from marglik.training.schedule import settling_rate
+
+with extra("statistics"):
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.model_selection import train_test_split
+    from sklearn.preprocessing import LabelEncoder, StandardScaler
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
 
 __all__ = ["MarglikClassifier", "MarglikRegressor"]
 

@@ -26,7 +26,8 @@ MODULES = {
     "pillow": "PIL",
     "pyyaml": "yaml",
 }
-NOT_IMPORTED = {"curvlinops-for-pytorch"}  # bounded for laplace-torch's sake
+# Bounded for laplace-torch's sake; with which pandas reads Parquet.
+NOT_IMPORTED = {"curvlinops-for-pytorch", "pyarrow"}
 
 
 @cache
@@ -89,16 +90,26 @@ def test_one_file_imports_laplace():
 
 
 def distributions(requirements):
-    return {re.split(r"[\[<>=! ]", requirement)[0] for requirement in requirements}
+    """The names of what is required, also by the extras of this project among it."""
+    found = set()
+    for requirement in requirements:
+        name = re.split(r"[\[<>=! ]", requirement)[0]
+        if name == PYPROJECT["project"]["name"]:
+            extras = re.findall(r"\w+", requirement.partition("[")[2])
+            of_extras = PYPROJECT["project"]["optional-dependencies"]
+            found |= distributions(r for extra in extras for r in of_extras[extra])
+        else:
+            found.add(name)
+    return found
 
 
 def test_dependencies_are_those_that_are_imported():
-    declared = distributions(PYPROJECT["project"]["dependencies"])
+    declared = distributions([*PYPROJECT["project"]["dependencies"], "marglik[all]"])
     used = {m.split(".")[0] for package in PACKAGES for _, m in imports(package)}
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
     optional = {"transformers", "asdl", "singd", "pytorch_optimizer", "ivon", "cleanlab"}
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
-    optional |= {"matplotlib", "pandas", "peft", "torch_uncertainty"}
+    optional |= {"matplotlib", "jaxtyping", "peft", "torch_uncertainty"}
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional - peers == set()
@@ -112,7 +123,7 @@ def test_conda_environment_installs_python_pip_and_the_project():
     python, pip, through_pip = environment["dependencies"]
     assert python == f"python{PYPROJECT['project']['requires-python']}"
     assert pip == "pip"
-    assert through_pip == {"pip": ["-e ."]}
+    assert through_pip == {"pip": ["-e .[all]"]}
 
 
 def test_presets_and_marks_of_types_are_packaged():
@@ -182,7 +193,7 @@ def loaded(tmp_path_factory):
 
 def test_importing_the_backend_needs_few_packages(loaded):
     assert not loaded["the backend"] & (LAPLACE | PLOTS | OTHERS | {"marglik"})
-    own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}
+    own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}  # jaxtyping if it is there
     ours = [m for p, m in imports("kfac_backend") if p.parent.name != "laplace_torch"]
     found = {module.split(".")[0] for module in ours}
     assert found - set(sys.stdlib_module_names) - {"kfac_backend"} <= own

@@ -147,7 +147,8 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
 
 INSTALLATION = [
     ["source", ".venv/bin/activate"],
-    ["pip", "install", "-e", "."],
+    ["pip", "install", "-e", ".[all]"],
+    ["uv", "pip", "install", "torch", "--torch-backend", "cpu"],
     ["conda", "env", "create", "-f", "environment.yml"],
     ["conda", "activate", "marglik"],
 ]
@@ -176,7 +177,7 @@ def test_commands_are_those_of_the_programs(page, capsys):
             with pytest.raises(SystemExit) as stopped:
                 importlib.import_module(arguments[1]).main([*arguments[2:], "--help"])
             assert stopped.value.code == 0, arguments
-        elif program in ("source", "pip", "conda"):
+        elif program in ("source", "pip", "uv", "conda"):
             assert [program, *arguments] in INSTALLATION
         elif program == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)

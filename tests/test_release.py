@@ -42,13 +42,24 @@ def recipe():
     return yaml.safe_load(environment.from_string(text).render(yaml.safe_load(text)["context"]))
 
 
+def whole(requirements):
+    """The requirements, with those of the project's extras in place of the extras."""
+    for requirement in requirements:
+        if requirement.startswith("marglik["):
+            for name in re.findall(r"\w+", requirement)[1:]:
+                yield from whole(PROJECT["optional-dependencies"][name])
+        else:
+            yield requirement
+
+
 def test_the_recipe_has_the_projects_dependencies():
+    """Those of the whole, as conda has no extras; but pandas and pyarrow, which few need."""
     found = recipe()
     assert found["package"] == {"name": "marglik", "version": PROJECT["version"]}
     runs = dict(re.split(r" +", entry, maxsplit=1) for entry in found["requirements"]["run"])
     assert runs.pop("python") == PROJECT["requires-python"]
     expected = {}
-    for requirement in PROJECT["dependencies"]:
+    for requirement in whole([*PROJECT["dependencies"], "marglik[command,laplace]"]):
         name, bounds = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", requirement).groups()
         expected[CONDA.get(name, name)] = bounds
     of_an_extra = {"typeshed_client": ">=2.8.2"}  # jsonargparse[signatures]'s
@@ -134,7 +145,15 @@ def environment(uv, built, tmp_path_factory):
     """An environment with the wheel, what it depends on, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel") / "environment"
     subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    install = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python"), str(built[0])]
+    install = [
+        uv,
+        "pip",
+        "install",
+        "-q",
+        "--python",
+        str(folder / "bin/python"),
+        f"{built[0]}[all]",
+    ]
     subprocess.run(install, check=True)
     yield folder
     shutil.rmtree(folder)  # gigabytes, which pytest would keep

@@ -17,12 +17,14 @@ from torch import Tensor
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
+from kfac_backend.extras import extra
 
 with warnings.catch_warnings():
     # It imports ASDL, whose scripted functions warn. It is imported only here, to hide that.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
-    import laplace.curvature
-    from laplace.utils import Kron, KronDecomposed
+    with extra("laplace"):
+        import laplace.curvature
+        from laplace.utils import Kron, KronDecomposed
 
 __all__ = ["EigenKron", "FactorKron", "laplace"]
 

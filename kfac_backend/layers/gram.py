@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from kfac_backend.extras import Float, Int
 from kfac_backend.layers.window import Window, patches
 from kfac_backend.precision import at_least_float32
 

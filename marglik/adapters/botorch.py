@@ -6,8 +6,8 @@ acquisition = qLogExpectedImprovement(model, best_f=y.max())
 candidate, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=8, raw_samples=64)
 ```
 
-Needs `pip install botorch`. BoTorch maximises. It works best in float64, so the network should be
-in float64.
+Needs `pip install 'marglik[adapters]'`. BoTorch maximises. It works best in float64, so the network
+should be in float64.
 """
 
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_backend.extras import extra
 from marglik.posterior.posterior import Posterior
 
-try:
+with extra("adapters"):
     from botorch.models.model import Model  # pyright: ignore[reportMissingImports]
     from botorch.posteriors.gpytorch import (  # pyright: ignore[reportMissingImports]
         GPyTorchPosterior,
@@ -27,8 +28,6 @@ try:
         MultivariateNormal,
     )
     from linear_operator import to_linear_operator  # pyright: ignore[reportMissingImports]
-except ImportError as error:
-    raise ImportError("marglik.adapters.botorch needs BoTorch: pip install botorch.") from error
 
 __all__ = ["LaplaceModel"]
 

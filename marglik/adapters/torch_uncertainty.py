@@ -9,7 +9,7 @@ TUTrainer().test(routine, datamodule)  # metrics of the network, and of the Lapl
 
 torch-uncertainty fits post-processing methods to held-out data; this one finds s and τ there. The
 curvature belongs to the training data, so the posterior must be fitted before. Needs
-`pip install torch-uncertainty`.
+`pip install 'marglik[adapters]'`.
 
 There is no adapter for lightning-uq-box: its `LaplaceBase` creates its own object from the
 arguments of laplace-torch's constructors, and has its own test steps, prior search and files, all
@@ -21,18 +21,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kfac_backend.extras import extra
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig
 
-try:
+with extra("adapters"):
     from torch_uncertainty.post_processing import (  # pyright: ignore[reportMissingImports]
         PostProcessing,
     )
-except ImportError as error:
-    raise ImportError(
-        "marglik.adapters.torch_uncertainty needs torch-uncertainty: pip install torch-uncertainty."
-    ) from error
 
 __all__ = ["CalibratedLaplace"]
 

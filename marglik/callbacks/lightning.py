@@ -11,13 +11,16 @@ prior.posterior  # fitted, with the learned weight decays
 import math
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from kfac_backend.extras import extra
 from kfac_backend.options import CurvatureOptions, Likelihood
 from marglik.posterior.posterior import Posterior
 from marglik.training.learner import PriorLearner
+
+with extra("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 __all__ = ["MarginalLikelihood"]
 

@@ -14,14 +14,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import CurvatureOptions, Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.learner import PriorLearner
+
+with extra("transformers"):
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 
 __all__ = ["MarginalLikelihood"]
 

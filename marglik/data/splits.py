@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kfac_backend.extras import extra
 from marglik.data.images.image_set import ImageSplits
 from marglik.data.tensors import TensorSplits
 
@@ -87,7 +88,8 @@ def stratified(
             fewer than two examples.
     """
     # Here, since importing scikit-learn takes a second.
-    from sklearn.model_selection import train_test_split
+    with extra("statistics"):
+        from sklearn.model_selection import train_test_split
 
     _check_sizes(len(labels), size, len(classes), cause)
     counts = labels.bincount(minlength=len(classes))

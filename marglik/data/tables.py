@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kfac_backend.extras import extra
 from marglik.data.splits import check_fraction, check_seed, hold_out
 from marglik.data.tensors import DataSource, TensorSplits
 
@@ -80,7 +81,8 @@ class TableFile(DataSource):
             raise ValueError(
                 f"'{self.path}': {missing} row(s) lack the target {target!r}; drop them."
             )
-        import pandas
+        with extra("tables"):
+            import pandas
 
         numbers = pandas.get_dummies(inputs, dtype=float).astype("float32")
         x, columns = torch.tensor(numbers.to_numpy()), tuple(map(str, numbers.columns))
@@ -104,7 +106,8 @@ class TableFile(DataSource):
             raise FileNotFoundError(
                 f"'{path}' is not a file. Give the path of a CSV or Parquet file."
             )
-        import pandas
+        with extra("tables"):
+            import pandas
 
         is_parquet = path.suffix == ".parquet"
         try:

@@ -28,10 +28,10 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from kfac_backend.extras import Float, extra
 from kfac_backend.loss import check_targets, counted_terms
 from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.options import Likelihood, TargetOptions, check_option
@@ -465,7 +465,8 @@ def _least(
     Raises:
         FloatingPointError: a loss that is not finite at the start.
     """
-    from scipy.optimize import minimize  # here, since it takes long to import
+    with extra("statistics"):
+        from scipy.optimize import minimize  # here, since it takes long to import
 
     own, M = _own(held_out), len(held_out.f)
     bounds = [LOG_SCALES, (own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1])][-len(start) :]

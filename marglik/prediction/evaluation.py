@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_backend.extras import extra
 from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import each_batch
 from kfac_backend.options import Likelihood
@@ -337,7 +338,8 @@ def data_uri(image: Tensor, largest: int | None = None) -> str:
 
     ``largest`` is the height and width (pixels) that larger images are shrunk to.
     """
-    from PIL import Image
+    with extra("images"):
+        from PIL import Image
 
     channels = 3 if len(image) >= 3 else 1
     pixels = image[:channels].permute(1, 2, 0).squeeze(-1).cpu().numpy()

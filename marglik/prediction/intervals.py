@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kfac_backend.extras import extra
 from marglik.prediction.metrics import SHARES
 
 __all__ = [
@@ -40,7 +41,8 @@ def share_interval(successes: int, trials: int) -> Interval:
         successes: k.
         trials: n, the number of independent trials.
     """
-    from scipy.stats import binomtest  # here, since importing it takes a second
+    with extra("statistics"):
+        from scipy.stats import binomtest  # here, since importing it takes a second
 
     ends = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
     return float(ends.low), float(ends.high)
@@ -52,7 +54,8 @@ def mean_interval(values: Tensor) -> Interval | None:
     Args:
         values: (n,) independent values.
     """
-    from scipy.stats import t
+    with extra("statistics"):
+        from scipy.stats import t
 
     n = len(values)
     error = (values.std() / n**0.5).item() if n > 1 else 0.0
@@ -128,7 +131,8 @@ def differences(
 
 
 def _interval_of_paired_shares(differences: Tensor) -> Interval:
-    from scipy.stats import norm
+    with extra("statistics"):
+        from scipy.stats import norm
 
     n = len(differences) + 2
     gained, lost = (((differences == side).sum().item() + 1) / n for side in (1, -1))
@@ -150,8 +154,9 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
         outside: (M,) scores of examples from elsewhere.
 
     """
-    from scipy.special import expit, logit
-    from scipy.stats import norm, rankdata
+    with extra("statistics"):
+        from scipy.special import expit, logit
+        from scipy.stats import norm, rankdata
 
     x, y = inside.double().numpy(), outside.double().numpy()
     n, m = len(x), len(y)

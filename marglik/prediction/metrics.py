@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
+from kfac_backend.extras import extra
 from kfac_backend.options import Likelihood
 from marglik.prediction.links import Prediction
 
@@ -245,7 +246,8 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, fl
         ValueError: no examples on a side, or scores that are not finite.
     """
     # Here, because importing scikit-learn takes a second that not everyone needs.
-    from sklearn import metrics
+    with extra("statistics"):
+        from sklearn import metrics
 
     for name, values in (("inside", inside), ("outside", outside)):
         if values.dim() != 1 or not len(values):
@@ -269,7 +271,8 @@ def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
     At the same shares for all predictives. The arguments are those of
     `out_of_distribution_metrics`.
     """
-    from sklearn import metrics  # here, since importing scikit-learn takes a second
+    with extra("statistics"):
+        from sklearn import metrics  # here, since importing scikit-learn takes a second
 
     is_ood = [0] * len(inside) + [1] * len(outside)
     fpr, tpr, _ = metrics.roc_curve(is_ood, torch.cat([inside, outside]).numpy())

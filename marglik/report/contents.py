@@ -20,9 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from kfac_backend.extras import extra
 from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, read_log, read_record
+
+with extra("report"):
+    import yaml
 
 __all__ = ["MISSING", "Predictive", "Run", "differing", "predictives", "read_runs"]
 

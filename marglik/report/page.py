@@ -8,13 +8,15 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from kfac_backend.extras import extra
 from kfac_backend.files import write_file
 from marglik.report.contents import Run, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number
 from marglik.storage.run_folder import REPORT
+
+with extra("report"):
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
 __all__ = ["write_report"]
 

@@ -17,6 +17,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import CorrectionPass
+from kfac_backend.extras import extra
 from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
 from kfac_backend.options import Likelihood
@@ -82,8 +83,9 @@ def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> 
         ValueError: a device that this machine does not have, or more processes than GPUs.
     """
     device, started = device_of(accelerator), _started()
-    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
-    from lightning.fabric.strategies import DDPStrategy
+    with extra("lightning"):
+        from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+        from lightning.fabric.strategies import DDPStrategy
 
     if started == 1:
         return Fabric(accelerator=device.type, devices=1, precision=precision)

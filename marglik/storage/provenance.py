@@ -2,7 +2,7 @@
 
 import platform
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,6 +37,6 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of the packages that results depend on."""
+    """Package -> version, of the packages that results depend on and that are installed."""
     packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
-    return {package: version(package) for package in packages}
+    return {package: version(package) for package in packages if any(distributions(name=package))}

@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
+from kfac_backend.extras import extra
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import Targets, each_batch, split_batch
 from kfac_backend.model.calls import arguments, logits_of
@@ -553,7 +554,8 @@ def ranks_of(fabric: "Fabric") -> Ranks:
 
 def _fabric_of(model: nn.Module) -> "Fabric":
     """A Fabric on the model's own device, in full precision."""
-    from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+    with extra("lightning"):
+        from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
 
     device = next(model.parameters()).device
     devices: Any = [device.index or 0] if device.type != "cpu" else 1

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kfac_backend.extras import extra
 from marglik.posterior import evidence
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import (
@@ -64,7 +65,8 @@ def maximize_evidence(
         ValueError: corrected eigenvalues, or a structure that does not fit the model.
         FloatingPointError: the optimiser did not converge.
     """
-    from scipy.optimize import minimize  # here, since it takes long to import
+    with extra("statistics"):
+        from scipy.optimize import minimize  # here, since it takes long to import
 
     if laplace.fitted_factors().is_corrected:
         # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
@@ -134,7 +136,8 @@ def minimize_validation_loss(
         ValueError: bounds that are not an interval of positive numbers.
         FloatingPointError: a loss that is finite nowhere on the grid.
     """
-    from scipy.optimize import minimize_scalar  # here, since it takes long to import
+    with extra("statistics"):
+        from scipy.optimize import minimize_scalar  # here, since it takes long to import
 
     if not callable(loss) and (isinstance(loss, Iterator) or not isinstance(loss, Iterable)):
         raise TypeError(

@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
-from PIL import Image
 from torch import Tensor
+
+from kfac_backend.extras import UInt8, extra
 
 __all__ = ["CORRUPTIONS", "SEVERITIES", "Corruption", "corrupt"]
 
@@ -86,13 +86,15 @@ def corrupt(
 
 
 def _noise(images: Tensor, sigma: float) -> Tensor:
-    from torchvision.transforms.v2.functional import gaussian_noise
+    with extra("images"):
+        from torchvision.transforms.v2.functional import gaussian_noise
 
     return _in_float(images, lambda x: gaussian_noise(x, sigma=sigma))
 
 
 def _blur(images: Tensor, sigma: float) -> Tensor:
-    from torchvision.transforms.v2.functional import gaussian_blur
+    with extra("images"):
+        from torchvision.transforms.v2.functional import gaussian_blur
 
     # torchvision takes an odd kernel size, and pads by its radius; reflection padding cannot be
     # wider than the image.
@@ -103,7 +105,8 @@ def _blur(images: Tensor, sigma: float) -> Tensor:
 
 
 def _contrast(images: Tensor, factor: float) -> Tensor:
-    from torchvision.transforms.v2.functional import adjust_contrast
+    with extra("images"):
+        from torchvision.transforms.v2.functional import adjust_contrast
 
     return _in_float(images, lambda x: adjust_contrast(x, contrast_factor=factor))
 
@@ -115,6 +118,9 @@ def _in_float(images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _jpeg(images: Tensor, quality: float) -> Tensor:
     """Compress each image; torchvision's own encoder is deprecated since its version 0.29."""
+    with extra("images"):
+        from PIL import Image
+
     compressed = np.empty_like(images.numpy())
     for image, result in zip(images.numpy(), compressed, strict=True):
         file = BytesIO()

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import UInt8
 from torch import Tensor
 
+from kfac_backend.extras import UInt8, extra
 from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.sizes import check_sizes
 
@@ -157,7 +157,8 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
 
 
 def _reshaped(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    from torchvision.transforms.v2 import functional  # importing torchvision takes a second
+    with extra("images"):
+        from torchvision.transforms.v2 import functional  # importing torchvision takes a second
 
     channels, *size = shape
     if images.shape[1] == 3 and channels == 1:

@@ -8,10 +8,10 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kfac_backend.extras import extra
 from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import check_fraction, check_seed, pixel_statistics, stratified
 
@@ -48,7 +48,8 @@ class Digits(ImageData):
 
     def load(self) -> ImageSplits:
         """Return the digits; raises a ValueError if a part would be too small."""
-        from sklearn.datasets import load_digits  # it takes a second
+        with extra("statistics"):
+            from sklearn.datasets import load_digits  # it takes a second
 
         digits: Any = load_digits()
         pixels, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
@@ -216,7 +217,8 @@ class CIFAR10(TorchvisionData):
         return MEAN, STD
 
     def _torchvisions(self, part: str) -> Part:
-        from torchvision import datasets  # importing torchvision takes a second
+        with extra("images"):
+            from torchvision import datasets  # importing torchvision takes a second
 
         data = datasets.CIFAR10(self.root, train=part == "train", download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, H, W, C)
@@ -238,7 +240,8 @@ class SVHN(TorchvisionData):
     files = "train_32x32.mat and test_32x32.mat"
 
     def _torchvisions(self, part: str) -> Part:
-        from torchvision import datasets
+        with extra("images"):
+            from torchvision import datasets
 
         data = datasets.SVHN(self.root, split=part, download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
@@ -281,7 +284,8 @@ class ImageFolder(TwoPartData):
             FileNotFoundError: if the folder is not there, or has no class or an empty one.
             ValueError: if an image cannot be decoded or differs in size.
         """
-        from torchvision import datasets
+        with extra("images"):
+            from torchvision import datasets
 
         folder = Path(self.path) / part
         if not folder.is_dir():
@@ -312,6 +316,9 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
         ValueError: if one cannot be decoded, is larger than Pillow's limit, is of another size than
             the first, or has more than 8 bits per channel.
     """
+    with extra("images"):
+        from PIL import Image
+
     pixels, size, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), (0, 0), True
     shown = tqdm(files, unit="image", disable=None)
     for i, (file, name) in enumerate(zip(shown, names, strict=True)):

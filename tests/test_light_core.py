@@ -1,0 +1,149 @@
+"""What torch, numpy, safetensors and tqdm suffice for; what is said where an extra is missing."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = {
+    "laplace-torch": "laplace",
+    "curvlinops-for-pytorch": "curvlinops",
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+}
+"""Distribution -> module, where it is not the name with underscores."""
+
+BLOCKED = """
+import sys, time
+
+class Without:  # as if these were not installed
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *rest):
+        absent = name.partition(".")[0] in {refused!r}
+        return None if absent else self.finder.find_spec(name, *rest)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+import torch, numpy, safetensors.torch, tqdm.auto
+"""
+
+NEED_AN_EXTRA = {
+    "KronLaplace", "MarglikClassifier", "MarglikRegressor", "marglik_training", "write_report",
+}  # fmt: skip
+
+CORE = """
+start = time.process_time()
+import kfac_backend, marglik
+seconds = time.process_time() - start
+from torch import nn
+from kfac_backend.optimizer import KFAC
+for name in set(marglik.__all__) - {extras}:
+    getattr(marglik, name)
+
+x, y = torch.randn(30, 4), torch.randint(3, (30,))
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 10)
+model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+optimizer, prior = KFAC(model, "classification", lr=0.1), marglik.PriorLearner("classification")
+prior.start(model, optimizer, loader, 2)
+for epoch in (1, 2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        prior.add_to_gradients()
+        optimizer.step()
+    prior.end_of_epoch(epoch)
+prior.end_of_training()
+marglik.save_posterior(prior.posterior, "saved")
+again = marglik.load_posterior("saved", model)
+assert marglik.laplace_predictive(again)(x).mean.shape == (30, 3)
+print(f"seconds {seconds}")
+"""
+
+MISSING = {
+    "marglik.MarglikClassifier": ("sklearn", "statistics"),
+    "marglik.calibrate(posterior, [(x, y)])": ("scipy", "statistics"),
+    "marglik.maximize_evidence(posterior)": ("scipy", "statistics"),
+    "marglik.OnlineTraining(model, optimizer, [(x, y)], marglik.PriorLearner('classification'))": (
+        "lightning", "lightning",
+    ),
+    "marglik.KronLaplace": ("laplace", "laplace"),
+    "kfac_backend.KfacGGN": ("laplace", "laplace"),
+    "marglik.write_report(['.'])": ("yaml", "report"),
+    "marglik.data.Digits().load()": ("sklearn", "statistics"),
+    "marglik.data.corrupt(torch.zeros(1, 3, 4, 4).byte(), 'blur', 1)": ("torchvision", "images"),
+    "marglik.data.TableFile('table.csv').load()": ("pandas", "tables"),
+}  # fmt: skip
+
+REFUSALS = """
+import kfac_backend, marglik, marglik.data, pathlib
+x, y = torch.randn(30, 4), torch.randint(3, (30,))
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters())
+posterior = marglik.Posterior(model, "classification")
+posterior.fit([(x, y)])
+pathlib.Path("table.csv").write_text("a,b")
+for line in {lines!r}:
+    try:
+        eval(line)
+    except ModuleNotFoundError as error:
+        print("refused", error.name, error, sep="|")
+    else:
+        print("not refused", line)
+"""
+
+
+def optional():
+    """The modules of the extras, and those that come with them; not the tools of development."""
+    extras = PROJECT["optional-dependencies"]
+    of_users = extras.keys() - {"dev", "docs", "bench", "models"}
+    requirements = {requirement for name in of_users for requirement in extras[name]}
+    names = {re.split(r"[\[<>=! ]", requirement)[0] for requirement in requirements}
+    names |= {"jaxtyping", "matplotlib", "torchmetrics", "asdl", "plotly"}
+    return {MODULES.get(name, name.replace("-", "_")) for name in names - {"marglik"}}
+
+
+def run(code):
+    """What a process prints that cannot import any extra."""
+    code = BLOCKED.format(refused=sorted(optional())) + code
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    return done.stdout, done.stderr
+
+
+def test_the_core_learns_saves_and_predicts_without_any_extra():
+    """Its own import takes at most 0.3 s of a processor beside torch's."""
+    out, err = run(CORE.replace("{extras}", repr(NEED_AN_EXTRA)))
+    assert out.startswith("seconds "), err
+    assert float(out.split()[1]) < 0.3
+
+
+def test_a_missing_extra_is_one_line_that_says_how_to_get_it():
+    out, err = run(REFUSALS.format(lines=list(MISSING)))
+    lines = out.splitlines()
+    expected = [
+        f"refused|{module}|{module} is not installed: pip install 'marglik[{extra}]'."
+        for module, extra in MISSING.values()
+    ]
+    assert lines == expected, err
+    assert {extra for _, extra in MISSING.values()} <= set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("module", ["marglik.cli", "marglik.__main__"])
+def test_the_command_without_its_extra_is_one_line(module):
+    out, err = run(f"import {module}")
+    assert (out, err.strip()) == (
+        "",
+        "marglik: docstring_parser is not installed: pip install 'marglik[command]'.",
+    )
