@@ -30,6 +30,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.gram import add_waiting
 from kfac_backend.loss import (
+    IGNORED,
     BackwardVectors,
     check_targets,
     counted_terms,
@@ -51,6 +52,7 @@ from kfac_backend.model.batches import (
 from kfac_backend.model.calls import call_with, forked_random_numbers
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import (
+    LateChecks,
     check_finite,
     check_inputs,
     check_module,
@@ -223,10 +225,12 @@ class CurvaturePass:
             self._likelihood, self._options, self._labels, self._differentiable
         )
         self._diagonal: dict[str, Tensor] = {}
-        self._num_data = self._num_outputs = self._num_loss_terms = 0
-        # In float64, since it has many terms. It stays on the device until the end, so that no
-        # batch waits for a transfer.
+        self._num_data = self._num_outputs = 0
+        # These stay on the device until the end, so that no batch waits for a transfer. The loss
+        # has many terms, and is summed in float64.
+        self._num_loss_terms = torch.zeros((), dtype=torch.long, device=self._device)
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._late = LateChecks(self._device)
 
     def add(self, x: Any, y: Any) -> None:
         """Add one batch: forward passes of its parts, and one backward pass per vector.
@@ -240,7 +244,6 @@ class CurvaturePass:
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         x = detached(x, self._device)
-        check_inputs(x)
         if isinstance(y, Tensor) and y.is_inference():
             y = y.clone()
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
@@ -250,7 +253,16 @@ class CurvaturePass:
             if not self._fits(x, y):
                 fitting = self._fitting_size(x, y)
                 raise out_of_memory(self._model, self._device, len(y), fitting)
+            if self._late.is_time():
+                self._read_checks()
         self._failed = False
+
+    def _read_checks(self) -> None:
+        """Raise the error of a batch that was added since the last call, if any; see `_add`."""
+        self._late.read(self._model, self._check_targets)
+
+    def _check_targets(self, f: Tensor, y: Tensor) -> None:
+        check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
 
     def _check_whole(self) -> None:
         if self._failed:
@@ -313,9 +325,14 @@ class CurvaturePass:
         with counting(mask), capture:
             # One forward pass: A, and all that a gradient will need.
             f = capture.forward(x)
-            # Before the first backward pass: an error that names the data is cheap now.
-            check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
-            check_finite(self._model, f, x)
+            # Steady batches are checked on the device, and the result is read later. The first of
+            # its form is checked before the first backward pass: an error is cheap now.
+            if not isinstance(y, Tensor) or not self._late.see(x, f, y):
+                self._check_targets(f, y)
+                check_finite(self._model, f, x)
+            elif self._likelihood == "classification":
+                # A label out of range, which is reported later, must not stop a GPU now.
+                y = y.masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
             if not self._num_data:
                 self._vectors.warn_of_many(f)
             self._check_rows(len(f), hides=mask is not None)
@@ -369,14 +386,15 @@ class CurvaturePass:
 
     def _total_sums(self) -> PassSums:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
+        # If a check or the sum over ranks fails now, the pass must be reset.
+        self._failed = bool(self._num_data)
+        self._read_checks()
         sums = PassSums(
             {}, {}, self._kfac_approx,
             num_outputs=self._num_outputs, num_data=self._num_data,
-            num_loss_terms=self._num_loss_terms, loss=self._loss.item(),
+            num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
         )  # fmt: skip
         if self._num_data:
-            # If the sum over ranks fails now, the pass has nothing left: it must be reset.
-            self._failed = True
             sums.blocks, sums.others = self._sums()
         same = {"the likelihood": self._likelihood, "the options": repr(self._options)}
         sums = sum_over_ranks(sums, self.ranks, self._model, same)
@@ -427,6 +445,7 @@ class CurvaturePass:
         counted = counted_terms(y, self._likelihood) if isinstance(y, Tensor) else None
         ignored = None if counted is None else ~counted
         if not self._proof.is_made(N):
+            check_inputs(x)
             self._proof.make(x, N, ignored)
         if self._kfac_approx == "auto":
             self._kfac_approx = automatic_mode(self._proof.output_dim)

@@ -65,10 +65,12 @@ def counted_terms(y: Tensor, likelihood: Likelihood) -> Tensor | None:
     return y != IGNORED if likelihood == "classification" else None
 
 
-def num_counted_terms(f: Float[Tensor, "*terms C"], y: Tensor, likelihood: Likelihood) -> int:
-    """The number of loss terms that count, over all examples."""
+def num_counted_terms(
+    f: Float[Tensor, "*terms C"], y: Tensor, likelihood: Likelihood
+) -> int | Int[Tensor, ""]:
+    """The number of loss terms that count, over all examples; of labels on their device."""
     counted = counted_terms(y, likelihood)
-    return f.shape[:-1].numel() if counted is None else int(counted.sum())
+    return f.shape[:-1].numel() if counted is None else counted.sum()
 
 
 def loss_hessian_root(
@@ -224,10 +226,10 @@ class BackwardVectors:
         """The vectors at outputs f and targets y."""
         f = at_least_float32(f if self.differentiable else f.detach())
         counted = counted_terms(y, self.likelihood)
-        if counted is not None and not counted.any():
-            yield torch.zeros_like(f)  # so that the layers' gradients are zero and not missing
-            return
         if self.options.fisher == "mc":
+            # Nothing can be drawn from NaN, and on a GPU the attempt may end the process. The pass
+            # reports it when it reads its checks.
+            f = f.nan_to_num(nan=0.0, posinf=0.0, neginf=-torch.inf)
             samples = self.options.mc_samples
             for _ in range(samples):
                 sampled = self._drawn_root(f) if self.differentiable else self._sampled_gradient(f)
@@ -370,7 +372,8 @@ def _one_term_at_a_time(
     terms = vector.flatten(1, -2)  # (N, T, C)
     chosen = range(terms.shape[1])
     if counted is not None:
-        chosen = counted.flatten(1).any(0).nonzero().flatten().tolist()
+        # The first at least, so that the layers' gradients are zero and not missing.
+        chosen = counted.flatten(1).any(0).nonzero().flatten().tolist() or [0]
     for t in chosen:
         only = torch.zeros_like(terms)
         only[:, t] = terms[:, t]

@@ -93,11 +93,11 @@ class PatchGram(Gram):
         for some in image.split(size):
             self.add(_patch_rows(some, self.groups, axes))
 
-    def add(self, rows: Float[Tensor, "G M kc"]) -> None:
+    def add(self, rows: Float[Tensor, "G M kc"], fresh: bool = False) -> None:
         """Add patches, whose features are in the order (*kernel, channels)."""
         if self._unfolded is None:
             self._unfolded = DenseGram(self.like, self.groups, self.size)
-        self._unfolded.add(rows)
+        self._unfolded.add(rows, fresh)
 
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far, features in the order (channels, *kernel)."""

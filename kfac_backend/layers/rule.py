@@ -20,7 +20,7 @@ cross terms between uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -321,7 +321,7 @@ class Rule(ABC):
         """
 
 
-def sum_over(b: Tensor, axes: Sequence[int]) -> Tensor:
+def sum_over(b: Tensor, axes: list[int]) -> Tensor:
     """The sum of a gradient over some axes, in float32 at least.
 
     It is taken once for all layers that get the same gradient, such as a bias and the layer in

@@ -382,7 +382,7 @@ class Targets:
             for shifts, labels in ways.items()
         }
         counts = {
-            shifts: max(num_counted_terms(f, labels, self._likelihood), 1)
+            shifts: max(int(num_counted_terms(f, labels, self._likelihood)), 1)
             for shifts, labels in ways.items()
         }
         # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.

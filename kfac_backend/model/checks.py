@@ -1,7 +1,7 @@
 """What is refused of models, outputs, inputs and sizes: errors that say why, and what to do."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = [
+    "LateChecks",
     "check_batch_norm",
     "check_finite",
     "check_inputs",
@@ -109,14 +110,19 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
     # are finite it may still overflow, and then each entry is tested.
     if torch.isfinite(f.sum()) or torch.isfinite(f).all():
         return
+    check_inputs(x)
+    raise not_finite(model)
+
+
+def not_finite(model: nn.Module) -> ValueError:
+    """The error for outputs with NaN or infinity at inputs without."""
     for name, p in model.named_parameters():
         if not torch.isfinite(p).all():
-            raise ValueError(
+            return ValueError(
                 f"Parameter '{name}' contains NaN or infinity; training has diverged. "
                 "Go back to an earlier state, with a smaller learning rate."
             )
-    check_inputs(x)
-    raise ValueError(
+    return ValueError(
         "The model's output contains NaN or infinity though its parameters and inputs are "
         "finite; activations overflow. Normalise the inputs, or use float32 or float64."
     )
@@ -124,14 +130,77 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
 
 def check_inputs(x: Any) -> None:
     """Raise a ValueError if the inputs have NaN or infinity; a mapping's masks may have −∞."""
-    entries = x.items() if isinstance(x, Mapping) else [("", x)]
-    for key, value in entries:
-        if not isinstance(value, Tensor) or torch.isfinite(value.sum()):
-            continue
-        if "mask" in str(key):  # added to the scores of attention
-            value = value.masked_fill(value == -torch.inf, 0)
-        if not torch.isfinite(value).all():
-            raise ValueError("The inputs contain NaN or infinity; clean the data.")
+    if any(not torch.isfinite(value).all() for value in numbers_of(x)):
+        raise ValueError(INPUTS_NOT_FINITE)
+
+
+class LateChecks:
+    """Checks of batches that are made on the device now, and read when there is time to wait.
+
+    Reading waits for all that the device has to do. So it happens after the first, second, fourth,
+    eighth batch, ..., and at the end of a pass. What is wrong is found before the pass has taken
+    twice as long as it needed to meet it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # The smallest and largest number of inputs and outputs; NaN spreads to both.
+        self._extremes = torch.zeros(4, dtype=torch.float64, device=device)
+        self._targets: list[tuple[torch.Size, Tensor]] = []
+        self._forms: set[Any] = set()  # shapes and dtypes of which targets were checked
+        self._number = 0  # batches so far
+
+    def is_time(self) -> bool:
+        """Count a batch; whether it is one after which to read."""
+        self._number += 1
+        return not self._number & (self._number - 1)
+
+    def see(self, x: Any, f: Tensor, y: Tensor) -> bool:
+        """Remember a part of a batch; False if its form is new, so that it must be checked now."""
+        form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
+        if form not in self._forms:
+            self._forms.add(form)
+            return False
+        for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
+            for values in tensors:
+                if values.numel():
+                    smallest, largest = torch.aminmax(_real(values))
+                    torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
+                    torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
+        self._targets.append((f.shape, y.clone()))  # a copy: a loader may use its memory again
+        return True
+
+    def read(self, model: nn.Module, check: Callable[[Tensor, Tensor], None]) -> None:
+        """Raise the error of a part that was seen, if any.
+
+        Args:
+            model: the model.
+            check: raises an error unless targets fit outputs, whose shape alone counts.
+        """
+        seen, self._targets = self._targets, []
+        if not seen:
+            return
+        of_inputs, of_outputs = self._extremes.view(2, 2).isfinite().all(1).tolist()
+        if not of_inputs:
+            raise ValueError(INPUTS_NOT_FINITE)
+        for shape, y in seen:
+            check(torch.empty(shape, device="meta"), y)
+        if not of_outputs:
+            raise not_finite(model)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def numbers_of(x: Any) -> Iterator[Tensor]:
+    """The tensors of an input that must be finite."""
+    for key, value in x.items() if isinstance(x, Mapping) else [("", x)]:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            # Masks that are added to the scores of attention hide positions by −∞.
+            yield value.masked_fill(value == -torch.inf, 0) if "mask" in str(key) else value
+
+
+INPUTS_NOT_FINITE = "The inputs contain NaN or infinity; clean the data."
 
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

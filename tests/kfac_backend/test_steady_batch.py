@@ -49,7 +49,7 @@ def third_batch(model: nn.Module, **options) -> Dispatched:
     return dispatched
 
 
-@pytest.mark.parametrize(("mode", "most"), [("reduce", 1080), ("expand", 1290)])
+@pytest.mark.parametrize(("mode", "most"), [("reduce", 1070), ("expand", 1280)])
 def test_a_batch_of_the_exact_pass(mode, most):
     """Forward and backward passes alone take 448 operations."""
     model = WideResNetFixup(16, 4).eval()
@@ -58,3 +58,39 @@ def test_a_batch_of_the_exact_pass(mode, most):
             p += 0.02 * torch.randn_like(p)
     dispatched = third_batch(model, kfac_approx=mode)
     assert 448 < dispatched.computing() <= most
+    assert not WAITS & set(dispatched.counts)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "spoil", "message"),
+    [
+        ("classification", lambda x, y: y.__setitem__(1, 4), "Label 4 is out of range"),
+        ("classification", lambda x, y: x.__setitem__(1, torch.nan), "The inputs contain NaN"),
+        ("classification", lambda x, y: x.mul_(1e38), "activations overflow"),
+        ("regression", lambda x, y: y.__setitem__(1, torch.inf), "The targets contain NaN"),
+        ("bernoulli", lambda x, y: y.__setitem__(1, 1.5), r"needs targets in \[0, 1\]"),
+    ],
+)
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+def test_what_is_wrong_with_a_steady_batch_is_said_later(likelihood, spoil, message, fisher):
+    """After the third batch at the end, after the fourth at once; and the pass must be reset."""
+    first = nn.Linear(3, 8)
+    nn.init.constant_(first.weight, 1e3)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(5, 3)
+    y = torch.randint(4, (5,)) if likelihood == "classification" else torch.rand(5, 4)
+    for number in (3, 4):
+        curvature = CurvaturePass(model, likelihood, fisher=fisher)
+        for _ in range(number - 1):
+            curvature.add(x, y)
+        wrong = x.clone(), y.clone()
+        spoil(*wrong)
+        if number == 3:
+            curvature.add(*wrong)
+        with pytest.raises(ValueError, match=message):
+            curvature.factors() if number == 3 else curvature.add(*wrong)
+        with pytest.raises(RuntimeError, match="Call reset"):
+            curvature.factors()
+        curvature.reset()
+        curvature.add(x, y)
+        assert curvature.factors().num_data == 5
