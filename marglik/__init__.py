@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marglik.augmentation import LearnedAugmentation
     from marglik.estimators import MarglikClassifier, MarglikRegressor
+    from marglik.laplace import Laplace
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
     from marglik.posterior.laplace_torch import KronLaplace
     from marglik.posterior.posterior import Posterior
@@ -42,6 +43,7 @@ __all__ = [
     "EvidenceTerms",
     "Hyperparameters",
     "KronLaplace",
+    "Laplace",
     "LearnedAugmentation",
     "MarglikClassifier",
     "MarglikRegressor",
@@ -79,6 +81,7 @@ _MODULES = {
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.prior",
     "KronLaplace": "posterior.laplace_torch",
+    "Laplace": "laplace",
     "LearnedAugmentation": "augmentation.learned",
     "MarglikClassifier": "estimators",
     "MarglikRegressor": "estimators",

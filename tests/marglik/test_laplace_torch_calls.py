@@ -1,0 +1,122 @@
+"""Each call of the table in docs/laplace-torch.md has laplace-torch's numbers."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import laplace
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import KfacGGN
+from marglik import Laplace
+
+PAGE = Path(__file__).parents[2] / "docs/laplace-torch.md"
+TABLE = PAGE.read_text().partition("## The same calls")[2].partition("##")[0]
+CALLS = re.findall(r"^\| `(.*?)` \| (.*?) ?\|$", TABLE, re.M)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def data(likelihood):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(30, 4, dtype=torch.float64, generator=generator)
+    y = (x[:, :3] + 0.5 * torch.randn(30, 3, generator=generator)).sin()
+    return x, y.argmax(1) if likelihood == "classification" else y
+
+
+def found(library, structure, likelihood, call):
+    """What the call returns; else, as of an assignment, the evidence and a prediction after it."""
+    x, y = data(likelihood)
+    loader = DataLoader(TensorDataset(x, y), 10)
+    backend = {"backend": KfacGGN} if library is laplace.Laplace else {}
+    with_backend = partial(library, **backend)
+    names = {"Laplace": with_backend, "model": network(), "likelihood": likelihood, "x": x[:3],
+             "loader": loader, "torch": torch}  # fmt: skip
+    torch.manual_seed(2)
+    if call.startswith("Laplace("):
+        if not re.search('"(kron|diag|full)"|last_layer|likelihood\\)', call):
+            call = call.replace('"all"', f'"all", "{structure}"')
+        la = eval(call, names)
+        la.fit(loader)
+    else:
+        la = names["la"] = with_backend(names["model"], likelihood, "all", structure)
+        la.fit(loader)
+        is_statement = ";" in call or " = " in call
+        value = exec(call, names) if is_statement else eval(call, names)
+        if value is not None:
+            return value
+    return la.log_marginal_likelihood(), la.prior_precision, la(x[:3])
+
+
+def is_for(call, note, structure, likelihood):
+    """Whether a call is for it: by its arguments, or by the table's words."""
+    named = re.findall('"(kron|diag|full)"', call)
+    if named or call in (
+        "Laplace(model, likelihood)",
+        'Laplace(model, likelihood, last_layer_name="2")',
+    ):
+        return structure in (named or ["kron"])
+    other = {"regression": "classification", "classification": "regression"}[likelihood]
+    return not note.startswith(other) and not (note == '"kron"' and structure != "kron")
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0])
+def test_a_call_has_laplace_torchs_numbers(call):
+    code, note = call
+    cases = 0
+    for structure in ("kron", "diag", "full"):
+        for likelihood in ("classification", "regression"):
+            if is_for(code, note, structure, likelihood):
+                ours, theirs = (
+                    found(library, structure, likelihood, code)
+                    for library in (Laplace, laplace.Laplace)
+                )
+                assert_close(ours, theirs, rtol=1e-7, atol=1e-9, check_dtype=False,
+                             msg=lambda m, s=structure, k=likelihood: f"{s}, {k}: {m}")  # fmt: skip
+                cases += 1
+    assert cases
+
+
+def test_what_the_table_compares_differs_where_calls_differ():
+    """The control of the test above."""
+    plain = found(Laplace, "kron", "classification", "la(x)")
+    for call in ("la(x, link_approx='bridge')", "la(x, link_approx='mc', n_samples=20)"):
+        assert not torch.allclose(plain, found(Laplace, "kron", "classification", call), rtol=1e-4)
+    for structure in ("diag", "full"):
+        assert not torch.allclose(
+            plain, found(Laplace, structure, "classification", "la(x)"), rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_known_faults_are_not_ours(structure, tmp_path):
+    """The model keeps its mode and what is frozen; N is what was seen."""
+    x, y = data("classification")
+    model = network()
+    model[0].bias.requires_grad_(False)
+    for subset, parameters in (("all", 38), ("last_layer", 18)):
+        la = Laplace(model, "classification", subset, structure)
+        with pytest.raises(AttributeError, match="not fitted; call fit"):
+            la.log_marginal_likelihood()
+        la.fit(DataLoader(TensorDataset(x, y), 8, drop_last=True))
+        assert (la.n_data, la.n_params) == (24, parameters)
+        la(x, pred_type="nn", link_approx="mc", n_samples=2)
+        assert model.training and [p.requires_grad for p in model.parameters()].count(False) == 1
+        torch.save(la.state_dict(), tmp_path / "la.pt")
+        again = Laplace(model, "classification", subset, structure)
+        again.load_state_dict(torch.load(tmp_path / "la.pt"))
+        assert_close(again(x), la(x))
+        trained = network()
+        nn.init.zeros_(trained[2].weight)
+        other = Laplace(trained, "classification", subset, structure)
+        with pytest.raises(ValueError, match="of other parameters than the model has"):
+            other.load_state_dict(torch.load(tmp_path / "la.pt"))
