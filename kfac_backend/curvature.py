@@ -149,9 +149,7 @@ def kronecker_factors(
     curvature = CurvaturePass(
         model, likelihood, options, generator=generator, process_group=process_group
     )
-    for batch in each_batch(data, "Curvature", progress):
-        curvature.add(*split_batch(batch, options.dict_key_y))
-    return curvature.factors()
+    return curvature.factors_of(data, progress)
 
 
 class CurvaturePass:
@@ -206,6 +204,20 @@ class CurvaturePass:
         device = next(model.parameters()).device
         check_memory(self._proof.assignment, self._modes(kfac_approx), self._options, device)
         self.reset()
+
+    def factors_of(self, data: Iterable[Any], progress: bool = False) -> KroneckerFactors:
+        """The factors of some data at the model's present parameters; see `kronecker_factors`.
+
+        A pass that is used again proves again, on two examples, only what other values of the
+        parameters can change, as long as the model's structure is the same.
+        """
+        self.reset()
+        if not self._proof.renew():
+            self._proof = Proof(self._model, self._assign())
+        self._kfac_approx = self._options.kfac_approx
+        for batch in each_batch(data, "Curvature", progress):
+            self.add(*split_batch(batch, self._options.dict_key_y))
+        return self.factors()
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""

@@ -24,7 +24,8 @@ which runs of a layer work on an input that all examples share or on several row
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.model.batches import Plan, counting, examples, make_plan
+from kfac_backend.model.batches import Plan, counting, example_shapes, examples, make_plan
 from kfac_backend.model.calls import (
     DtypesInUse,
     call_with,
@@ -68,7 +69,9 @@ class Proof:
     """
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
-        self._model = model
+        self._model, self._initial = model, assignment
+        self._structure: list[Any] | None = None  # of the model, when all was proved
+        self._inputs: Any = None  # what the inputs were then
         self._uses_verified = self._independence_verified = False
         self.holds_for_masks = False
         """Whether `make_for_masks` has proved its part."""
@@ -83,10 +86,25 @@ class Proof:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
         return self._uses_verified and (self._independence_verified or N is None or N < 2)
 
+    def renew(self) -> bool:
+        """Ask for the proof again, at other values of the parameters: `make` makes less of it.
+
+        Returns:
+            False if the model may have changed otherwise, so that another proof must be made.
+        """
+        if self._structure is None:
+            return not self._uses_verified  # nothing is proved yet, or only a part
+        if not _is_same(self._structure, _structure(self._model)):
+            return False
+        self._uses_verified = self._independence_verified = self.holds_for_masks = False
+        return True
+
     def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
         """Prove, on a few of the examples, what is not proved yet.
 
-        Dropout that is on uses up no random numbers of the caller.
+        Dropout that is on uses up no random numbers of the caller. After `renew`, what other
+        values of the parameters could change is proved again on two examples, if the model's
+        structure is the same; if it does not hold again, the whole proof is made.
 
         Args:
             x: a batch.
@@ -97,6 +115,11 @@ class Proof:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
             NotImplementedError: what the hooks cannot follow, by name.
         """
+        inputs = _kind_of_inputs(self._model, x)
+        if self._structure is not None:
+            if inputs == self._inputs and self._holds_again(x, N, ignored):
+                return
+            self.assignment, self._structure = self._initial, None
         if N is not None and num_examples(x) == N:
             device = next(self._model.parameters()).device
             self.plan = make_plan(self._model, x, device)
@@ -112,12 +135,47 @@ class Proof:
                 while True:  # ends, as each refusal takes parameters away or raises
                     try:
                         self._prove(x, N, ignored)
-                        return
+                        break
                     except Refusal as refusal:
                         self._give_up(refusal)
         except NotImplementedError:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
+        if self._independence_verified:
+            self._structure, self._inputs = _structure(self._model), inputs
+
+    def _holds_again(self, x: Any, N: int | None, ignored: Tensor | None) -> bool:
+        """Prove on two examples what other values of the parameters can change; False if it fails.
+
+        How batches split, and which runs share an input, follows from the structure. It does not
+        follow that a gate is zero, behind which examples mix or a parameter is used.
+        """
+        assignment = self.assignment
+        kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
+        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
+            return False
+        if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
+            return False
+        one, (two, numbers) = examples(x, slice(1)), with_first_again(examples(x, slice(2)))
+        if numbers is None:
+            return False
+        own = [name for t in assignment.own_parameters for name in t.parameters.values()]
+        try:
+            with forked_random_numbers(self._model):
+                verify_divided(self._model, assignment, one)
+                _, found, candidates = verify_uses(self._model, assignment, one)
+                rules = [[t.rule for t in some.layers] for some in (found, assignment)]
+                if candidates or rules[0] != rules[1]:
+                    return False
+                if own:
+                    verify_gradients(self._model, assignment, two, dict.fromkeys(own, ""))
+                holds, _ = verify_independence(
+                    self._model, assignment, two, numbers, None if ignored is None else ignored[:2]
+                )
+        except NotImplementedError:
+            return False
+        self._uses_verified = self._independence_verified = holds
+        return holds
 
     def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -210,6 +268,66 @@ class Proof:
             diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
             divided=[d for d in assignment.divided if d not in refusal.divided],
         )
+
+
+def _kind_of_inputs(model: nn.Module, x: Any) -> Any:
+    """What a proof relies on besides the model: the shapes of an example, dtypes and autocast."""
+    device = next(model.parameters()).device.type
+    values = x.values() if isinstance(x, Mapping) else [x]
+    dtypes = [getattr(value, "dtype", type(value)) for value in values]
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return example_shapes(x), dtypes, autocast
+
+
+class _Kind(NamedTuple):
+    """What a tensor is besides its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+LARGEST_STRUCTURE = 100_000
+"""Objects that a model may hold, if its proof is to be remembered."""
+
+
+def _structure(model: nn.Module) -> list[Any] | None:
+    """All that a model's modules hold, to be compared by `_is_same`; None if it is too much.
+
+    These are the objects themselves, so that none is replaced by another at the same address.
+    """
+    found: list[Any] = []
+    ahead: list[Any] = [model]
+    seen: set[int] = set()
+    while ahead:
+        value = ahead.pop()
+        found.append(value)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found.append(_Kind(value.shape, value.dtype, value.device, value.requires_grad))
+        elif isinstance(value, Mapping):
+            ahead += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            ahead += value
+        elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+            ahead += [type(value), *vars(value).values()]
+            found.append(isinstance(value, nn.Module) and type(value).forward)
+        if len(found) > LARGEST_STRUCTURE:
+            return None
+    return found
+
+
+def _is_same(before: list[Any] | None, now: list[Any] | None) -> bool:
+    """Whether a model's structure is the same; equal numbers and strings are."""
+    if before is None or now is None or len(before) != len(now):
+        return False
+    return all(
+        a is b or (type(a) is type(b) and isinstance(a, int | float | str | _Kind) and a == b)
+        for a, b in zip(before, now, strict=True)
+    )
 
 
 class _Mixed(NotImplementedError):
