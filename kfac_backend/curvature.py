@@ -344,7 +344,7 @@ class CurvaturePass:
                 check_finite(self._model, f, x)
             elif self._likelihood == "classification":
                 # A label out of range, which is reported later, must not stop a GPU now.
-                y = y.masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
+                y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
             if not self._num_data:
                 self._vectors.warn_of_many(f)
             self._check_rows(len(f), hides=mask is not None)
