@@ -83,6 +83,7 @@ def dense_ggn_of(
     parameters: dict[str, Tensor],
     likelihood: str,
     ignored: Tensor | None = None,
+    packed: bool = False,
 ) -> Tensor:
     """Generalized Gauss-Newton matrix Σ_n Σ_t J_ntᵀ Λ_nt J_nt of any function, dense (P, P).
 
@@ -92,11 +93,12 @@ def dense_ggn_of(
         parameters: where to differentiate; their order is that of the rows.
         likelihood: see the top of this file.
         ignored: (N, ...) of bool; the loss terms that are left out.
+        packed: whether f packs sequences.
     """
     parameters = {name: p.detach().double() for name, p in parameters.items()}
     with sdpa_kernel(SDPBackend.MATH):  # the only one that can be differentiated by vmap
         outputs = f(parameters).detach()
-        jacobians = jacrev(f)(parameters)
+        jacobians = jacobian_of(f, parameters, packed)
     N, C = len(outputs), outputs.shape[-1]
     P = sum(p.numel() for p in parameters.values())
     J = torch.cat([jacobians[k].reshape(*outputs.shape, -1) for k in parameters], dim=-1)
@@ -107,6 +109,24 @@ def dense_ggn_of(
         for t, Lambda in enumerate(hessians[n]):
             ggn += J[n, t].T @ Lambda @ J[n, t]
     return ggn
+
+
+def jacobian_of(
+    f: Callable[[dict[str, Tensor]], Tensor], parameters: dict[str, Tensor], packed: bool = False
+) -> dict[str, Tensor]:
+    """The Jacobian of f in each parameter; ``packed`` if f packs sequences."""
+    if not packed:
+        return jacrev(f)(parameters)
+    # The kernels for packed sequences are closed to torch.func.
+    found = torch.autograd.functional.jacobian(
+        lambda *values: f(dict(zip(parameters, values, strict=True))), tuple(parameters.values())
+    )
+    return dict(zip(parameters, found, strict=True))
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether a model may pack sequences, since it has recurrent layers."""
+    return any(isinstance(module, nn.RNNBase) for module in model.modules())
 
 
 def ggn_blocks(
@@ -132,7 +152,8 @@ def ggn_blocks(
     def f(values: dict[str, Tensor]) -> Tensor:
         return call(lambda *args, **kw: functional_call(model, values, args, kw, tie_weights=True))
 
-    return _diagonal_blocks(dense_ggn_of(f, parameters, likelihood, ignored), parameters)
+    ggn = dense_ggn_of(f, parameters, likelihood, ignored, packs(model))
+    return _diagonal_blocks(ggn, parameters)
 
 
 def dense_ggn(

@@ -124,6 +124,12 @@ class LayerByParts(ABC):
     is_checked = True
     """Whether that proof is made; it is not needed where ``forward`` calls the layer's own."""
 
+    num_examples: int | None = None
+    """N of the batch that runs in a pass, as far as it is known."""
+
+    differentiable = False
+    """Whether a pass keeps the graphs of the parts' inputs with respect to the model's input."""
+
     @abstractmethod
     def parts(self, layer: Any) -> Mapping[str, LinearPart]:
         """Name -> linear map; together the maps hold all of the layer's own parameters."""

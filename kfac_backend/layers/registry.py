@@ -54,6 +54,8 @@ RULES: dict[type[nn.Module], AnyRule | str] = {
         ),
         "attention.SequenceFirst",
     ),
+    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), "recurrent.RecurrentByParts"),
+    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), "recurrent.CellByParts"),
     Bias: BiasRule,
     Scale: ScaleRule,
 }

@@ -108,7 +108,7 @@ class Capture:
         # Leaves, or edges of a graph that is kept, at which the backward passes end.
         self._sources: list[Any] = []
         # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
-        # whether a tensor depends on a source: see `_is_reached_from`.
+        # whether a tensor depends on a source: see `_is_reached`.
         self._nodes: set[Node] = set()
         # The hooks on gradients stay on the graph, which the training's own backward pass uses,
         # too. Gradients count only while this is True.
@@ -181,6 +181,9 @@ class Capture:
         self._waiting.clear()
         self._runs_backward = False
         self._num_examples = num_examples(x)
+        for divided in self._assignment.divided:
+            divided.by_parts.num_examples = self._num_examples
+            divided.by_parts.differentiable = self._differentiable
         return self._copies_of_own_parameters(x)
 
     def end(self) -> None:
@@ -360,20 +363,16 @@ class Capture:
         # A clone, since an activation may work in place, which autograd forbids on a leaf.
         return source.clone()
 
-    def _is_reached_from(self, output: Tensor, a: Tensor) -> bool:
+    def _is_reached(self, output: Tensor) -> bool:
         """Whether a backward pass to the sources so far passes through a layer's output.
 
         If not, the output must become a source itself.
-
-        Args:
-            output: a layer's output.
-            a: the layer's input, with its graph.
         """
         if not (self._in_training or self._differentiable):
             return output.requires_grad  # all other graphs are cut
         # Here a graph may lead to parameters without a rule, or to the model's input, and to no
         # tracked layer. So search it for a tracked output.
-        ahead, seen = [a.grad_fn], set()
+        ahead, seen = [output.grad_fn], set()
         while ahead:
             node = ahead.pop()
             if node in self._nodes:
@@ -411,7 +410,6 @@ class Capture:
         """Report a layer's input; returns the layer's output, which will report its gradients."""
         if isinstance(tracked.layer, FunctionalLayer):  # it has no hook before it runs
             self._check(tracked, a)
-        given = a  # with its graph
         if not self._differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found.
@@ -443,7 +441,7 @@ class Capture:
         else:
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
         # Step 4: a first layer's output becomes a source; later ones are reached through the graph.
-        if not self._is_reached_from(output, given):
+        if not self._is_reached(output):
             output = self._as_source(output)
 
         def on_reached() -> None:

@@ -826,8 +826,8 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             try:
                 args, kwargs = _without_graph(args), _without_graph(kwargs)
                 with used:
-                    should = _tensor_of(type(layer).forward(layer, *args, **kwargs))
-                does = _tensor_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
+                    should = _numbers_of(type(layer).forward(layer, *args, **kwargs))
+                does = _numbers_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
             except TypeError:  # a derived class with other arguments: two tensors that differ
                 should, does = torch.empty(0), torch.empty(1)
             finally:
@@ -947,8 +947,11 @@ def no_copies(names: list[str]) -> str:
     )
 
 
-def _tensor_of(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
+def _numbers_of(output: Any) -> Tensor:
+    """All numbers that a layer returned, in tuples or packed sequences too, as one vector."""
+    if isinstance(output, Tensor):
+        return output.flatten()
+    return torch.cat([_numbers_of(part) for part in output if part is not None])
 
 
 def _without_graph(arguments: Any) -> Any:
@@ -956,8 +959,11 @@ def _without_graph(arguments: Any) -> Any:
     known: dict[int, Tensor] = {}
 
     def constant(value: Any) -> Any:
+        if isinstance(value, tuple):
+            parts = [constant(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         return known.setdefault(id(value), value.detach()) if isinstance(value, Tensor) else value
 
     if isinstance(arguments, dict):
         return {key: constant(value) for key, value in arguments.items()}
-    return tuple(constant(value) for value in arguments)
+    return constant(arguments)

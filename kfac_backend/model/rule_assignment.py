@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.parameter import is_lazy
 
 from kfac_backend.layers import (
@@ -202,7 +201,7 @@ def assign_rules(
     Raises:
         TypeError: not a module, or a wrapper (DataParallel, DistributedDataParallel).
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a recurrent layer, one with an option that its rule does not support,
+        NotImplementedError: a layer with an option that its rule does not support,
             or parameters that are spread over ranks.
     """
     check_module(model)
@@ -271,11 +270,6 @@ def assign_rules(
     # tensor be used under that name, `verify_uses` notices.
     without_rule = [missed for missed in without_rule if missed[2] not in covered]
     unknown = {name: _no_rule(prefix, module, name) for prefix, module, name in without_rule}
-    # A recurrent layer runs as one operation, which following could not look into: say so before
-    # any data is read.
-    hidden = [n for _, module, n in without_rule if isinstance(module, RNNBase | RNNCellBase)]
-    if hidden and unsupported == "error":
-        raise NotImplementedError(unknown[hidden[0]])
     return RuleAssignment(
         layers,
         own_parameters,
@@ -383,16 +377,9 @@ def _with_parameters(
 
 
 def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
-    hint = ""
-    if isinstance(module, RNNBase | RNNCellBase):
-        hint = (
-            " Recurrent layers of torch.nn hide what their weights see; a cell written with "
-            "nn.Linear works, as a layer that runs once per step."
-        )
-    else:
-        hint = " Or say how it is used: register_rule, register_parameters."
     return (
         f"Parameter '{parameter}' of layer '{module_name}' ({type(module).__name__}) has no K-FAC "
         f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
-        f'pass unsupported="freeze" or unsupported="diagonal".{hint}'
+        'pass unsupported="freeze" or unsupported="diagonal". Or say how it is used: '
+        "register_rule, register_parameters."
     )

@@ -9,7 +9,7 @@ from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
 from marglik.models import GraphNetwork
 from tests.kfac_backend.block_checks import randomize, with_statistics
-from tests.kfac_backend.layers import attention_models, padded_models, tied_models
+from tests.kfac_backend.layers import attention_models, padded_models, recurrent_models, tied_models
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
@@ -18,6 +18,7 @@ from tests.kfac_backend.layers.padded_models import (
     PaddedTokens,
     PaddedTransformer,
 )
+from tests.kfac_backend.layers.recurrent_models import Cells, Reading, packed_batch
 from tests.marglik.some_graphs import some_graphs
 from tests.oracles import UsesByKey, layer_uses
 from tests.positions import LAYERS
@@ -214,6 +215,20 @@ CASES = {
     ),
     "graphs": graphs_of_edges,
     "graph network": lambda: (GraphNetwork(3, 2, 2, 3, 1), some_graphs()),
+    "LSTM, packed": lambda: (
+        Reading("LSTM", "packed", num_layers=2, bidirectional=True), packed_batch()
+    ),
+    "LSTM, projected": lambda: (
+        Reading("LSTM", "packed", proj_size=2, batch_first=True, bias=False), packed_batch()
+    ),
+    "GRU": lambda: (
+        Reading("GRU", "counted", begins=True, bidirectional=True), {"x": normal(3, 3, 3)}
+    ),
+    "RNN": lambda: (
+        Reading("RNN", "packed", begins=True, dropout=0.5, num_layers=2),
+        packed_batch(),
+    ),
+    "cells": lambda: (Cells(), normal(3, 3, 3)),
     "rows of images": lambda: (Folded(nn.Conv2d(2, 4, 2)), normal(3, 2, 2, 3, 3)),
 }  # fmt: skip
 
@@ -268,4 +283,10 @@ def reference_of(model: nn.Module, x: Tensor | Mapping) -> tuple[Callable | None
     }.items():
         if isinstance(model, cls):
             return reference, padded_models.real_positions(model, x)
+    for cls, reference in {
+        Reading: recurrent_models.reading,
+        Cells: recurrent_models.cells,
+    }.items():
+        if isinstance(model, cls):
+            return reference, recurrent_models.examples_of(model, x)
     return None, []

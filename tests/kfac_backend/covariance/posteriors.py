@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_backend import KroneckerFactors, kronecker_factors
@@ -12,6 +12,7 @@ from kfac_backend.layers import Bias, Scale
 from marglik.models import GPT
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.marglik.networks import randomised
+from tests.oracles import jacobian_of, packs
 from tests.random_numbers import normal
 
 
@@ -164,7 +165,9 @@ def jacobians(model: nn.Module, x, names) -> dict[str, Tensor]:
     """The outputs' Jacobian (N, ..., C, P) of each parameter."""
     parameters = {name: model.get_parameter(name).detach() for name in names}
     with sdpa_kernel(SDPBackend.MATH):  # the only one that can be differentiated by vmap
-        found = jacrev(lambda p: functional_call(model, p, (x,), tie_weights=True))(parameters)
+        found = jacobian_of(
+            lambda p: functional_call(model, p, (x,), tie_weights=True), parameters, packs(model)
+        )
     return {name: J.flatten(model(x).dim()).detach() for name, J in found.items()}
 
 

@@ -41,6 +41,12 @@ RIGHT = {
         one(1, 4),
     ),
     "Transformer": (lambda: nn.Transformer(4, 2, 1, 1, 5), one(1, 4)),
+    "RNN": (lambda: nn.RNN(3, 4, batch_first=True), one(1, 3)),
+    "LSTM": (lambda: nn.LSTM(3, 4, batch_first=True), one(1, 3)),
+    "GRU": (lambda: nn.GRU(3, 4, batch_first=True), one(1, 3)),
+    "RNNCell": (lambda: nn.RNNCell(3, 4), one(3)),
+    "LSTMCell": (lambda: nn.LSTMCell(3, 4), one(3)),
+    "GRUCell": (lambda: nn.GRUCell(3, 4), one(3)),
     "AdaptiveLogSoftmaxWithLoss": (
         lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0),
         one(4),
@@ -79,12 +85,6 @@ for axes in (1, 2, 3):
 NAMED = {
     "Bilinear": (lambda: nn.Bilinear(3, 3, 4), one(3)),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(5, 4), TOKENS),
-    "RNN": (lambda: nn.RNN(3, 4, batch_first=True), one(2, 3)),
-    "LSTM": (lambda: nn.LSTM(3, 4, batch_first=True), one(2, 3)),
-    "GRU": (lambda: nn.GRU(3, 4, batch_first=True), one(2, 3)),
-    "RNNCell": (lambda: nn.RNNCell(3, 4), one(3)),
-    "LSTMCell": (lambda: nn.LSTMCell(3, 4), one(3)),
-    "GRUCell": (lambda: nn.GRUCell(3, 4), one(3)),
 }
 
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.15

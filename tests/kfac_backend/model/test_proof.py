@@ -375,7 +375,6 @@ def of(function, **children):
 
 X, TWO = normal(4, 4), {"fc": nn.Linear(4, 4), "out": nn.Linear(4, 2)}
 REFUSED = {
-    "LSTM": (of(lambda m, x: m["rnn"](x)[0], rnn=nn.LSTM(4, 2)), [X], r"\(LSTM\).*nn.Linear works"),
     "Bilinear": (
         of(lambda m, x: m["b"](x, x), b=nn.Bilinear(4, 4, 2)), [X], r"Supported: Linear, Conv",
     ),

@@ -33,8 +33,8 @@ TRAINS = {
         "would be divided into 0 and 268; both parts need at least 3",
     ),
     "a layer without a rule": (
-        ["--model", "tests.marglik.networks.RowLSTM", "--data", "Digits"],
-        "(LSTM) has no K-FAC rule. Supported: ",
+        ["--model", "tests.marglik.networks.WithBilinear", "--data", "Digits"],
+        "(Bilinear) has no K-FAC rule. Supported: ",
     ),
     "a tuple": (
         ["--model", "tests.marglik.networks.ReturnsTuple", "--data", "Digits"],

@@ -1,0 +1,271 @@
+"""Recurrent layers by their linear maps, of the inputs and of the states.
+
+All gates are rows of one matrix W_ih for the inputs and one W_hh for the states, and all steps
+share them: time is a shared axis. The equations are those of torch's documentation.
+
+Hooks see each map once, with all steps: a call for each step took two to three times as long. But a
+step's state is known only after the step before. So the steps run twice: first for the values of
+the states, which are the input of one call of the map W_hh; then again on that call's outputs, with
+graphs, where `_Known` takes each step's gradients on to the step before.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
+from kfac_backend.layers.rows import current_rows, examples_of_rows
+
+__all__ = ["CellByParts", "RecurrentByParts"]
+
+State = tuple[Tensor, ...]
+"""The output h of a step, and an LSTM's cell c, (N, d) each."""
+
+Map = Callable[[int, Tensor], Tensor]
+"""A linear map in a step, from the step's number and the map's input (N, d)."""
+
+
+class PastPart(LinearPart):
+    """A map of values from the first run of the steps; gradients do not go to these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X Wᵀ + b, where x is a constant."""
+        return super().forward(x.detach())
+
+
+class _Known(torch.autograd.Function):
+    """The output y of a map W x + b that is known already, with gradients b to y and Wᵀ b to x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Y itself."""
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep the weight."""
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The gradients in y, x and, none, in the weight: its own are those of the map's call."""
+        (b,), (weight,) = gradients, ctx.saved_tensors
+        return b, b @ weight, None
+
+
+class RecurrentByParts(LayerByParts):
+    """nn.RNN, nn.GRU and nn.LSTM with all options, of sequences (N, T, d) or packed ones.
+
+    Steps beyond the end of a packed sequence do not count: its length is R_n.
+    """
+
+    def parts(self, layer: nn.RNNBase) -> dict[str, LinearPart]:
+        """Maps of the inputs, the states and an LSTM's projection, by layer and direction."""
+        found: dict[str, LinearPart] = {}
+        for suffix in _suffixes(layer):
+            for name, kind, which in (("inputs", LinearPart, "ih"), ("states", PastPart, "hh")):
+                bias = f"bias_{which}{suffix}" if layer.bias else None
+                found[name + suffix] = kind(layer, f"weight_{which}{suffix}", bias)
+            if layer.proj_size:
+                found["projected" + suffix] = PastPart(layer, f"weight_hr{suffix}")
+        return found
+
+    def forward(
+        self,
+        layer: nn.RNNBase,
+        parts: Mapping[str, LinearPart],
+        input: Tensor | PackedSequence,
+        hx: Tensor | State | None = None,
+    ) -> tuple[Tensor | PackedSequence, Tensor | State]:
+        """As the layer's own forward; a batch is needed. Dropout draws numbers of its own."""
+        # Step 1: sequences (N, T, d), and which of their steps lie beyond the end.
+        if isinstance(input, PackedSequence):
+            x, lengths = pad_packed_sequence(input, batch_first=True)
+            lengths = lengths.to(x.device)
+        elif input.dim() == 3:
+            x = input if layer.batch_first else input.transpose(0, 1)
+            lengths = torch.full(x.shape[:1], x.shape[1], device=x.device)
+        else:
+            raise _needs_batch(layer, input, "of sequences, of three axes")
+        steps = torch.arange(x.shape[1], device=x.device)
+        over = steps >= lengths[:, None]  # (N, T)
+        # Step 2: the layers, each in one or two directions. The reverse one begins at the end.
+        turned = torch.where(over, steps, lengths[:, None] - 1 - steps)
+        suffixes, states, ends = _suffixes(layer), _initial(layer, x, hx), []
+        for k in range(layer.num_layers):
+            outputs = []
+            for suffix in (s for s in suffixes if s.removesuffix("_reverse") == f"_l{k}"):
+                order = turned if suffix.endswith("_reverse") else None
+                names = [name for name in _PARTS if name + suffix in parts]
+                own = {name: parts[name + suffix] for name in names}
+                with _examples(layer, input, over):
+                    run = _run(layer.mode, own, x, states[len(ends)], order, self.differentiable)
+                ends.append([s[torch.arange(len(s)), lengths - 1] for s in run])
+                outputs.append(_turned(run[0], order))
+            x = torch.cat(outputs, -1)
+            if k + 1 < layer.num_layers:
+                x = F.dropout(x, layer.dropout, layer.training)
+        # Step 3: outputs and last states as the layer returns them.
+        last = tuple(torch.stack(of) for of in zip(*ends, strict=True))
+        final = last if layer.mode == "LSTM" else last[0]
+        if isinstance(input, PackedSequence):
+            return _packed(x, lengths, input), final
+        return x if layer.batch_first else x.transpose(0, 1), final
+
+
+class CellByParts(LayerByParts):
+    """nn.RNNCell, nn.GRUCell and nn.LSTMCell, whose steps a loop of the model's runs."""
+
+    def parts(self, layer: nn.RNNCellBase) -> dict[str, LinearPart]:
+        """The maps of the input and of the state."""
+        return {
+            "inputs": LinearPart(layer, "weight_ih", "bias_ih" if layer.bias else None),
+            "states": LinearPart(layer, "weight_hh", "bias_hh" if layer.bias else None),
+        }
+
+    def forward(
+        self,
+        layer: Any,
+        parts: Mapping[str, LinearPart],
+        input: Tensor,
+        hx: Tensor | State | None = None,
+    ) -> Tensor | State:
+        """As the layer's own forward; a batch is needed."""
+        if input.dim() != 2:
+            raise _needs_batch(layer, input, "of two axes")
+        mode = "LSTM" if isinstance(layer, nn.LSTMCell) else "GRU"
+        mode = f"RNN_{layer.nonlinearity.upper()}" if isinstance(layer, nn.RNNCell) else mode
+        if hx is None:
+            zero = input.new_zeros(len(input), layer.hidden_size)
+            hx = (zero, zero) if mode == "LSTM" else zero
+        state = hx if isinstance(hx, tuple) else (hx,)
+        new = _step(mode, parts["inputs"](input), parts["states"](state[0]), state)
+        return new if mode == "LSTM" else new[0]
+
+
+_PARTS = ("inputs", "states", "projected")
+
+
+def _suffixes(layer: nn.RNNBase) -> list[str]:
+    """How torch names the parameters of each layer and direction."""
+    directions = ("", "_reverse") if layer.bidirectional else ("",)
+    return [f"_l{k}{direction}" for k in range(layer.num_layers) for direction in directions]
+
+
+def _initial(layer: nn.RNNBase, x: Tensor, hx: Tensor | State | None) -> list[State]:
+    """The state before the first step, of each layer and direction; zero if none is given."""
+    runs = len(_suffixes(layer))
+    if hx is None:
+        widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
+        hx = tuple(x.new_zeros(runs, len(x), d) for d in widths[: 1 + (layer.mode == "LSTM")])
+    given = hx if isinstance(hx, tuple) else (hx,)
+    return [tuple(of[i] for of in given) for i in range(runs)]
+
+
+def _examples(
+    layer: nn.RNNBase, input: Tensor | PackedSequence, over: Bool[Tensor, "N T"]
+) -> AbstractContextManager[None]:
+    """Whose the steps are: as a packed sequence's lengths say, or as the model has declared."""
+    if isinstance(input, PackedSequence):
+        index = torch.arange(len(over), device=over.device)[:, None].expand_as(over)
+        return examples_of_rows(index.masked_fill(over, -1), len(over), by_roots=False)
+    rows = current_rows()
+    if rows is None or rows.of_positions or layer.batch_first or rows.axes != input.shape[:2]:
+        return nullcontext()
+    weights = None if rows.weights is None else rows.weights.view(rows.axes).T
+    return examples_of_rows(
+        rows.as_given.T, rows.num_examples, by_roots=rows.by_roots, weights=weights
+    )
+
+
+def _run(
+    mode: str,
+    parts: Mapping[str, LinearPart],
+    x: Float[Tensor, "N T d"],
+    state: State,
+    order: Int[Tensor, "N T"] | None,
+    differentiable: bool,
+) -> State:
+    """The states of all steps, (N, T, d) each, in the order of running.
+
+    Args:
+        mode: torch's name of the kind of layer.
+        parts: the maps.
+        x: the sequences.
+        state: the state before the first step.
+        order: the number of the input that each step reads; None for their own order.
+        differentiable: whether values of the first run keep their graph.
+    """
+    read = _turned(parts["inputs"](x), order).unbind(1)
+    maps = [parts[name] for name in _PARTS[1:] if name in parts]
+    weights = [part.weight.detach() for part in maps]
+    biases = [None if part.bias is None else part.bias.detach() for part in maps]
+    values: list[list[Tensor]] = [[] for _ in maps]
+
+    def first(k: int, t: int, h: Tensor) -> Tensor:
+        values[k].append(h)
+        return F.linear(h, weights[k], biases[k])
+
+    def second(k: int, t: int, h: Tensor) -> Tensor:
+        return _Known.apply(mapped[k][t], h, weights[k])  # pyright: ignore[reportReturnType]
+
+    # Step 1: the inputs of the maps in each step, their values alone.
+    with torch.set_grad_enabled(differentiable):
+        _steps(mode, read, state, [partial(first, k) for k in range(len(maps))])
+    # Step 2: the maps of all steps at once, as hooks see them, in the order of the inputs.
+    of_steps = [_turned(torch.stack(of, 1), order) for of in values]
+    mapped = [_turned(part(of), order).unbind(1) for part, of in zip(maps, of_steps, strict=True)]
+    # Step 3: the steps again, with graphs.
+    return _steps(mode, read, state, [partial(second, k) for k in range(len(maps))])
+
+
+def _steps(mode: str, read: tuple[Tensor, ...], state: State, maps: list[Map]) -> State:
+    """The states after each step, (N, T, d), from W_ih x + b_ih and the other maps."""
+    of_steps = []
+    for t, x in enumerate(read):
+        state = _step(mode, x, maps[0](t, state[0]), state)
+        if len(maps) > 1:
+            state = (maps[1](t, state[0]), *state[1:])
+        of_steps.append(state)
+    return tuple(torch.stack(of, 1) for of in zip(*of_steps, strict=True))
+
+
+def _step(mode: str, x: Tensor, h: Tensor, state: State) -> State:
+    """The next state, from x = W_ih x + b_ih and h = W_hh h + b_hh, (N, gates · d)."""
+    if mode == "LSTM":
+        i, f, g, o = (x + h).chunk(4, 1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+    if mode == "GRU":
+        (r, z, n), (r_h, z_h, n_h) = x.chunk(3, 1), h.chunk(3, 1)
+        z = (z + z_h).sigmoid()
+        n = (n + (r + r_h).sigmoid() * n_h).tanh()
+        return ((1 - z) * n + z * state[0],)
+    return ((x + h).tanh() if mode == "RNN_TANH" else (x + h).relu(),)
+
+
+def _turned(x: Float[Tensor, "N T d"], order: Int[Tensor, "N T"] | None) -> Tensor:
+    return x if order is None else x.gather(1, order[..., None].expand_as(x))
+
+
+def _packed(x: Float[Tensor, "N T d"], lengths: Tensor, like: PackedSequence) -> PackedSequence:
+    """Sequences, packed as others of the same lengths were."""
+    order = like.sorted_indices
+    x, lengths = (x, lengths) if order is None else (x[order], lengths[order])
+    return PackedSequence(pack_padded_sequence(x, lengths.cpu(), True).data, *like[1:])
+
+
+def _needs_batch(layer: nn.Module, x: Tensor, what: str) -> ValueError:
+    return ValueError(
+        f"nn.{type(layer).__name__} got an input of shape {tuple(x.shape)}; the curvature needs a "
+        f"batch {what}."
+    )
