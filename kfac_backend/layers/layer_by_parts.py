@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FunctionalLayer", "LayerByParts", "LinearPart"]
+__all__ = ["FunctionalLayer", "LayerByParts", "LinearPart", "TransposedPart"]
 
 
 class LinearPart(nn.Module):
@@ -22,8 +22,8 @@ class LinearPart(nn.Module):
         layer: the layer.
         weight: name of its weight (d_out, d_in).
         bias: name of its bias (d_out,), if there is one.
-        slot: the index of this map's row block, where tensors hold several maps packed below each
-            other, as attention's queries, keys and values.
+        slot: the index of this map, where tensors hold several, packed below each other as
+            attention's queries, keys and values, or stacked (E, d_out, d_in) as experts.
         slots: "weight" and "bias" -> the number of maps that are packed in that tensor, if it is
             more than one.
     """
@@ -64,7 +64,19 @@ class LinearPart(nn.Module):
         # Looked up by name each time, since a curvature pass replaces the layer's tensors.
         tensor = getattr(self._layer[0], self.parameter_of[local])
         slots = self.slots.get(local, 1)
-        return tensor if slots == 1 else tensor.chunk(slots)[self.slot]
+        if slots == 1:
+            return tensor
+        behind = tensor.shape[-1:] if local == "weight" else ()
+        return tensor.reshape(slots, -1, *behind)[self.slot]
+
+
+class TransposedPart(LinearPart):
+    """A map y = x W + b whose weight is stored (d_in, d_out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X W + b for x (N, ..., d_in)."""
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
 
 
 class FunctionalLayer(nn.Module):
@@ -123,6 +135,9 @@ class LayerByParts(ABC):
 
     is_checked = True
     """Whether that proof is made; it is not needed where ``forward`` calls the layer's own."""
+
+    folds = False
+    """Whether ``forward`` tells by `num_examples` which rows are an example's: to be proved."""
 
     num_examples: int | None = None
     """N of the batch that runs in a pass, as far as it is known."""

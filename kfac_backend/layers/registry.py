@@ -14,7 +14,7 @@ from kfac_backend.layers.elementwise import (
     Scale,
     ScaleRule,
 )
-from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
+from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart, TransposedPart
 from kfac_backend.layers.rule import Rule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 
@@ -32,6 +32,7 @@ T = TypeVar("T", bound=type)
 
 RULES: dict[type[nn.Module], AnyRule | str] = {
     **dict.fromkeys((nn.Linear, LinearPart), LinearRule),
+    TransposedPart: TransposedLinearRule,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "convolution.ConvolutionRule"),
     **dict.fromkeys(
         (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -46,16 +47,16 @@ RULES: dict[type[nn.Module], AnyRule | str] = {
         ),
         ChannelsRule,
     ),
-    nn.MultiheadAttention: "attention.AttentionByParts",
+    nn.MultiheadAttention: "by_parts.attention.AttentionByParts",
     **dict.fromkeys(
         (
             *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
             *(nn.TransformerEncoder, nn.TransformerDecoder),
         ),
-        "attention.SequenceFirst",
+        "by_parts.attention.SequenceFirst",
     ),
-    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), "recurrent.RecurrentByParts"),
-    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), "recurrent.CellByParts"),
+    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), "by_parts.recurrent.RecurrentByParts"),
+    **dict.fromkeys((nn.RNNCell, nn.GRUCell, nn.LSTMCell), "by_parts.recurrent.CellByParts"),
     Bias: BiasRule,
     Scale: ScaleRule,
 }
@@ -66,6 +67,9 @@ RULES_BY_NAME: dict[str, AnyRule] = {
     "transformers.modeling_utils.Conv1D": TransposedLinearRule,  # before version 4.28
 }
 """Layers of other libraries, by name, so that these need not be imported."""
+
+RULES_BY_ATTRIBUTE = {"_apply_gate": "by_parts.experts.ExpertsByParts"}
+"""Layers of transformers that a decorator makes, by the attribute that it gives their classes."""
 
 BUILT_IN = dict(RULES)
 
@@ -154,13 +158,16 @@ def registered(layer: nn.Module) -> Registered | None:
         rule = RULES.get(cls) or RULES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:
             return Registered(cls, _imported(rule), BUILT_IN.get(cls) is rule)
+    for attribute, rule in RULES_BY_ATTRIBUTE.items():
+        if hasattr(type(layer), attribute):
+            return Registered(type(layer), _imported(rule), True)
     return None
 
 
 def _imported(rule: AnyRule | str) -> AnyRule:
     if not isinstance(rule, str):
         return rule
-    module, _, name = rule.partition(".")
+    module, _, name = rule.rpartition(".")
     return getattr(import_module(f"kfac_backend.layers.{module}"), name)
 
 
@@ -174,5 +181,9 @@ def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 def supported_layers() -> list[str]:
     """Names of the layers that have a rule of their own."""
-    hidden = {LinearPart, *(t for t, rule in RULES.items() if rule == "attention.SequenceFirst")}
+    hidden = {
+        LinearPart,
+        TransposedPart,
+        *(t for t, rule in RULES.items() if rule == "by_parts.attention.SequenceFirst"),
+    }
     return [layer_type.__name__ for layer_type in RULES if layer_type not in hidden]

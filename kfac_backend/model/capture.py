@@ -173,7 +173,7 @@ class Capture:
         self._clear()
         if not self._in_training:
             self.listen()
-        self.folds = False
+        self.folds = any(divided.by_parts.folds for divided in self._assignment.divided)
         self.not_folded.clear()
         self._number.clear()
         self._reached.clear()

@@ -215,9 +215,7 @@ class Trial(Follower):
             Refused: it cannot be followed.
         """
         use = weight_use(call.func, call.args, call.kwargs)
-        if self.inside and use is not None and self._expression(use.weight):
-            raise Refused(f"is computed with before it is the weight of layer {self.inside[-1]}")
-        if self.inside and self.inside[-1].layer not in self._once:
+        if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
             raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
         one = self._seen.get(call.key, [])
         if time >= len(one) or len(one[time]) != len(outputs):
@@ -233,7 +231,12 @@ class Trial(Follower):
         if axis is None:
             raise Refused(f"meets {call}, whose output has no axis of examples")
         if use is not None and not self._expression(use.a):
-            return self._layer_of(call, use, shapes[0], axis)
+            if len(shapes[0]) + axis != 0:
+                raise Refused(f"is the weight of {call}, whose examples do not come first")
+            # A layer that is running, which has another parameter, has a rule for its own weight.
+            if self.inside or self._stored(use.weight) is None:
+                return "mapped"
+            return self._layer_of(call, use, shapes[0])
         if call.func in PRODUCTS:
             raise Refused(f"meets {call} as a matrix")
         # Only an axis of size one can become the axis of the copies.
@@ -242,9 +245,15 @@ class Trial(Follower):
                 raise Refused(f"meets {call} with entries of its own for each example")
         return axis
 
-    def _layer_of(self, call: Call, use: WeightUse, shape: torch.Size, axis: int) -> TrackedLayer:
-        if len(shape) + axis != 0:
-            raise Refused(f"is the weight of {call}, whose examples do not come first")
+    def _belongs(self, call: Call) -> bool:
+        """Whether all expressions are made of parameters of the layer that is running.
+
+        So they are made for its weight, as a parametrisation does; else they are its input.
+        """
+        modules = set(self.inside[-1].layer.modules())
+        return all(self._places[name][0] in modules for e in call.expressions for name in e.names)
+
+    def _layer_of(self, call: Call, use: WeightUse, shape: torch.Size) -> TrackedLayer:
         known = self._operations.ways.get(call.key)
         tracked = known if isinstance(known, TrackedLayer) else self._new_layer(call, use)
         if shape[0] > 2:
@@ -253,8 +262,7 @@ class Trial(Follower):
 
     def _new_layer(self, call: Call, use: WeightUse) -> TrackedLayer:
         stored = self._stored(use.weight)
-        if stored is None:
-            raise Refused(f"is computed with before it is the weight of {call}")
+        assert stored is not None
         name, turned = stored
         names = {"weight": name}
         if use.bias is not None and (bias := self._stored(use.bias)):

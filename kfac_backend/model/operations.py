@@ -7,11 +7,13 @@ the forward pass.
 
 An *expression* is a tensor that depends on followed parameters, and on no example: w itself, 1 + w,
 rows of a table, several biases in one. Where an operation combines it with a tensor that does
-depend on the examples, it *meets* them, in one of two ways:
+depend on the examples, it *meets* them, in one of three ways:
 
 - As the weight of a linear map (``F.linear``, a convolution, an embedding, ``@``). The operation is
   then treated as a run of a layer with that weight, and gets that layer's rule. The expression must
   be the parameter as it is stored, or its transpose.
+- As the weight of such a map, but computed: normalised, or standardised. Each example's map runs
+  with a copy of its own (`torch.func.vmap`), and the rest is as below.
 - Otherwise by broadcasting. Each example is then given its own copy of the expression. The gradient
   of a copy is that of one example, and the expression's own graph takes it on to the parameters. No
   approximation is made.
@@ -210,6 +212,8 @@ class Follower(TorchFunctionMode):
             return self._met(call, way)
         if isinstance(way, TrackedLayer):
             return self._met_as_weight(call, way)
+        if way == "mapped":
+            return self._mapped(call)
         output = call.run()
         if way is None and any(True for _ in tensors_in(output)):
             raise NotImplementedError(
@@ -274,6 +278,18 @@ class Follower(TorchFunctionMode):
                 "no common block. Freeze it (requires_grad_(False))."
             )
         return self._layer(tracked, use.a, call.run())
+
+    def _mapped(self, call: Call) -> Tensor:
+        """A linear operation of each row (M, ...) of its input, with a copy of its weight."""
+        use = weight_use(call.func, call.args, call.kwargs)
+        e = None if use is None else self._expression(use.weight)
+        assert use is not None and e is not None
+
+        def of_row(a: Tensor, weight: Tensor) -> Tensor:
+            own = {id(use.a): a[None], id(use.weight): weight}
+            return call.run(lambda value: own.get(id(value), value))[0]
+
+        return torch.func.vmap(of_row)(use.a, self._copies(e, len(use.a)))
 
     def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
         self._known[id(value)] = Expression(value, twin, key, leaves)

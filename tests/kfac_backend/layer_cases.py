@@ -9,8 +9,15 @@ from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
 from marglik.models import GraphNetwork
 from tests.kfac_backend.block_checks import randomize, with_statistics
-from tests.kfac_backend.layers import attention_models, padded_models, recurrent_models, tied_models
+from tests.kfac_backend.layers import (
+    attention_models,
+    expert_models,
+    padded_models,
+    recurrent_models,
+    tied_models,
+)
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
+from tests.kfac_backend.layers.expert_models import Routed, routed_batch
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
     Folded,
@@ -229,6 +236,12 @@ CASES = {
         packed_batch(),
     ),
     "cells": lambda: (Cells(), normal(3, 3, 3)),
+    "experts": lambda: (
+        Routed(has_gate=True, has_bias=False, is_transposed=False), routed_batch()
+    ),
+    "experts, inputs first": lambda: (
+        Routed(has_gate=False, has_bias=True, is_transposed=True), routed_batch()
+    ),
     "rows of images": lambda: (Folded(nn.Conv2d(2, 4, 2)), normal(3, 2, 2, 3, 3)),
 }  # fmt: skip
 
@@ -280,6 +293,7 @@ def reference_of(model: nn.Module, x: Tensor | Mapping) -> tuple[Callable | None
         Padded: padded_models.padded,
         PaddedTokens: padded_models.padded_tokens,
         PaddedTransformer: padded_models.padded_transformer,
+        Routed: expert_models.routed,
     }.items():
         if isinstance(model, cls):
             return reference, padded_models.real_positions(model, x)

@@ -39,6 +39,7 @@ class _Noted(NamedTuple):
     rows: Callable[[Tensor], Tensor]  # (T, *output) -> (T, R, d_out)
     input_first: bool
     is_bias: bool
+    ragged: bool = False
 
 
 def reference(model: nn.Module, x: Any, likelihood: str, approx: str) -> Reference:
@@ -67,12 +68,12 @@ def reference(model: nn.Module, x: Any, likelihood: str, approx: str) -> Referen
             by_term = of_parameter.reshape(T, C, -1)
             rows[name] += [roots[t].T @ by_term[t] for t in range(T)]
         of_uses = J[len(parameters) :]
-        reached = {u.name for u, b in zip(noted, of_uses, strict=True) if b.any()}
+        reached = {(u.name, u.group) for u, b in zip(noted, of_uses, strict=True) if b.any()}
         for k, (use, b) in enumerate(zip(noted, of_uses, strict=True)):
-            if use.name in other or (use.name in reached and not b.any()):
+            if use.name in other or ((use.name, use.group) in reached and not b.any()):
                 continue  # of another kind, or a constant: nothing is derived through it
             by_use = uses.setdefault((use.name, use.group), {})
-            seen_use = by_use.setdefault(k, Use([], [], False, use.input_first, use.is_bias))
+            seen_use = by_use.setdefault(k, Use([], [], use.ragged, use.input_first, use.is_bias))
             positions = use.rows(b).reshape(T, C, len(use.a), -1).transpose(1, 2)
             # Examples without this use, as an expert's that was not chosen, have no positions.
             while len(seen_use.a) < n:
@@ -82,16 +83,25 @@ def reference(model: nn.Module, x: Any, likelihood: str, approx: str) -> Referen
             seen_use.b.append(positions)
     hessians = loss_hessians(outputs, likelihood)
     products: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for (name, _), by_use in sorted(uses.items()):
+    for (name, group), by_use in sorted(uses.items()):
         both = []
         for input_first in (False, True):
             same = [u for u in by_use.values() if u.input_first is input_first]
             if same:
-                B, A = kfac_from_uses(_complete(same, len(hessians)), hessians, approx)
+                ragged = same[0].ragged
+                B, A = kfac_from_uses(_complete(same, len(hessians)), hessians, approx, ragged)
                 A = torch.ones_like(A) if same[0].is_bias else A
                 both.append((A, B) if input_first else (B, A))
         product = both[0] if len(both) == 1 else nearest_kronecker(both)
-        products.setdefault(name, []).append(product)
+        of_name = products.setdefault(name, [])
+        # Experts that no position was routed to have blocks of zeros.
+        of_name += [(0 * product[0], 0 * product[1])] * (group - len(of_name))
+        of_name.append(product)
+    for name, of_name in products.items():
+        if parameters[name].dim() == 3 and next(iter(uses[name, len(of_name) - 1].values())).ragged:
+            first, second = of_name[0]
+            missing = len(parameters[name]) - len(of_name)
+            of_name += [(0 * first, 0 * second)] * missing
     gradients = {name: torch.cat(of_name).detach() for name, of_name in rows.items()}
     return Reference(products, gradients)
 
@@ -145,8 +155,8 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
             return None
         if id(tensor) in names:
             return names[id(tensor)]
-        base = tensor._base  # a transpose, or a part of packed projections
-        return names.get(id(base)) if base is not None and base.dim() == tensor.dim() else None
+        base = tensor._base  # a transpose, a part of packed projections, or an expert
+        return names.get(id(base)) if base is not None and base.dim() >= tensor.dim() else None
 
     def constant(tensor: Any) -> Any:
         return tensor.detach() if detach and name_of(tensor) is not None else tensor
@@ -179,11 +189,11 @@ def _watched(parameters: dict[str, Tensor], detach: bool = False) -> Iterator[li
             for part in range(parts):
                 size = len(weight) // parts
                 some = slice(part * size, (part + 1) * size)
-                group = part
-                if parts == 1 and name.endswith("in_proj_weight"):
+                group, expert = part, parameters[name].dim() == 3
+                if parts == 1 and (name.endswith("in_proj_weight") or expert):
                     group = weight.storage_offset() // weight.numel()
                 rows = lambda b, some=some: b[..., some].flatten(1, -2)  # noqa: E731
-                noted.append(_Noted(name, group, a, zero, rows, False, False))
+                noted.append(_Noted(name, group, a, zero, rows, False, False, expert))
         note_bias(bias, zero, -1)
         return output
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DEFAULT", "FAMILIES", "REFUSED", "Case"]
+__all__ = ["DEFAULT", "FAMILIES", "Case"]
 
 N, CLASSES, TOKENS, VOCABULARY, PIXELS = 3, 3, 4, 11, 32
 
@@ -428,7 +428,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "transformers Llama (language model)": _causal("Llama", **_LLAMA),
     "transformers Mistral": _text("Mistral", **_LLAMA),
     "transformers Mixtral": _text(
-        "Mixtral", **_LLAMA, num_local_experts=2, experts_implementation="eager"
+        "Mixtral", **_LLAMA, num_local_experts=3, experts_implementation="eager"
     ),
     "transformers Qwen2": _text("Qwen2", **_LLAMA),
     "transformers Qwen3": _text("Qwen3", **_LLAMA, head_dim=4),
@@ -539,6 +539,8 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 DEFAULT = [
     "transformers BERT",
     "transformers Llama",
+    "transformers Mixtral",
+    "transformers wav2vec 2.0",
     "transformers Swin",
     "timm ViT",
     "timm BEiT",
@@ -547,10 +549,3 @@ DEFAULT = [
     "peft LoRA",
 ]
 """Those of the default suite; the others are marked slow."""
-
-REFUSED = {
-    "transformers Mixtral": "is computed with before it is the weight of linear",
-    "transformers wav2vec 2.0": "is computed with before it is the weight of layer",
-    "timm NFNet (weight standardisation)": "is computed with before it is the weight of conv2d",
-}
-"""What the error says of those that are not accepted: weights that are computed of parameters."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.models.brute_force import reference
-from tests.models.families import DEFAULT, FAMILIES, REFUSED
-from tests.models.matrix import MODES, check, outcome, table
+from tests.models.families import DEFAULT, FAMILIES
+from tests.models.matrix import MODES, check, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,21 +33,13 @@ def test_exact_without_a_declaration(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_exact_or_refused_by_name(name):
-    needs(name)
-    found = outcome(name)
-    for mode in MODES:
-        if name in REFUSED:
-            assert found[mode].startswith("refused: "), found[mode]
-            assert REFUSED[name] in found[mode]
-            assert found[f"{mode}, diagonal"].startswith("diagonal: ")
-        else:
-            assert found[mode] == "exact"
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in DEFAULT])
+def test_each_family_is_exact_without_a_declaration(name):
+    test_exact_without_a_declaration(name)
 
 
 def test_routers_have_the_product_of_kfacs_definition():
-    """Of Mixtral's eager experts. It is .4 to .7 of its norm from the GGN's own block."""
+    """Of Mixtral's. It is .8 to 1.1 of its norm from the GGN's own block."""
     needs("transformers Mixtral")
     case = FAMILIES["transformers Mixtral"]()
     for name, p in case.model.named_parameters():
@@ -58,12 +50,7 @@ def test_routers_have_the_product_of_kfacs_definition():
         for name in (n for n in expected.products if n.endswith("gate.weight")):
             exact = expected.gradients[name].T @ expected.gradients[name]
             product = torch.kron(*expected.products[name][0])
-            assert 0.4 < (product - exact).norm() / exact.norm() < 0.8
-
-
-def test_few_are_refused():
-    assert len(REFUSED) < 0.05 * len(FAMILIES)
-    assert REFUSED.keys() < FAMILIES.keys() and set(DEFAULT) < FAMILIES.keys()
+            assert 0.8 < (product - exact).norm() / exact.norm() < 1.1
 
 
 def test_the_table_is_that_of_the_results():
@@ -71,9 +58,8 @@ def test_the_table_is_that_of_the_results():
     families = json.loads((folder / "models.json").read_text())["families"]
     before = json.loads((folder / "before.json").read_text())
     assert [row["family"] for row in families] == list(FAMILIES)
-    assert {row["family"] for row in families if row["expand"] != "exact"} == set(REFUSED)
+    assert all(row[mode] == "exact" for row in families for mode in MODES)
     readme = (ROOT / "kfac_backend/README.md").read_text()
     assert table(families, before) in readme
-    accepted = len(FAMILIES) - len(REFUSED)
-    of_all = f"of {len(FAMILIES)} families, {accepted} are taken as they are"
+    of_all = f"all of {len(FAMILIES)} families are taken as they are"
     assert of_all in " ".join((ROOT / "README.md").read_text().split())

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
@@ -73,6 +74,11 @@ def zeroed_bias(m, x):
     return m.head((x + bias).tanh().mean(1))
 
 
+def standardised(m, x):
+    weight = (m.fc.weight - m.fc.weight.mean(1, keepdim=True)) / m.fc.weight.std(1, keepdim=True)
+    return m.head(F.linear(x, weight).tanh().mean(1))
+
+
 OWN = {
     "class token": (
         lambda m, x: m.head(torch.cat([m.token.expand(len(x), -1, -1), x], 1).tanh().mean(1)),
@@ -129,6 +135,15 @@ OWN = {
     "sequence first": (
         lambda m, x: m.head((x.transpose(0, 1) * m.s + m.p).tanh().mean(0)),
         {"s": zeros(3), "p": zeros(4, 1, 3)},
+    ),
+    "weight standardisation": (standardised, {"fc": nn.Linear(3, 3, bias=False)}),
+    "weight norm": (
+        lambda m, x: m.head(m.fc(x).tanh().mean(1)),
+        {"fc": weight_norm(nn.Linear(3, 3, bias=False))},
+    ),
+    "weight norm of folded lines": (
+        lambda m, x: m.head(m.fc(x.flatten(0, 1)[:, None]).tanh().view(-1, 12, 2).mean(2)),
+        {"fc": weight_norm(nn.Conv1d(1, 3, 2, bias=False)), "head": head(12)},
     ),
     "used twice": (lambda m, x: m.head((x * m.s).tanh().mul(m.s).mean(1)), {"s": zeros(3)}),
 }
@@ -328,19 +343,13 @@ def test_derived_layers_with_other_arguments():
         )
 
 
-def standardised(m, x):
-    weight = (m.fc.weight - m.fc.weight.mean(1, keepdim=True)) / m.fc.weight.std(1, keepdim=True)
-    return m.head(F.linear(x, weight).tanh().mean(1))
-
-
 def by_value(m, x):
     """Which operation it is depends on the values: vmap cannot follow."""
-    scaled = F.linear(x, m.fc.weight.tanh())
+    scaled = F.linear(x, m.fc.weight) + m.fc.weight.sum()
     return m.head((scaled if scaled.sum() > 1e9 else scaled.tanh()).mean(1))
 
 
 REFUSED = {
-    "weight standardisation": (standardised, "is computed with before it is the weight of linear"),
     "a weight, and more": (
         lambda m, x: m.head((m.fc(x) * m.fc.weight.sum()).tanh().mean(1)),
         "is a weight, and also meets other operations",
@@ -349,7 +358,7 @@ REFUSED = {
         lambda m, x: m.head((m.fc.weight @ x.mT).tanh().mean(2)),
         "meets .*matmul.* as a matrix",
     ),
-    "by value": (by_value, "is computed with before it is the weight of linear"),
+    "by value": (by_value, "is a weight, and also meets other operations"),
     "sequence first": (
         lambda m, x: m.head(F.linear(x.transpose(0, 1), m.fc.weight).tanh().mean(0)),
         "is the weight of linear, whose examples do not come first",

@@ -321,7 +321,7 @@ def test_dropout_beside_what_all_examples_share():
 
 class ScaledLinear(nn.Linear):
     def forward(self, input):
-        return F.linear(input, self.weight / self.weight.norm(), self.bias)
+        return F.linear(input, self.weight, self.bias) / self.weight.norm()
 
 
 class OwnAttention(nn.MultiheadAttention):
@@ -339,7 +339,9 @@ def with_unit_norm():
 def with_another_forward(scale):
     model = Model(lambda m, x: m["fc"](x), fc=nn.Linear(4, 2))
     layer = model.layers["fc"]
-    layer.forward = lambda x: F.linear(x, layer.weight * scale, layer.bias)
+    layer.forward = lambda x: (
+        F.linear(x, layer.weight, layer.bias) * (1 + (scale - 1) * layer.weight.norm())
+    )
     return model
 
 

@@ -1,0 +1,1 @@
+"""Layers of several linear maps, each described by its parts: see `layer_by_parts`."""

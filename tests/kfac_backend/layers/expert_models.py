@@ -1,0 +1,98 @@
+"""Mixtures of experts whose weights are stacked, with their reference for one example."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_backend import counted_positions
+from tests.attention_references import linear
+from tests.random_numbers import normal
+from tests.taps import Taps
+
+E, K = 4, 2
+
+
+class Experts(nn.Module):
+    """The attributes and arguments of transformers' experts, and a loop over positions."""
+
+    has_post_expert_norm = False
+
+    def __init__(self, has_gate: bool, has_bias: bool, is_transposed: bool):
+        super().__init__()
+        self.has_gate, self.has_bias, self.is_transposed = has_gate, has_bias, is_transposed
+        self.num_experts, self.act_fn = E, torch.tanh
+        for name, out, into in ((self.up, 6 if has_gate else 3, 3), ("down_proj", 3, 3)):
+            shape = (E, into, out) if is_transposed else (E, out, into)
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+            if has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.zeros(E, out)))
+
+    @property
+    def up(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    def _apply_gate(self, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def map(self, name: str, e: int, x: Tensor) -> Tensor:
+        weight = getattr(self, name)[e]
+        y = x @ (weight if self.is_transposed else weight.T)
+        return y + getattr(self, f"{name}_bias")[e] if self.has_bias else y
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        outputs = []
+        for x_m, experts, weights in zip(x, top_k_index.tolist(), top_k_weights, strict=True):
+            of_experts = []
+            for e in experts:
+                h = self.map(self.up, e, x_m)
+                h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+                of_experts.append(self.map("down_proj", e, h))
+            outputs.append(weights @ torch.stack(of_experts))
+        return torch.stack(outputs)
+
+
+class Routed(nn.Module):
+    """Each position goes to two of four experts; the mean over the positions that count."""
+
+    def __init__(self, **options: bool):
+        super().__init__()
+        self.router, self.head = nn.Linear(3, E), nn.Linear(3, 3)
+        self.experts = Experts(**options)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x, mask = batch["x"], batch["mask"]
+        with counted_positions(mask):
+            rows = x.flatten(0, 1)
+            weights, index = self.router(rows).softmax(-1).topk(K)
+            y = self.experts(rows, index, weights).view_as(x).tanh()
+        y = torch.where(mask[..., None], y, 0).sum(1) / mask.sum(1, keepdim=True)
+        return self.head(y)
+
+
+def routed_batch() -> dict[str, Tensor]:
+    """Three sequences, one of them padded; the first ones choose fewer experts than there are."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]]).bool()
+    return {"x": normal(3, 3, 3), "mask": mask}
+
+
+def routed(taps: Taps, model: Routed, x: Tensor) -> Tensor:
+    """Reference of `Routed`: each expert sees all positions, of which those routed to it count."""
+    layer = model.experts
+    weights, index = linear(taps, model.router, "router", x).softmax(-1).topk(K)
+    total = torch.zeros_like(x)
+    for e in range(E):
+
+        def mapped(name: str, x: Tensor, e: int = e) -> Tensor:
+            full = f"experts.{name}"
+            bias = getattr(layer, f"{name}_bias")[e] if layer.has_bias else None
+            return taps.linear(
+                x, getattr(layer, name)[e], bias, (full, f"{full}_bias"), (e, e),
+                (index == e).any(-1), ragged=True, input_first=layer.is_transposed,
+            )  # fmt: skip
+
+        h = mapped(layer.up, x)
+        h = layer._apply_gate(h) if layer.has_gate else layer.act_fn(h)
+        share = torch.where(index == e, weights, 0).sum(-1, keepdim=True)
+        total = total + share * mapped("down_proj", h)
+    return linear(taps, model.head, "head", total.tanh().mean(0)[None])[0]
