@@ -348,7 +348,11 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
     kinds = runs.get(mixed.tracked.layer, ())
     if "folded" not in kinds:
         raise NotImplementedError(str(mixed)) from None
-    runs[mixed.tracked.layer] = tuple("examples" if kind == "folded" else kind for kind in kinds)
+    # The experts of one array are all routed alike.
+    names = set(mixed.tracked.parameters.values())
+    for layer in [t.layer for t in assignment.layers if names & set(t.parameters.values())]:
+        kinds = runs.get(layer, ("examples",))
+        runs[layer] = tuple("examples" if kind == "folded" else kind for kind in kinds)
     return replace(assignment, runs=runs)
 
 
