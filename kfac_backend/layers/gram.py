@@ -6,6 +6,7 @@ own `Gram` with the same two methods. Those of convolutions' patches are in `pat
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,20 +220,27 @@ class ScalarGram(Gram):
     @staticmethod
     def add_waiting(scalars: "Iterable[ScalarGram]") -> None:
         """Add what waits in several; those with terms of the same shapes are summed together."""
-        alike: dict[tuple[torch.Size, ...], list[ScalarGram]] = {}
+        alike: dict[tuple[Any, ...], list[ScalarGram]] = {}
+        by_number: dict[tuple[Any, ...], tuple[list[ScalarGram], list[Tensor]]] = {}
         for scalar in scalars:
-            alike.setdefault(tuple(t.shape for t in scalar._waiting), []).append(scalar)
-        for shapes, group in alike.items():
+            shapes = tuple(terms.shape for terms in scalar._waiting)
+            kind = scalar.like.dtype, scalar.like.device
+            alike.setdefault((shapes, *kind), []).append(scalar)
+        for (shapes, *kind), group in alike.items():
             if not shapes:  # nothing waits
                 continue
             # Shapes differ only between the uses of one scalar in several places.
             one = len({shape[-1] for shape in shapes}) == 1
             terms = [t if one else t.sum(-1, keepdim=True) for s in group for t in s._waiting]
-            squares = torch.cat(terms).sum(-1).square().view(len(group), -1).sum(1)
-            totals = [s._total for s in group]
-            torch._foreach_add_(totals, [*squares.view(-1, 1, 1, 1)])
+            sums = torch.cat(terms).sum(-1).view(len(group), -1)  # (scalars, vectors · M)
+            of_number = by_number.setdefault((sums.shape[1], *kind), ([], []))
+            of_number[0].extend(group)
+            of_number[1].append(sums)
             for scalar in group:
                 scalar._waiting, scalar._num_waiting = [], 0
+        for group, sums in by_number.values():
+            squares = torch.cat(sums).square().sum(1)
+            torch._foreach_add_([s._total for s in group], [*squares.view(-1, 1, 1, 1)])
 
 
 def add_waiting(grams: Iterable[Gram]) -> None:
