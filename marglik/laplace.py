@@ -1,8 +1,9 @@
 """`Laplace`: what users of laplace-torch call, by the same names, without laplace-torch.
 
-Kronecker factors are those of `Posterior`; `JacobianPosterior` has the whole GGN, or its diagonal,
-for small networks and last layers. Where a call means the same, its numbers are laplace-torch's
-(docs/laplace-torch.md is a table of the calls, each of which is tested on both).
+It returns a `Posterior` with these calls: of Kronecker factors (`KroneckerLaplace`), or of the
+whole GGN or its diagonal (`JacobianLaplace`), for small networks and last layers. Where a call
+means the same, its numbers are laplace-torch's (docs/laplace-torch.md is a table of the calls, each
+of which is tested on both).
 """
 
 import math
@@ -23,24 +24,287 @@ from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior, last_layer, parameter_vector
 from marglik.prediction.links import probit_outputs
 
-__all__ = ["JacobianPosterior", "Laplace"]
+__all__ = ["JacobianLaplace", "KroneckerLaplace", "Laplace"]
 
 Structure = Literal["kron", "diag", "full"]
 Subset = Literal["all", "last_layer"]
 
 
-class JacobianPosterior(Posterior):
-    """The posterior with the whole GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), or its diagonal (P,).
+def Laplace(  # noqa: N802  # as laplace-torch's function
+    model: nn.Module,
+    likelihood: Likelihood,
+    subset_of_weights: Subset = "last_layer",
+    hessian_structure: Structure = "kron",
+    *,
+    sigma_noise: float | Tensor = 1.0,
+    prior_precision: float | Tensor = 1.0,
+    temperature: float = 1.0,
+    last_layer_name: str | None = None,
+    **options: Any,
+) -> "KroneckerLaplace":
+    """A Laplace approximation with the calls of laplace-torch's; a `Posterior` in all else.
+
+    What differs: N is the number of examples that were seen, not the length of the loader's data
+    set; the model keeps its mode and its parameters through every call; a temperature T divides the
+    whole log-likelihood, including regression's normaliser.
+
+    Args:
+        model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
+        likelihood: "classification" or "regression".
+        subset_of_weights: "last_layer", or "all" trainable parameters. For a subnetwork freeze the
+            others (``requires_grad_(False)``).
+        hessian_structure: "kron", or "diag" and "full" from Jacobians, for few parameters.
+        sigma_noise: σ of regression.
+        prior_precision: δ, a scalar or one per trainable tensor; includes N.
+        temperature: T of the likelihood.
+        last_layer_name: of the last layer; None takes the last one that the model lists, and `fit`
+            raises an error if another one runs last.
+        options: fields of `CurvatureOptions`, such as ``kfac_approx="reduce"``.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+    check_option("subset_of_weights", subset_of_weights, Subset)
+    check_option("hessian_structure", hessian_structure, Structure)
+    check_option("likelihood", likelihood, Literal["classification", "regression"])
+    shared, last = model, ""
+    if subset_of_weights == "last_layer":
+        listed = [
+            name
+            for name, module in model.named_modules()
+            if any(p.requires_grad for p in module.parameters(recurse=False))
+        ]
+        last = last_layer_name or listed[-1]
+        # A copy that shares the numbers, with other layers frozen: the user's stay as they are.
+        learned = {id(p) for p in model.get_submodule(last).parameters()}
+        parameters = {
+            id(p): nn.Parameter(p.detach(), p.requires_grad and id(p) in learned)
+            for p in model.parameters()
+        }
+        shared = deepcopy(model, parameters)
+    kind = KroneckerLaplace if hessian_structure == "kron" else JacobianLaplace
+    la = kind(
+        shared,
+        likelihood,
+        CurvatureOptions(**options),
+        sigma_noise=sigma_noise,
+        prior_precision=prior_precision,
+        temperature=temperature,
+    )
+    la.structure = hessian_structure
+    if subset_of_weights == "last_layer" and last_layer_name is None:
+        la.whole, la.last = model, last
+    return la
+
+
+class KroneckerLaplace(Posterior):
+    """A `Posterior` with laplace-torch's calls, see `Laplace`."""
+
+    structure: Structure = "kron"
+    whole: nn.Module | None = None
+    last: str = ""
+    """The network, and its layer that is thought to be the last one; `fit` checks it."""
+
+    def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
+        """Compute the curvature; arguments as `Posterior.fit`.
+
+        Raises:
+            ValueError: the last layer that the model lists does not run last.
+        """
+        if self.whole is not None:
+            x, _ = split_batch(next(iter(train_loader)), self.options.dict_key_y)
+            if (ran := last_layer(self.whole, x)) != self.last:
+                raise ValueError(
+                    f"The model lists {self.last!r} last, but {ran!r} runs last; pass "
+                    f"last_layer_name={ran!r} (or another one)."
+                )
+        self._fit(train_loader, *args, **keywords)
+
+    def _fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
+        super().fit(train_loader, *args, **keywords)
+
+    @property
+    def scatter(self) -> Tensor:
+        """θ*ᵀ P₀ θ*."""
+        sizes = torch.tensor([p.numel() for p in self.params], device=self.mean.device)
+        delta = self.prior_precision.expand(len(sizes)).repeat_interleave(sizes)
+        return (delta * self.mean.square()).sum()
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """Log det(H/(σ²T) + P₀) − log det P₀."""
+        return 2 * (self.log_likelihood - self.log_marginal_likelihood()) - self.scatter
+
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: Literal["marglik", "gridsearch"] = "marglik",
+        n_steps: int = 100,
+        lr: float = 0.1,
+        init_prior_prec: float = 1.0,
+        prior_structure: Literal["scalar", "layerwise"] = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+    ) -> None:
+        """Set δ by Adam's steps on the evidence, or by the best of a grid on validation data.
+
+        The grid's loss is the NLL, for regression of N(f, J Σ Jᵀ + σ²): the mean square error,
+        which laplace-torch takes, is the same for all δ where the network is linearised.
+        `marglik.maximize_evidence` finds the evidence's maximum instead of taking steps to it.
+        """
+        check_option("prior_structure", prior_structure, Literal["scalar", "layerwise"])
+        if method == "marglik":
+            number = 1 if prior_structure == "scalar" else self.n_layers
+            log_delta = self.mean.new_full((number,), math.log(init_prior_prec))
+            optimizer = torch.optim.Adam([log_delta.requires_grad_()], lr)
+            for _ in range(n_steps):
+                optimizer.zero_grad()
+                (-self.log_marginal_likelihood(log_delta.exp())).backward()
+                optimizer.step()
+            self.prior_precision = log_delta.detach().exp()
+            return
+        if method != "gridsearch" or val_loader is None:
+            raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")
+        grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
+        losses = []
+        for delta in grid:
+            self.prior_precision, total, count = delta, 0.0, 0
+            for batch in val_loader:
+                x, y = split_batch(batch, self.options.dict_key_y)
+                found = self(
+                    x, pred_type, link_approx=link_approx, n_samples=n_samples, diagonal_output=True
+                )
+                y = y.to(self.mean.device)
+                if isinstance(found, tuple):
+                    variance = found[1] + self.sigma_noise.square()
+                    errors = 0.5 * ((found[0] - y).square() / variance + variance.log())
+                else:
+                    errors = -found.log().gather(1, y[:, None])
+                total, count = total + errors.sum().item(), count + len(y)
+            losses.append(total / count)
+        self.prior_precision = grid[int(torch.tensor(losses).nan_to_num(math.inf).argmin())]
+
+    # Predictions
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        *,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """Class probabilities (N, C); for regression means (N, C) and variances without the noise.
+
+        Args:
+            x: inputs.
+            pred_type: "glm", the linearised network, or "nn", the network at samples.
+            link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for "glm".
+            n_samples: number of samples, where some are drawn.
+            diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
+            generator: of the samples.
+        """
+        is_classes = self.likelihood == "classification"
+        if pred_type == "nn" or (is_classes and link_approx == "mc"):
+            options = n_samples, diagonal_output, generator
+            samples = self.predictive_samples(x, pred_type, *options)
+            return samples.mean(0) if is_classes else (samples.mean(0), samples.var(0))
+        f, covariance = self.output_distribution(x)
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        if not is_classes:
+            return f, variance if diagonal_output else covariance
+        if link_approx == "probit":
+            return probit_outputs(f, variance).softmax(1)
+        check_option("link_approx", link_approx, Literal["probit", "mc", "bridge", "bridge_norm"])
+        return _bridge(f, covariance, normalised=link_approx == "bridge_norm")
+
+    @torch.no_grad()
+    def functional_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Samples of the network's outputs, (S, N, C)."""
+        check_option("pred_type", pred_type, Literal["glm", "nn"])
+        if pred_type == "nn":
+            return self._network_outputs(x, self.sample(n_samples, generator))
+        f, covariance = self.output_distribution(x)
+        noise = torch.randn(
+            f.shape[1], n_samples, generator=generator, device=f.device, dtype=f.dtype
+        )
+        root = torch.linalg.cholesky(covariance)
+        if diagonal_output:
+            root = covariance.diagonal(dim1=1, dim2=2).sqrt().diag_embed()
+        return f + (root @ noise).permute(2, 0, 1)
+
+    def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
+        """Samples of class probabilities, or of regression's outputs; arguments as above."""
+        samples = self.functional_samples(*args, **keywords)
+        return samples.softmax(-1) if self.likelihood == "classification" else samples
+
+    def _network_outputs(self, x: Any, samples: Tensor) -> Tensor:
+        model, params = self.model, self.params
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        x = to_device(x, samples.device)
+
+        def outputs(sample: Tensor) -> Tensor:
+            parts = sample.split([p.numel() for p in params])
+            named = {n: v.view_as(p) for n, v, p in zip(names, parts, params, strict=True)}
+            return call_with(model, named, x)
+
+        return torch.stack([in_eval_mode(model, outputs)(sample) for sample in samples])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
+        names = ("prior_precision", "sigma_noise", "mean")
+        return {name: getattr(self, name) for name in names} | {"fit": self._fit_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, with the network at the same parameters.
+
+        Raises:
+            ValueError: the network's parameters are others.
+        """
+        here = parameter_vector(self.params).detach()
+        if here.shape != state["mean"].shape or not torch.equal(here, state["mean"].to(here)):
+            raise ValueError(
+                "The state is of other parameters than the model has; load them first."
+            )
+        self.prior_precision, self.sigma_noise = state["prior_precision"], state["sigma_noise"]
+        self._restore_fit(state["fit"])
+
+    def _fit_state(self) -> dict[str, Any]:
+        return self.fitted_factors().state_dict()
+
+    def _restore_fit(self, state: dict[str, Any]) -> None:
+        self.restore(KroneckerFactors.from_state_dict(state).to(self._device))
+
+
+class JacobianLaplace(KroneckerLaplace):
+    """The same with the whole GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), or its diagonal (P,).
 
     From Jacobians J_n (C, P), so that P is a few thousand at the most for the whole GGN.
     """
 
-    structure: Structure = "full"
     H: Tensor | None = None
     """The GGN at σ = T = 1, a sum over the data."""
 
-    def fit(self, train_loader: Iterable[Any], *_: Any, **__: Any) -> None:
+    def _fit(self, train_loader: Iterable[Any], override: bool = True, *_: Any, **__: Any) -> None:
         """Compute H at the model's current parameters; N is the number of examples seen."""
+        if not override:
+            raise ValueError(
+                "override=False is for hessian_structure='kron'; fit all data at once."
+            )
         self.mean, self.loss, self.n_data = parameter_vector(self.params).detach(), 0.0, 0
         H = torch.zeros((), device=self._device, dtype=torch.float64)
         for batch in each_batch(train_loader, "Fitting", progress=False):
@@ -134,329 +398,12 @@ class JacobianPosterior(Posterior):
         inverse = precision.reciprocal() if precision.dim() == 1 else torch.linalg.inv(precision)
         return inverse.to(self._dtype)
 
+    def _fit_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("H", "loss", "n_data", "n_outputs", "mean")}
 
-class Laplace:
-    """A Laplace approximation with the calls of laplace-torch's `Laplace`.
-
-    What differs: N is the number of examples that were seen, not the length of the loader's data
-    set; the model keeps its mode and its parameters through every call; a temperature T divides the
-    whole log-likelihood, including regression's normaliser. `posterior` has all the rest of
-    marglik: `marglik.calibrate(la.posterior, held_out)`.
-
-    Args:
-        model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
-        likelihood: "classification" or "regression".
-        subset_of_weights: "last_layer", or "all" trainable parameters. For a subnetwork freeze the
-            others (``requires_grad_(False)``).
-        hessian_structure: "kron", or "diag" and "full" from Jacobians, for few parameters.
-        sigma_noise: σ of regression.
-        prior_precision: δ, a scalar or one per trainable tensor; includes N.
-        temperature: T of the likelihood.
-        last_layer_name: of the last layer; None takes the one that starts last at the first input.
-        options: fields of `CurvatureOptions`, such as ``kfac_approx="reduce"``.
-
-    Raises:
-        ValueError: an option that is not supported.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood,
-        subset_of_weights: Subset = "last_layer",
-        hessian_structure: Structure = "kron",
-        *,
-        sigma_noise: float | Tensor = 1.0,
-        prior_precision: float | Tensor = 1.0,
-        temperature: float = 1.0,
-        last_layer_name: str | None = None,
-        **options: Any,
-    ) -> None:
-        check_option("subset_of_weights", subset_of_weights, Subset)
-        check_option("hessian_structure", hessian_structure, Structure)
-        if likelihood == "bernoulli":
-            raise ValueError(
-                "likelihood 'bernoulli' is none of laplace-torch's; use marglik.Posterior."
-            )
-        self.model = model
-        self.likelihood: Likelihood = likelihood
-        self._subset: Subset = subset_of_weights
-        self._structure: Structure = hessian_structure
-        self._last = last_layer_name
-        self._options = CurvatureOptions(**options)
-        self._given = {
-            "sigma_noise": sigma_noise,
-            "prior_precision": prior_precision,
-            "temperature": temperature,
-        }
-        self._posterior: Posterior | None = None
-
-    @property
-    def posterior(self) -> Posterior:
-        """The `Posterior`, once it is fitted."""
-        if self._posterior is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
-        return self._posterior
-
-    def fit(
-        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
-    ) -> None:
-        """Compute the curvature; ``override=False`` adds data (only for "kron")."""
-        if not override and self._structure != "kron":
-            raise ValueError(
-                "override=False is for hessian_structure='kron'; fit all data at once."
-            )
-        if self._posterior is None:
-            x, _ = split_batch(next(iter(train_loader)), self._options.dict_key_y)
-            self._make(x)
-        self.posterior.fit(train_loader, override, progress_bar)
-
-    def _make(self, x: Any) -> None:
-        """The posterior, of a model that shares all parameters and whose other layers are frozen.
-
-        The user's own model keeps its ``requires_grad``.
-        """
-        model = self.model
-        if self._subset == "last_layer":
-            self._last = self._last or last_layer(model, x)
-            learned = {id(p) for p in model.get_submodule(self._last).parameters()}
-            shared = {
-                id(p): nn.Parameter(p.detach(), p.requires_grad and id(p) in learned)
-                for p in model.parameters()
-            }
-            model = deepcopy(model, shared)
-        kind = Posterior if self._structure == "kron" else JacobianPosterior
-        self._posterior = kind(model, self.likelihood, self._options, **self._given)
-        if isinstance(self._posterior, JacobianPosterior):
-            self._posterior.structure = self._structure
-
-    # Hyperparameters and evidence
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """δ, (1,) or one per trainable tensor."""
-        return self.posterior.prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, prior_precision: float | Tensor) -> None:
-        self.posterior.prior_precision = prior_precision
-
-    @property
-    def sigma_noise(self) -> Tensor:
-        """σ of regression."""
-        return self.posterior.sigma_noise
-
-    @sigma_noise.setter
-    def sigma_noise(self, sigma_noise: float | Tensor) -> None:
-        self.posterior.sigma_noise = sigma_noise
-
-    @property
-    def n_data(self) -> int:
-        """N, the number of examples that were seen."""
-        return int(self.posterior.n_data)
-
-    @property
-    def n_params(self) -> int:
-        """P, the number of parameters with a posterior."""
-        return self.posterior.n_params
-
-    @property
-    def mean(self) -> Tensor:
-        """θ* (P,)."""
-        return self.posterior.mean
-
-    @property
-    def log_likelihood(self) -> Tensor:
-        """Log p(D|θ*) / T (nats, a sum over the data)."""
-        return self.posterior.log_likelihood
-
-    @property
-    def scatter(self) -> Tensor:
-        """θ*ᵀ P₀ θ*."""
-        sizes = torch.tensor([p.numel() for p in self.posterior.params], device=self.mean.device)
-        delta = self.prior_precision.expand(len(sizes)).repeat_interleave(sizes)
-        return (delta * self.mean.square()).sum()
-
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """Log det(H/(σ²T) + P₀) − log det P₀."""
-        return 2 * (self.log_likelihood - self.log_marginal_likelihood()) - self.scatter
-
-    def log_marginal_likelihood(
-        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
-    ) -> Tensor:
-        """The log marginal likelihood (nats), differentiable in the arguments that are passed."""
-        return self.posterior.log_marginal_likelihood(prior_precision, sigma_noise)
-
-    def optimize_prior_precision(
-        self,
-        pred_type: str = "glm",
-        method: Literal["marglik", "gridsearch"] = "marglik",
-        n_steps: int = 100,
-        lr: float = 0.1,
-        init_prior_prec: float = 1.0,
-        prior_structure: Literal["scalar", "layerwise"] = "scalar",
-        val_loader: Iterable[Any] | None = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
-        grid_size: int = 100,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-    ) -> None:
-        """Set δ by Adam's steps on the evidence, or by the best of a grid on validation data.
-
-        The grid's loss is the NLL, for regression of N(f, J Σ Jᵀ + σ²): the mean square error,
-        which laplace-torch takes, is the same for all δ where the network is linearised.
-        `marglik.maximize_evidence` finds the evidence's maximum instead of taking steps to it.
-        """
-        check_option("prior_structure", prior_structure, Literal["scalar", "layerwise"])
-        if method == "marglik":
-            number = 1 if prior_structure == "scalar" else self.posterior.n_layers
-            log_delta = self.mean.new_full((number,), math.log(init_prior_prec))
-            optimizer = torch.optim.Adam([log_delta.requires_grad_()], lr)
-            for _ in range(n_steps):
-                optimizer.zero_grad()
-                (-self.log_marginal_likelihood(log_delta.exp())).backward()
-                optimizer.step()
-            self.prior_precision = log_delta.detach().exp()
-            return
-        if method != "gridsearch" or val_loader is None:
-            raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")
-        grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
-        losses = []
-        for delta in grid:
-            self.prior_precision, total, count = delta, 0.0, 0
-            for batch in val_loader:
-                x, y = split_batch(batch, self._options.dict_key_y)
-                found = self(
-                    x, pred_type, link_approx=link_approx, n_samples=n_samples, diagonal_output=True
-                )
-                y = y.to(self.mean.device)
-                if isinstance(found, tuple):
-                    variance = found[1] + self.sigma_noise.square()
-                    errors = 0.5 * ((found[0] - y).square() / variance + variance.log())
-                else:
-                    errors = -found.log().gather(1, y[:, None])
-                total, count = total + errors.sum().item(), count + len(y)
-            losses.append(total / count)
-        self.prior_precision = grid[int(torch.tensor(losses).nan_to_num(math.inf).argmin())]
-
-    # Predictions
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        *,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Any:
-        """Class probabilities (N, C); for regression means (N, C) and variances without the noise.
-
-        Args:
-            x: inputs.
-            pred_type: "glm", the linearised network, or "nn", the network at samples.
-            link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for "glm".
-            n_samples: number of samples, where some are drawn.
-            diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
-            generator: of the samples.
-        """
-        is_classes = self.likelihood == "classification"
-        if pred_type == "nn" or (is_classes and link_approx == "mc"):
-            options = n_samples, diagonal_output, generator
-            samples = self.predictive_samples(x, pred_type, *options)
-            return samples.mean(0) if is_classes else (samples.mean(0), samples.var(0))
-        f, covariance = self._distribution(x)
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        if not is_classes:
-            return f, variance if diagonal_output else covariance
-        if link_approx == "probit":
-            return probit_outputs(f, variance).softmax(1)
-        check_option("link_approx", link_approx, Literal["probit", "mc", "bridge", "bridge_norm"])
-        return _bridge(f, covariance, normalised=link_approx == "bridge_norm")
-
-    @torch.no_grad()
-    def functional_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Samples of the network's outputs, (S, N, C)."""
-        check_option("pred_type", pred_type, Literal["glm", "nn"])
-        if pred_type == "nn":
-            return self._network_outputs(x, self.sample(n_samples, generator))
-        f, covariance = self._distribution(x)
-        noise = torch.randn(
-            f.shape[1], n_samples, generator=generator, device=f.device, dtype=f.dtype
-        )
-        root = torch.linalg.cholesky(covariance)
-        if diagonal_output:
-            root = covariance.diagonal(dim1=1, dim2=2).sqrt().diag_embed()
-        return f + (root @ noise).permute(2, 0, 1)
-
-    def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
-        """Samples of class probabilities, or of regression's outputs; arguments as above."""
-        samples = self.functional_samples(*args, **keywords)
-        return samples.softmax(-1) if self.likelihood == "classification" else samples
-
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Samples of the parameters, (S, P)."""
-        return self.posterior.sample(n_samples, generator)
-
-    def _distribution(self, x: Any) -> tuple[Tensor, Tensor]:
-        return self.posterior.output_distribution(x)
-
-    def _network_outputs(self, x: Any, samples: Tensor) -> Tensor:
-        model, params = self.posterior.model, self.posterior.params
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        x = to_device(x, samples.device)
-
-        def outputs(sample: Tensor) -> Tensor:
-            parts = sample.split([p.numel() for p in params])
-            named = {n: v.view_as(p) for n, v, p in zip(names, parts, params, strict=True)}
-            return call_with(model, named, x)
-
-        return torch.stack([in_eval_mode(model, outputs)(sample) for sample in samples])
-
-    # Its state
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
-        posterior = self.posterior
-        state = {"prior_precision": self.prior_precision, "sigma_noise": self.sigma_noise}
-        state |= {"mean": self.mean, "last_layer_name": self._last}
-        if isinstance(posterior, JacobianPosterior):
-            fit = {name: getattr(posterior, name) for name in ("H", "loss", "n_data", "n_outputs")}
-            return state | {"fit": fit}
-        return state | {"fit": posterior.fitted_factors().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with the network at the same parameters.
-
-        Raises:
-            ValueError: the network's parameters are others.
-        """
-        self._last = state["last_layer_name"]
-        self._make(None)
-        posterior = self.posterior
-        here = parameter_vector(posterior.params)
-        if here.shape != state["mean"].shape or not torch.equal(here, state["mean"].to(here)):
-            raise ValueError(
-                "The state is of other parameters than the model has; load them first."
-            )
-        self.prior_precision, self.sigma_noise = state["prior_precision"], state["sigma_noise"]
-        if isinstance(posterior, JacobianPosterior):
-            posterior.mean = here.detach()
-            for name, value in state["fit"].items():
-                setattr(posterior, name, value)
-        else:
-            posterior.restore(KroneckerFactors.from_state_dict(state["fit"]).to(here.device))
+    def _restore_fit(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def _bridge(f: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
