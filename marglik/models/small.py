@@ -5,12 +5,13 @@ Sizes of None are those of the data: `marglik train` and `marglik fit` fill them
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
+from kfac_backend.options import check_option
 from marglik.sizes import check_sizes
 
 __all__ = ["MLP", "LeNet", "Standardised"]
@@ -52,10 +53,7 @@ class MLP(nn.Module):
                 f"in_features={in_features}, hidden={tuple(hidden)}, num_classes={num_classes}: "
                 "every width must be at least 1."
             )
-        if activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"activation={activation!r} is unknown; choose one of {get_args(Activation)}."
-            )
+        check_option("activation", activation, Activation)
         *inner, last = [nn.Linear(d_in, d_out) for d_in, d_out in pairwise(widths)]
         # The last layer has no activation: its outputs are logits.
         layers: list[nn.Module] = [nn.Flatten()]
@@ -118,8 +116,6 @@ class LeNet(nn.Module):
                 "pixels a side; enlarge the images or use an MLP."
             )
         check_sizes(num_classes=num_classes, in_channels=in_channels)
-        self.in_channels = in_channels
-        self.image_size = image_size
         pooled = image_size // 2 // 2  # each pooling drops an odd last row and column
         self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=2)
         self.conv2 = nn.Conv2d(6, 16, 5, padding=2)
@@ -129,12 +125,6 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, C) of images (N, in_channels, image_size, image_size)."""
-        expected = (self.in_channels, self.image_size, self.image_size)
-        if tuple(x.shape[1:]) != expected:
-            raise ValueError(
-                f"LeNet got images of shape {tuple(x.shape[1:])} and was built for {expected}; "
-                "set in_channels and image_size to those of the data."
-            )
         x = max_pool2d(relu(self.conv1(x)), 2)  # (N, 6, image_size/2, image_size/2)
         x = max_pool2d(relu(self.conv2(x)), 2)  # (N, 16, image_size/4, image_size/4)
         x = relu(self.fc1(x.flatten(1)))

@@ -1,11 +1,12 @@
 """A vision transformer: self-attention among the patches of an image."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend import register_parameters
+from kfac_backend.options import check_option
 from marglik.models.transformer import SelfAttention, TransformerBlock, check_heads
 from marglik.sizes import check_sizes
 
@@ -75,8 +76,7 @@ class VisionTransformer(nn.Module):
                 f"mlp_ratio={mlp_ratio} gives {mlp_dim} hidden features with dim={dim}; at least 1 "
                 "is needed: customary ratios are 2 to 4."
             )
-        if pool not in get_args(Pool):
-            raise ValueError(f"pool={pool!r} is unknown; choose one of {get_args(Pool)}.")
+        check_option("pool", pool, Pool)
         self.in_channels = in_channels
         self.image_size = image_size
         self.patch_embedding = nn.Conv2d(in_channels, dim, patch_size, patch_size)

@@ -85,7 +85,7 @@ EVALUATES = {
         "predictive.layers 'last' is not for method 'linearised'",
     ),
     "another network": (
-        ["--model", "marglik.models.MLP", "--model.in_features", "65"],
+        ["--model", "marglik.models.MLP", "--model.in_features", "65", "--model.num_classes", "3"],
         "is of another network: 'layers.1.weight' has shape (6, 64) there, and has shape (128",
     ),
 }
