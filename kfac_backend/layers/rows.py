@@ -25,6 +25,7 @@ __all__ = [
     "current_rows",
     "examples_of_rows",
     "folded_rows",
+    "rows_of_sequences",
 ]
 
 
@@ -241,6 +242,39 @@ def counted_positions(mask: Tensor) -> Iterator[None]:
         )
     numbers = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1))
     with _declared(_Declared(torch.where(mask, numbers, -1), len(mask), False, True)):
+        yield
+
+
+@contextmanager
+def rows_of_sequences(
+    x: Tensor, batch_first: bool, padding: Tensor | None = None
+) -> Iterator[None]:
+    """Declare the examples of the rows of x (N, R, ...), as the model did, without padding.
+
+    A declaration of rows with other axes is about other sequences, and ignored here.
+
+    Args:
+        x: sequences, turned so that the examples come first.
+        batch_first: whether they did so in the layer's input, to which an index belongs.
+        padding: (N, R), what does not count: True, or -inf.
+    """
+    N, R = x.shape[:2]
+    rows, index, weights, by_roots, examples = current_rows(), None, None, False, N
+    given = None if rows is None else rows.weights
+    first = batch_first or (rows is not None and rows.of_positions)  # a mask is always (N, R)
+    if rows is not None and rows.axes == ((N, R) if first else (R, N)):
+        index, by_roots = (rows.as_given if first else rows.as_given.T), rows.by_roots
+        if given is not None:
+            weights = given.view(N, R) if first else given.view(R, N).T
+    elif rows is not None and rows.axes == (N,):  # whole sequences are an example's rows
+        index, examples = rows.as_given[:, None].expand(N, R), rows.num_examples
+        weights = None if given is None else given[:, None]
+    if padding is not None:
+        hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+        if index is None:
+            index = torch.arange(N, device=x.device)[:, None].expand(N, R)
+        index = index.masked_fill(hidden, -1)
+    with examples_of_rows(index, examples, by_roots=by_roots, weights=weights):
         yield
 
 

@@ -1,7 +1,6 @@
 """Multi-head attention by its projections, and transformer layers whose batch axis is second."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
-from kfac_backend.layers.rows import current_rows, examples_of_rows
+from kfac_backend.layers.rows import current_rows, examples_of_rows, rows_of_sequences
 
 __all__ = ["AttentionByParts", "SequenceFirst"]
 
@@ -56,9 +55,9 @@ class AttentionByParts(LayerByParts):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         # Step 1: the three input maps, each shown to hooks by itself. Positions that padding hides
         # are no rows of keys and values, but they are queries as any other.
-        with _rows_of(query, layer):
+        with rows_of_sequences(query, layer.batch_first):
             q = parts["query"](query)  # (N, L, E)
-        with _rows_of(key, layer, key_padding_mask):
+        with rows_of_sequences(key, layer.batch_first, key_padding_mask):
             k, v = parts["key"](key), parts["value"](value)  # (N, S, E)
         mask = _mask(attn_mask, key_padding_mask, len(q), layer.num_heads, q.dtype)
         # Step 2: further keys that are not computed from the inputs.
@@ -76,7 +75,7 @@ class AttentionByParts(LayerByParts):
         # Step 3: attention head by head, (N, h, L, E/h), and the output map of each query.
         q, k, v = (x.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
         attended, weights = _attention(q, k, v, mask, layer, need_weights)
-        with _rows_of(query, layer):
+        with rows_of_sequences(query, layer.batch_first):
             output = layer.out_proj(attended.transpose(1, 2).flatten(2))  # (N, L, E)
         if not layer.batch_first:
             output = output.transpose(0, 1)
@@ -151,28 +150,3 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
-
-
-@contextmanager
-def _rows_of(
-    x: Tensor, layer: nn.MultiheadAttention, padding: Tensor | None = None
-) -> Iterator[None]:
-    """Declare the examples of the rows of x (N, R, E), as the model did, with padding left out.
-
-    A declaration of rows with other axes is about other sequences, and ignored here.
-    """
-    N, R = x.shape[:2]
-    rows, index, weights, by_roots, examples = current_rows(), None, None, False, N
-    if rows is not None and rows.axes == ((N, R) if layer.batch_first else (R, N)):
-        index = rows.as_given if layer.batch_first else rows.as_given.T
-        by_roots = rows.by_roots
-    elif rows is not None and rows.axes == (N,):  # whole sequences are an example's rows
-        index, examples = rows.as_given[:, None].expand(N, R), rows.num_examples
-        weights = None if rows.weights is None else rows.weights[:, None]
-    if padding is not None:
-        hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
-        if index is None:
-            index = torch.arange(N, device=x.device)[:, None].expand(N, R)
-        index = index.masked_fill(hidden, -1)
-    with examples_of_rows(index, examples, by_roots=by_roots, weights=weights):
-        yield

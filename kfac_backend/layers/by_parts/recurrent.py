@@ -10,18 +10,17 @@ graphs, where `_Known` takes each step's gradients on to the step before.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
-from kfac_backend.layers.rows import current_rows, examples_of_rows
+from kfac_backend.layers.rows import rows_of_sequences
 
 __all__ = ["CellByParts", "RecurrentByParts"]
 
@@ -98,6 +97,7 @@ class RecurrentByParts(LayerByParts):
             raise _needs_batch(layer, input, "of sequences, of three axes")
         steps = torch.arange(x.shape[1], device=x.device)
         over = steps >= lengths[:, None]  # (N, T)
+        padding = over if isinstance(input, PackedSequence) else None
         # Step 2: the layers, each in one or two directions. The reverse one begins at the end.
         turned = torch.where(over, steps, lengths[:, None] - 1 - steps)
         suffixes, states, ends = _suffixes(layer), _initial(layer, x, hx), []
@@ -107,7 +107,7 @@ class RecurrentByParts(LayerByParts):
                 order = turned if suffix.endswith("_reverse") else None
                 names = [name for name in _PARTS if name + suffix in parts]
                 own = {name: parts[name + suffix] for name in names}
-                with _examples(layer, input, over):
+                with rows_of_sequences(x, layer.batch_first, padding):
                     run = _run(layer.mode, own, x, states[len(ends)], order, self.differentiable)
                 ends.append([s[torch.arange(len(s)), lengths - 1] for s in run])
                 outputs.append(_turned(run[0], order))
@@ -169,22 +169,6 @@ def _initial(layer: nn.RNNBase, x: Tensor, hx: Tensor | State | None) -> list[St
         hx = tuple(x.new_zeros(runs, len(x), d) for d in widths[: 1 + (layer.mode == "LSTM")])
     given = hx if isinstance(hx, tuple) else (hx,)
     return [tuple(of[i] for of in given) for i in range(runs)]
-
-
-def _examples(
-    layer: nn.RNNBase, input: Tensor | PackedSequence, over: Bool[Tensor, "N T"]
-) -> AbstractContextManager[None]:
-    """Whose the steps are: as a packed sequence's lengths say, or as the model has declared."""
-    if isinstance(input, PackedSequence):
-        index = torch.arange(len(over), device=over.device)[:, None].expand_as(over)
-        return examples_of_rows(index.masked_fill(over, -1), len(over), by_roots=False)
-    rows = current_rows()
-    if rows is None or rows.of_positions or layer.batch_first or rows.axes != input.shape[:2]:
-        return nullcontext()
-    weights = None if rows.weights is None else rows.weights.view(rows.axes).T
-    return examples_of_rows(
-        rows.as_given.T, rows.num_examples, by_roots=rows.by_roots, weights=weights
-    )
 
 
 def _run(

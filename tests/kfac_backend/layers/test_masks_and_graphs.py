@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kfac_backend import kronecker_factors
+from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
+from kfac_backend.layers.rows import current_rows, rows_of_sequences
 from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,
@@ -22,7 +23,7 @@ from tests.kfac_backend.layers.padded_models import (
     real_positions,
 )
 from tests.oracles import ggn_blocks
-from tests.random_numbers import error
+from tests.random_numbers import error, normal
 from tests.taps import reference_blocks
 
 
@@ -91,3 +92,20 @@ def test_reduce_is_exact_for_the_aggregation_of_its_scale(way, aggregation):
             assert error(factors.to_dense(name), exact[name]) > 0.05
         assert error(expand.to_dense(name), exact[name]) > 0.1
     assert_blocks(factors, {name: b for name, b in exact.items() if name.endswith("bias")})
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_what_is_declared_for_sequences_holds_for_their_parts(batch_first):
+    """As many examples as positions: the axes' sizes do not tell which is which."""
+    x, weights = normal(4, 4, 2), normal(4, 4)
+    mask = torch.arange(4) < torch.tensor([4, 1, 2, 3])[:, None]
+    index = torch.where(mask, torch.arange(4)[:, None], -1)
+    turned = [t if batch_first else t.T for t in (index, weights)]
+    with counted_positions(mask), rows_of_sequences(x, batch_first):
+        assert torch.equal(current_rows().as_given, index)  # a mask is always (N, R)
+    with examples_of_rows(turned[0], 4, weights=turned[1]), rows_of_sequences(x, batch_first):
+        rows = current_rows()
+        assert torch.equal(rows.as_given, index) and rows.by_roots
+        assert torch.equal(rows.weights.view(4, 4), weights)
+    with rows_of_sequences(x, batch_first, ~mask):
+        assert torch.equal(current_rows().as_given, index) and not current_rows().by_roots
