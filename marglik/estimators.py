@@ -24,7 +24,7 @@ from marglik.training.learner import WEIGHT_DECAY, PriorLearner
 from marglik.training.loop import OnlineTraining
 from marglik.training.schedule import settling_rate
 
-with extra("statistics"):
+with extra("tables"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.model_selection import train_test_split
     from sklearn.preprocessing import LabelEncoder, StandardScaler

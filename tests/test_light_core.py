@@ -70,7 +70,7 @@ print(f"seconds {seconds}")
 """
 
 MISSING = {
-    "marglik.MarglikClassifier": ("sklearn", "statistics"),
+    "marglik.MarglikClassifier": ("sklearn", "tables"),
     "marglik.calibrate(posterior, [(x, y)])": ("scipy", "statistics"),
     "marglik.maximize_evidence(posterior)": ("scipy", "statistics"),
     "marglik.OnlineTraining(model, optimizer, [(x, y)], marglik.PriorLearner('classification'))": (
