@@ -47,6 +47,7 @@ from kfac_backend.model.calls import (
 from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.precision import Setting
 
 __all__ = ["Proof"]
 
@@ -807,6 +808,14 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
     return True
 
 
+_without_cudnn: Setting[bool] = Setting(
+    lambda: torch.backends.cudnn.enabled,
+    lambda enabled: setattr(torch.backends.cudnn, "enabled", enabled),
+    False,
+)
+"""cuDNN off: its recurrent layers have no derivative in eval mode."""
+
+
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
     """Prove that layers computed by parts have the outputs and derivatives of their own forward.
 
@@ -829,7 +838,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             layer.train(False)  # in train mode the two forwards would draw different dropout masks
             try:
                 args, kwargs = _without_graph(args), _without_graph(kwargs)
-                with used:
+                with used, _without_cudnn.held():
                     should = _numbers_of(type(layer).forward(layer, *args, **kwargs))
                 does = _numbers_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
             except TypeError:  # a derived class with other arguments: two tensors that differ

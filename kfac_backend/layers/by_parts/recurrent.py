@@ -95,7 +95,7 @@ class RecurrentByParts(LayerByParts):
             lengths = torch.full(x.shape[:1], x.shape[1], device=x.device)
         else:
             raise _needs_batch(layer, input, "of sequences, of three axes")
-        steps = torch.arange(x.shape[1], device=x.device)
+        numbers, steps = (torch.arange(size, device=x.device) for size in x.shape[:2])
         over = steps >= lengths[:, None]  # (N, T)
         padding = over if isinstance(input, PackedSequence) else None
         # Step 2: the layers, each in one or two directions. The reverse one begins at the end.
@@ -109,7 +109,7 @@ class RecurrentByParts(LayerByParts):
                 own = {name: parts[name + suffix] for name in names}
                 with rows_of_sequences(x, layer.batch_first, padding):
                     run = _run(layer.mode, own, x, states[len(ends)], order, self.differentiable)
-                ends.append([s[torch.arange(len(s)), lengths - 1] for s in run])
+                ends.append([s[numbers, lengths - 1] for s in run])
                 outputs.append(_turned(run[0], order))
             x = torch.cat(outputs, -1)
             if k + 1 < layer.num_layers:
