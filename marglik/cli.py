@@ -18,22 +18,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kfac_backend.extras import extra
 from marglik.runs.printing import progress_lines
 from marglik.storage.provenance import Provenance
 
-try:
-    with extra("command"):
-        from docstring_parser import parse as parse_docstring
-        from jsonargparse import (
-            ActionConfigFile,
-            ActionYesNo,
-            ArgumentError,
-            ArgumentParser,
-            DefaultHelpFormatter,
-        )
+try:  # not `kfac_backend.extras.extra`, whose package imports torch
+    from docstring_parser import parse as parse_docstring
+    from jsonargparse import (
+        ActionConfigFile,
+        ActionYesNo,
+        ArgumentError,
+        ArgumentParser,
+        DefaultHelpFormatter,
+    )
 except ModuleNotFoundError as error:  # in one line, also for the command that was installed
-    sys.exit(f"marglik: {error}")
+    sys.exit(f"marglik: {error.name} is not installed: pip install 'marglik[command]'.")
 
 __all__ = ["main", "preset_names"]
 
