@@ -40,8 +40,8 @@ LARGEST_DENSE = 1024
 STRIP = 64
 """Rows of a strip of a Gram matrix; the least in `_strips`, except in the last one."""
 
-SMALL_PRODUCT = 2**25
-"""Multiplications of a strip, under a millisecond, at least: fewer are not worth a call."""
+SMALL_PRODUCT = 2**24
+"""Multiplications of a strip, a third of a millisecond, at least: fewer are not worth a call."""
 
 LARGEST_SQUARE = 2**19
 """Entries that `DiagonalGram` and `ScalarGram` square at once."""
