@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kfac_backend.extras import extra
 from marglik.data.images.image_set import ImageSplits
 from marglik.data.tensors import TensorSplits
 
@@ -87,10 +87,6 @@ def stratified(
         ValueError: if a part would be smaller than the number of classes, or a class has
             fewer than two examples.
     """
-    # Here, since importing scikit-learn takes a second.
-    with extra("statistics"):
-        from sklearn.model_selection import train_test_split
-
     _check_sizes(len(labels), size, len(classes), cause)
     counts = labels.bincount(minlength=len(classes))
     if counts.min() < 2:
@@ -98,14 +94,28 @@ def stratified(
             f"{cause}: class {classes[int(counts.argmin())]!r} has {counts.min()} example(s), and "
             "each part needs one. Add some, or remove the class."
         )
-    # scikit-learn's rounding of each class's share: part of what a seed means.
-    chosen, rest = train_test_split(
-        torch.arange(len(labels)).numpy(),
-        train_size=size,
-        stratify=labels.numpy(),
-        random_state=seed,
-    )
-    return torch.from_numpy(chosen).sort().values, torch.from_numpy(rest).sort().values
+    # As scikit-learn's train_test_split, to the index; importing that takes seconds.
+    rng, numbers = np.random.RandomState(seed), counts.numpy()
+    chosen = _by_share(numbers, size, rng)
+    _by_share(numbers - chosen, len(labels) - size, rng)  # the rest, which has no choice but ties
+    of_classes = [rng.permutation(np.flatnonzero(labels == k)) for k in range(len(classes))]
+    parts = zip(*(np.split(of, [n]) for of, n in zip(of_classes, chosen, strict=True)), strict=True)
+    here, there = (torch.from_numpy(np.sort(np.concatenate(part))) for part in parts)
+    return here, there
+
+
+def _by_share(counts: np.ndarray, size: int, rng: np.random.RandomState) -> np.ndarray:
+    """How many of each class are chosen: its share, rounded so that the sum is ``size``."""
+    exact = counts / counts.sum() * size
+    found = np.floor(exact)
+    missing = int(size - found.sum())
+    remainders = exact - found
+    for value in np.unique(remainders)[::-1]:  # the largest first, ties by chance
+        (alike,) = np.where(remainders == value)
+        more = rng.choice(alike, size=min(len(alike), missing), replace=False) if missing else []
+        found[more] += 1
+        missing -= len(more)
+    return found.astype(int)
 
 
 def _check_sizes(total: int, size: int, least: int, cause: str) -> None:

@@ -35,6 +35,7 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import Accelerator, CurvatureConfig, PostHocCurvatureConfig, Precision
 from marglik.storage.checkpoint import differences
 from marglik.storage.provenance import Provenance
+from marglik.training.loop import OneDevice, ranks_of
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -74,15 +75,19 @@ def device_of(accelerator: Accelerator) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" or not has_gpu else torch.device("cuda", 0)
 
 
-def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> "Fabric":
+def build_fabric(
+    accelerator: Accelerator, precision: Precision = "32-true"
+) -> "Fabric | OneDevice":
     """A launched Fabric: device and precision of training steps, and torchrun's processes, if any.
 
-    Commands that do not train use `join_ranks`, which imports Lightning only for several processes.
+    For one process in full precision, what does the same without Lightning.
 
     Raises:
         ValueError: a device that this machine does not have, or more processes than GPUs.
     """
     device, started = device_of(accelerator), _started()
+    if started == 1 and precision == "32-true":
+        return OneDevice(device)
     with extra("lightning"):
         from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
         from lightning.fabric.strategies import DDPStrategy
@@ -115,9 +120,8 @@ def join_ranks(accelerator: Accelerator) -> tuple[torch.device, Ranks]:
     Raises:
         ValueError: as for `build_fabric`.
     """
-    if _started() == 1:
-        return device_of(accelerator), Ranks(None)
-    return build_fabric(accelerator).device, Ranks()
+    fabric = build_fabric(accelerator)
+    return fabric.device, ranks_of(fabric)
 
 
 def _started() -> int:

@@ -65,7 +65,7 @@ from marglik.storage.run_folder import (
 )
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import WithExamples
-from marglik.training.loop import OnlineResult, OnlineTraining, ranks_of
+from marglik.training.loop import OneDevice, OnlineResult, OnlineTraining, ranks_of
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def train(
         assert isinstance(splits, ImageSplits)
         model, provenance = with_learned_augmentation(model, splits, provenance)
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
-    model = fabric.to_device(model)
+    model = model.to(fabric.device)
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)
     given = len(tensors_in(splits.train)[-1])
@@ -349,7 +349,7 @@ class Training:
     predictive: PredictiveConfig
     ood_images: OutOfDistributionImages | None
     run: RunConfig
-    fabric: "Fabric"
+    fabric: "Fabric | OneDevice"
     ranks: Ranks = Ranks(None)
     """The ranks of the Fabric, each of which has a part of every batch."""
     likelihood: Likelihood = "classification"
@@ -429,7 +429,7 @@ class Training:
             _logger.info("training member %d of %d", k + 1, self.run.members)
             seed = self.run.seed + k
             torch.manual_seed(seed)
-            model = self.fabric.to_device(make_model())
+            model = make_model().to(self.fabric.device)
             set_ranges(model, ranges_of(first))
             of_member = replace(self, run=replace(self.run, seed=seed))
             states = checkpoints[f"member_{k}"]

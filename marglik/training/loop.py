@@ -27,18 +27,19 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
-from kfac_backend.extras import extra
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
-from kfac_backend.model.batches import Targets, each_batch, split_batch
+from kfac_backend.model.batches import Targets, each_batch, split_batch, to_device
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.optimizer import KFAC
@@ -61,7 +62,7 @@ from marglik.training.random_state import (
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
 
-__all__ = ["CompileMode", "OnlineResult", "OnlineTraining", "Record", "ranks_of"]
+__all__ = ["CompileMode", "OneDevice", "OnlineResult", "OnlineTraining", "Record", "ranks_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class OnlineTraining:
         self.train_loader = train_loader
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
         self.scheduler = scheduler
-        self.fabric = fabric or _fabric_of(model)
+        self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
         """The processes that train together, each on its shard of the data."""
         self.monitor = monitor
@@ -321,7 +322,8 @@ class OnlineTraining:
         totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
         latest = None
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
-            given = split_batch(self.fabric.to_device(batch), self._targets.options.dict_key_y)
+            x, y = split_batch(batch, self._targets.options.dict_key_y)
+            given = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
@@ -520,7 +522,26 @@ class OnlineTraining:
                 return
 
 
-def ranks_of(fabric: "Fabric") -> Ranks:
+class OneDevice:
+    """What the loop asks of a Fabric, for one device in full precision: Lightning loads slowly."""
+
+    world_size = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Full precision has no state; a scaler that is off has the methods.
+        self.strategy: Any = SimpleNamespace(precision=GradScaler(enabled=False))
+
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Both as they are."""
+        return model, optimizer
+
+    def backward(self, objective: Tensor) -> None:
+        """Add the gradients."""
+        objective.backward()
+
+
+def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:
     """The ranks that a Fabric has launched; this process alone if it has one device.
 
     Raises:
@@ -550,13 +571,3 @@ def ranks_of(fabric: "Fabric") -> Ranks:
             "fabric.launch() first."
         )
     return Ranks()
-
-
-def _fabric_of(model: nn.Module) -> "Fabric":
-    """A Fabric on the model's own device, in full precision."""
-    with extra("lightning"):
-        from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
-
-    device = next(model.parameters()).device
-    devices: Any = [device.index or 0] if device.type != "cpu" else 1
-    return Fabric(accelerator=device.type, devices=devices, precision="32-true")

@@ -3,8 +3,9 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.data.splits import check_fraction, check_seed, pixel_statistics, stratified
 
 __all__ = ["CIFAR10", "SVHN", "Digits", "ImageFolder", "TwoPartData", "decode_images"]
+
+FILE_OF_DIGITS = "datasets/data/digits.csv.gz"
+"""Of scikit-learn."""
 
 Part = tuple[ImageSet, tuple[str, ...]]
 """All images of a part, and the class names."""
@@ -48,12 +52,15 @@ class Digits(ImageData):
 
     def load(self) -> ImageSplits:
         """Return the digits; raises a ValueError if a part would be too small."""
+        # From the file of `sklearn.datasets.load_digits`: importing that takes seconds.
+        package = find_spec("sklearn")
         with extra("statistics"):
-            from sklearn.datasets import load_digits  # it takes a second
-
-        digits: Any = load_digits()
-        pixels, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
-        images = ImageSet((pixels * 255 / 16).round().to(torch.uint8)[:, None], labels.long())
+            if package is None or package.origin is None:
+                raise ModuleNotFoundError("scikit-learn", name="sklearn")
+        table = np.loadtxt(Path(package.origin).parent / FILE_OF_DIGITS, delimiter=",")  # (N, 65)
+        pixels, labels = torch.from_numpy(table).split([64, 1], dim=1)
+        pixels = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
+        images = ImageSet(pixels, labels.flatten().long())
         classes = tuple(str(digit) for digit in range(10))
         size, cause = round(self.test_fraction * len(images)), f"test_fraction={self.test_fraction}"
         test, train = _divided(images, size, classes, self.seed, cause)
