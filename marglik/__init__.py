@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         predict_all,
     )
     from marglik.prediction.suspicious_labels import SuspiciousLabels, suspicious_labels
+    from marglik.prediction.verdict import verdict
     from marglik.report import write_report
     from marglik.training.drop_in import marglik_training
     from marglik.training.learner import PriorLearner, update_prior
@@ -72,6 +73,7 @@ __all__ = [
     "settling_rate",
     "suspicious_labels",
     "update_prior",
+    "verdict",
     "weight_decay_to_precision",
     "write_report",
 ]
@@ -110,6 +112,7 @@ _MODULES = {
     "settling_rate": "training.schedule",
     "suspicious_labels": "prediction.suspicious_labels",
     "update_prior": "training.learner",
+    "verdict": "prediction.verdict",
     "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",
 }

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
@@ -99,6 +100,8 @@ FIT = {
     "the machine": ("accelerator", "progress"),
 }  # fmt: skip
 GROUPS = {"train": TRAIN, "fit": FIT}
+BRIEF = ("the run", "training", "predictions")
+"""The groups that --help shows; --help all shows all, with what each option does in full."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str | None, arguments: list[str]) -> None:
-    parser, own = _parsers(command)
+    brief = bool({"-h", "--help"} & {*arguments}) and "all" not in arguments and command in GROUPS
+    parser, own = _parsers(command, brief)
     options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
@@ -163,15 +167,21 @@ def _print_error(message: str) -> None:
     print(f"marglik: {which}{' '.join(message.split())}", file=sys.stderr)
 
 
-def _parsers(command: str | None) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The parser of marglik, and those of its commands, of which one has its options."""
+def _parsers(
+    command: str | None, brief: bool = False
+) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The parser of marglik, and those of its commands, of which one has its options.
+
+    A ``brief`` one is for its help alone, see `BRIEF`.
+    """
     parser = ArgumentParser(
         prog="marglik",
         version=version("marglik"),
         description=DESCRIPTION,
         epilog=f"To begin, in seconds: {FIRST_STEP}",
         exit_on_error=False,
-        formatter_class=HelpFormatter,  # the commands' parsers inherit it
+        # The commands' parsers inherit it.
+        formatter_class=BriefFormatter if brief else HelpFormatter,
     )
     commands = parser.add_subcommands()
     own = {}
@@ -179,10 +189,11 @@ def _parsers(command: str | None) -> tuple[ArgumentParser, dict[str, ArgumentPar
         own[name] = ArgumentParser(
             usage=f"marglik {name} {ARGUMENTS.get(name, '[OPTIONS]')}",
             description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"All options in full: marglik {name} --help all" if brief else None,
         )
         own[name].exit_on_error = False
         if name == command:
-            _add_options(own[name], name)
+            _add_options(own[name], name, brief)
         commands.add_subcommand(name, own[name], help=summary)
     return parser, own
 
@@ -196,7 +207,7 @@ def _function(command: str) -> Callable[..., Any]:
     return getattr(import_module(module), name)
 
 
-def _add_options(parser: ArgumentParser, command: str) -> None:
+def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     """The arguments of the command's function, and those fields of its configs that are options."""
     if command == "report":
         text = "Folders that marglik train, fit or evaluate has written; several are compared."
@@ -209,6 +220,11 @@ def _add_options(parser: ArgumentParser, command: str) -> None:
     configs = _configs(function) if groups else {}
     skip: Any = {*configs, "run", "provenance"} if groups else set()
     parser.add_function_arguments(function, as_positional=not groups, skip=skip)
+    if brief:
+        groups = {title: names for title, names in groups.items() if title in BRIEF}
+        for action in parser._actions:
+            if action.dest == "print_config" or str(action.dest).endswith(".help"):
+                action.help = SUPPRESS
     _add_groups(parser, groups, configs)
 
 
@@ -305,6 +321,15 @@ class HelpFormatter(DefaultHelpFormatter):
         return super()._get_help_string(action)
 
 
+class BriefFormatter(HelpFormatter):
+    """The first sentence about each option, and its default."""
+
+    def _get_help_string(self, action: Any) -> str:
+        text = (action.help or "").split(". ")[0].rstrip(".")
+        default = "" if action.default in (None, SUPPRESS) else f" (default: {action.default})"
+        return f"{text}{default}".replace("%", "%%")
+
+
 def _configs(function: Callable[..., Any]) -> dict[str, type]:
     """What stands before the last dot of an option -> the dataclass that it is a field of.
 
@@ -342,7 +367,7 @@ def _add_groups(
             config = configs[prefix]
             default = next(field.default for field in fields(config) if field.name == own)
             kind: dict[str, Any] = {"type": get_type_hints(config)[own]}
-            if isinstance(default, bool) and not prefix:
+            if kind["type"] in (bool, bool | None) and not prefix:
                 kind = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
             group.add_argument(f"--{name}", default=default, help=_help_of(config)[own], **kind)
 

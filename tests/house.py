@@ -127,7 +127,7 @@ def modules_loaded() -> int:
 
 def train_options() -> int:
     """Options of ``marglik train``, without those of the model's and the data's class."""
-    listed = python("-m", "marglik", "train", "--help")
+    listed = python("-m", "marglik", "train", "--help", "all")
     words = {line.split()[0].rstrip(",") for line in listed.splitlines() if line.split()}
     options = {w.split("[")[0] for w in words if w.startswith("--")}
     return sum(not option.startswith(("--model", "--data", "--help")) for option in options)

@@ -1,4 +1,4 @@
-"""The commands' options, as `marglik COMMAND --help` prints them."""
+"""The commands' options, as `marglik COMMAND --help all` prints them."""
 
 import os
 import subprocess
@@ -25,6 +25,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def printed_help(command: str) -> str:
     """What ``--help`` prints at a width that pages have room for."""
     width = {**os.environ, "COLUMNS": "96", "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-m", "marglik.cli", command, "--help"]
+    arguments = [sys.executable, "-m", "marglik.cli", command, "--help", "all"]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=width)
     return done.stdout

@@ -114,7 +114,8 @@ class Config:
         if self.compile:
             pairs["compile"] = self.compile
         given = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
-        return [*given, "--augmentation", "standard" if self.augment else "none", "--resume"]
+        augmentation = "standard" if self.augment else "none"
+        return [*given, "--augmentation", augmentation, "--no_baseline", "--resume"]
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -76,9 +76,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     ]  # fmt: skip
     for preset, name in NAMES.items():
         if own := [r for r in runs if r["config"]["preset"] == preset]:
-            learned, initial = (
-                [_metric(r, f"{w}, MAP") for r in own] for w in ("learned", "initial")
-            )
+            learned, initial = ([_metric(r, f"{w}, MAP") for r in own] for w in _compared(own))
             gains = [a - b for a, b in zip(learned, initial, strict=True)]
             rows.append(
                 [
@@ -119,11 +117,25 @@ def _metric(run: dict[str, Any], who: str, name: str = "cls/NLL") -> float:
     return run["metrics"][key][f"test/{name}"]
 
 
+def _compared(runs: Sequence[dict[str, Any]], which: str = "MAP") -> list[str]:
+    """The networks with this predictive: a plain one has no Laplace.
+
+    The runs of the committed results had a second network with an average and a posterior of its
+    own, called "initial".
+    """
+    labels = [label for run in runs for label in run["metrics"]]
+    return [
+        network
+        for network in ("learned", "initial", "plain")
+        if any(label.startswith(f"{network}, {which}") for label in labels)
+    ]
+
+
 def _pair(runs: Sequence[dict[str, Any]], which: str, name: str, form: str) -> str:
     """Means over seeds, learned / initial."""
     means = [
-        statistics.mean(_metric(run, f"{weight_decay}, {which}", name) for run in runs)
-        for weight_decay in ("learned", "initial")
+        statistics.mean(_metric(run, f"{network}, {which}", name) for run in runs)
+        for network in _compared(runs, which)
     ]
     return " / ".join(form.format(mean) for mean in means)
 

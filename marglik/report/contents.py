@@ -4,10 +4,10 @@ All that the page relies on in a run's files. They may hold more, and lack what 
 
 - results.json: data, model, num_data, seconds, evidence {kept, epoch}, weight_decay {tensor:
   {parameters, initial, learned, effective_parameters}}, [metrics {predictive: {key: value}},
-  intervals, differences, calibration, suspicious_labels {unknown} or {judged, number, agreement,
-  examples [{index, label, predicted, score, [image]}]}, augmentation {ranges {name: {initial,
-  learned, largest}}, copies, examples [[image and its copies]]}, seconds_beside, device, threads,
-  ranks, python, versions]
+  intervals, verdict, differences, calibration, suspicious_labels {unknown} or {judged, number,
+  agreement, examples [{index, label, predicted, score, [image]}]}, augmentation {ranges {name:
+  {initial, learned, largest}}, copies, examples [[image and its copies]]}, seconds_beside, device,
+  threads, ranks, python, versions]
 - log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
   epoch, evidence_per_example, weight_decay, seconds {part: value}
 - evaluation.json: what `marglik.prediction.evaluation.evaluate` returns

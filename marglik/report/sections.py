@@ -33,7 +33,7 @@ PARTS = {
     "calibration": "calibration",
     "evaluation": "evaluation",
     "members": "other members",
-    "baseline": "baseline (initial weight decay)",
+    "baseline": "plain network, to compare with",
 }
 """Names of the parts of an update in the log, and of what results.json has beside training."""
 
@@ -76,7 +76,7 @@ def _summary(runs: Sequence[Run]) -> Blocks:
     """Metrics, differences on the same examples, and what must be known to read them."""
     blocks: Blocks = [summary_table(runs)] if of_evaluation_and_results(runs) else []
     for run in runs:
-        title = run.titled("Learned minus initial weight decay, on the same test examples")
+        title = run.titled("Learned minus plain network, on the same test examples")
         blocks += differences_table(title, run.results.get("differences", {}))
         found = {one.name: one.content["against"] for one in predictives([run], "against")}
         rivals = ", ".join(dict.fromkeys(one["predictive"] for one in found.values()))

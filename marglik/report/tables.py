@@ -157,8 +157,8 @@ DIFFERENCES = ("test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/reg/
 def of_evaluation_and_results(runs: Sequence[Run]) -> list[Predictive]:
     """The predictives in evaluation.json, and those in results.json that it does not have.
 
-    `marglik train` evaluates the learned network and, on request, the baseline ("initial, ...");
-    `marglik evaluate` only evaluates the learned one.
+    `marglik train` evaluates the learned network and perhaps a plain one ("plain, ..."), `marglik
+    evaluate` the learned one alone.
     """
     found, evaluated = [], predictives(runs)
     for run in runs:

@@ -31,6 +31,9 @@ def print_results(results: dict[str, Any], report: Path) -> None:
     num_data, evidence = results["num_data"], results["evidence"]
     if results.get("note"):
         _print_paragraph(f"Checkpoint: {results['note']}.")
+    if results.get("verdict"):
+        print()
+        _print_paragraph(results["verdict"])
     held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
     seconds = f"{results['seconds']:.0f} s"
     print(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
@@ -109,7 +112,7 @@ def _print_metrics(
 
 
 def _print_differences(differences: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Print metrics of the learned network minus the baseline's, with 95 % intervals."""
+    """Print metrics of the learned network minus the plain one's, with 95 % intervals."""
     keys = [key for key in METRICS if any(key in of for of in differences.values())]
     keys = [key for key in keys if "/cal/" not in key]  # for coverages, more is not better
     rows = [
@@ -117,7 +120,7 @@ def _print_differences(differences: Mapping[str, Mapping[str, Sequence[float]]])
         for name, of in differences.items()
     ]
     if keys:
-        _print_table(["learned minus initial", *(METRICS[key] for key in keys)], rows)
+        _print_table(["learned - plain", *(METRICS[key] for key in keys)], rows)
 
 
 def _print_calibration(fit: dict[str, Any] | None) -> None:

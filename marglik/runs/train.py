@@ -26,12 +26,13 @@ from marglik.data.images.out_of_distribution import (
 from marglik.data.record import data_record, tensors_in
 from marglik.data.splits import hold_out
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.posterior_file import save_posterior
+from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import compared, evaluate_network
-from marglik.prediction.predictive import PredictiveConfig
+from marglik.prediction.evaluation import compared, evaluate, evaluate_network
+from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
+from marglik.prediction.verdict import in_one_sentence
 from marglik.runs.build import (
     another_network,
     build_fabric,
@@ -76,9 +77,11 @@ __all__ = ["Training", "train"]
 _logger = logging.getLogger(__name__)
 
 NOT_OF_THE_RESULT = (
-    "output", "overwrite", "resume", "accelerator", "progress",
+    "output", "overwrite", "resume", "accelerator", "progress", "baseline",
 )  # fmt: skip
 """Options of the run that do not affect its results, and may differ when it is resumed."""
+CHEAP_SECONDS, CHEAP_SHARE = 20.0, 0.25
+"""A plain network is trained unasked in so many seconds, or in this share of the run so far."""
 
 
 def train(
@@ -136,10 +139,11 @@ def train(
     run = replace(run, progress=run.progress and leads)
 
     # Step 1: all that can be wrong with options, data and network is found before any work.
-    if run.baseline and prior.method == "fixed":
+    gains = _what_is_learned(prior, run)
+    if run.baseline and not gains:
         raise ValueError(
-            "baseline trains with the initial weight decay, and so does prior.method fixed; "
-            "drop one of them."
+            "baseline trains with the initial weight decay and no average, and so do prior.method "
+            "fixed and prior.average null; drop one of them."
         )
     if run.members > 1 and provenance.model is None:
         raise ValueError(
@@ -179,8 +183,7 @@ def train(
     )  # fmt: skip
     identity = _identity(training, model, provenance)
     check_same_on_ranks(identity | {"versions": versions()}, ranks)
-    # The baseline's starting point, without learned augmentations.
-    initial_model = deepcopy(plain_model) if run.baseline else None
+    plain_model = deepcopy(plain_model)  # at its initial parameters, without learned ranges
 
     # Step 2: the folder, which may hold this run, or an earlier part of it.
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
@@ -189,10 +192,21 @@ def train(
         name: Checkpoints(
             folder / CHECKPOINT / name, run=identity, made_with=made_with, ranks=ranks
         )
-        for name in ("learned", "initial", *(f"member_{k}" for k in range(1, run.members)))
+        for name in ("learned", "plain", *(f"member_{k}" for k in range(1, run.members)))
     }
+
+    def compare(results: dict[str, Any], scores: dict[str, Any]) -> dict[str, Any]:
+        """The results of the whole run, once the plain network is trained and compared."""
+        results |= training.against_plain(plain_model, states["plain"], results, scores, gains)
+        if leads:
+            write_results(folder, results)
+            discard(folder / CHECKPOINT)
+        return results | {"output": str(folder)}
+
     finished = _finished(folder, identity) if run.resume and leads else {}
     finished = ranks.gather(finished, "opening the output folder")[0]
+    if finished and run.baseline and "differences" not in finished:
+        return compare(finished, training.evaluate(load_posterior(folder, model))[1])
     if finished:
         if leads:
             discard(folder / CHECKPOINT)  # of a run that was killed in its very last moment
@@ -215,7 +229,7 @@ def train(
     if held_out:
         _logger.info("%d training examples are held out for calibration", held_out)
     ready = time.perf_counter()
-    learned = training.train(model, prior, states["learned"], log)
+    learned = training.train(model, states["learned"], log)
     trained = time.perf_counter()
     updates = [record for record in learned.records if record["kind"] == "update"]
     evidence = {
@@ -256,32 +270,40 @@ def train(
         **augmentation_results(model, splits),
         "seconds": learned.seconds + sum(beside.values()),
         "seconds_beside": beside,
-        "complete": not run.baseline,
+        "complete": False,
         **environment(fabric.device),
     }
     if leads:
         write_record(folder / EVALUATION, found)
-        write_results(folder, results)  # now, since the baseline may fail
+        write_results(folder, results)  # now, since the plain network may fail
 
-    # Step 4: the same from the same start, with the initial weight decay kept.
-    if initial_model is not None:
-        _logger.info("second training, with the initial weight decay")
-        initial = training.train(initial_model, replace(prior, method="fixed"), states["initial"])
-        trained = time.perf_counter()
-        training.calibrate(initial.laplace)
-        found, others = training.evaluate(initial.laplace)
-        for kind, of_baseline in metrics_of("initial", found).items():
-            results[kind] |= of_baseline
-        results["differences"] = {
-            name: compared(scores[name], of) for name, of in others.items() if name in scores
-        }
-        beside["baseline"] = initial.seconds + time.perf_counter() - trained
-        results |= {"seconds": learned.seconds + sum(beside.values()), "complete": True}
-        if leads:
-            write_results(folder, results)
+    # Step 4: what was gained, if the plain network is asked for or costs little.
+    of_steps = sum(record["seconds"] for record in learned.records if record["kind"] == "epoch")
+    cost = ranks.gather(of_steps / getattr(model, "copies", 1), "the cost of the baseline")[0]
+    is_cheap = cost <= max(CHEAP_SECONDS, CHEAP_SHARE * results["seconds"])
+    if gains and (is_cheap if run.baseline is None else run.baseline):
+        _logger.info("the plain network, to compare with")
+        return compare(results, scores)
+    results |= {"complete": True, "verdict": _no_verdict(cost) if gains else None}
     if leads:
+        write_results(folder, results)
         discard(folder / CHECKPOINT)
     return results | {"output": str(folder)}
+
+
+def _what_is_learned(prior: PriorConfig, run: RunConfig) -> list[str]:
+    """What a plain network does without, in words."""
+    found = ["learned weight decays"] if prior.method != "fixed" else []
+    found += ["learned invariances"] if run.augmentation == "learned" else []
+    return found + (["averaged parameters"] if prior.schedule(run.epochs).averages else [])
+
+
+def _no_verdict(cost: float) -> str:
+    about = f"{cost / 60:.0f} min" if cost > 120 else f"{cost:.0f} s"
+    return (
+        f"No verdict on what was gained: a plain network to compare with takes about {about} more. "
+        "The same command with --resume --baseline adds it."
+    )
 
 
 def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
@@ -334,8 +356,8 @@ def _identity(training: "Training", model: nn.Module, provenance: Provenance) ->
 class Training:
     """What a run and its baseline share: data, options, ranks.
 
-    `train`, `calibrate` and `evaluate` are called in this order, once for the learned network and,
-    on request, once for the baseline with a fixed prior.
+    `train`, `calibrate` and `evaluate` are called in this order for the learned network, then
+    perhaps `against_plain`.
     """
 
     splits: Splits
@@ -357,25 +379,28 @@ class Training:
     def train(
         self,
         model: nn.Module,
-        prior: PriorConfig,
         checkpoints: Checkpoints | None = None,
         log: RunLog | None = None,
         kept: Hyperparameters | None = None,
+        plain: bool = False,
     ) -> OnlineResult:
         """Train a network and its prior, starting from a checkpoint if there is one.
 
-        With ``kept``, the weight decays of another training, only the network is trained.
+        With ``kept``, the weight decays of another training, only the network is trained; a
+        ``plain`` one keeps the initial decay, and has neither an average nor a learned noise.
         """
-        run = self.run
+        run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
         augments = run.augmentation == "standard"
         batches = self._batches("train", run.batch_size, shuffle=True, augment=augments)
         curvature_batches = batches
         if self.curvature.batch_size is not None or (augments and not self.curvature.augment):
             curvature_batches = self._curvature_batches()
-        has_noise = self.likelihood == "regression"
+        has_noise = self.likelihood == "regression" and not plain
         schedule = prior.schedule(run.epochs)
-        if kept is not None:
+        if plain:
+            schedule = replace(schedule, updates=0, average=None, clip=None)
+        elif kept is not None:
             schedule = replace(schedule, updates=0)
         curvature = self.curvature.options(self.splits.targets)
         optimizer, scheduler = build_optimizer(
@@ -433,10 +458,14 @@ class Training:
             set_ranges(model, ranges_of(first))
             of_member = replace(self, run=replace(self.run, seed=seed))
             states = checkpoints[f"member_{k}"]
-            found = of_member.train(model, self.prior, states, kept=learned.kept)
+            found = of_member.train(model, states, kept=learned.kept)
             models.append(model)
             seconds += found.seconds
-        sigma = learned.laplace.sigma_noise
+        sigma = float(learned.laplace.sigma_noise)
+        return self._calibrated(models, sigma, seconds)
+
+    def _calibrated(self, models: list[nn.Module], sigma: float, seconds: float) -> Ensemble:
+        """Networks that predict together, calibrated on the validation set if there is one."""
         ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds)
         if self.predictive.is_calibrated and self.splits.validation is not None:
             batches = self._batches("validation", self.predictive.batch_size)
@@ -473,23 +502,80 @@ class Training:
         self, laplace: Posterior, ensemble: Ensemble | None = None
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """The content of ``evaluation.json``, and what `compared` needs of each test example."""
-        # Held-out examples have calibrated the predictives, and so cannot test them.
-        splits = replace(self.splits, validation=None) if self.held_out else self.splits
         scores: dict[str, dict[str, Tensor]] = {}
         found = evaluate_network(
             laplace,
             [self.predictive],
-            splits,
             seed=self.run.seed,
             ensemble=ensemble,
-            ood=self.ood_images,
-            batch_size=self.predictive.batch_size,
-            device=self.fabric.device,
-            progress=self.run.progress,
-            ranks=self.ranks,
             scores=scores,
+            **self._of_evaluation(),
         )
         return found, scores
+
+    def _of_evaluation(self) -> dict[str, Any]:
+        """What the evaluations of the learned and the plain network share."""
+        # Held-out examples have calibrated the predictives, and so cannot test them.
+        splits = replace(self.splits, validation=None) if self.held_out else self.splits
+        return {
+            "splits": splits,
+            "ood": self.ood_images,
+            "batch_size": self.predictive.batch_size,
+            "device": self.fabric.device,
+            "progress": self.run.progress,
+            "ranks": self.ranks,
+        }
+
+    def against_plain(
+        self,
+        model: nn.Module,
+        checkpoints: Checkpoints,
+        results: dict[str, Any],
+        scores: dict[str, dict[str, Tensor]],
+        gains: list[str],
+    ) -> dict[str, Any]:
+        """Train the plain network; returns what it adds to the results, first of all the verdict.
+
+        Args:
+            model: the network at its initial parameters.
+            checkpoints: where its training is resumed from.
+            results: those of the learned network.
+            scores: of the learned network, see `evaluate`.
+            gains: what the plain network does without, in words.
+        """
+        try:
+            plain = self.train(model.to(self.fabric.device), checkpoints, plain=True)
+        except FloatingPointError as error:
+            said = f"No verdict on what was gained, since the plain network diverged: {error}"
+            return {"complete": True, "verdict": said}
+        trained = time.perf_counter()
+        sigma = 1.0
+        if self.likelihood == "regression":  # of the training residuals; the loss is half of σ²
+            y = tensors_in(self.splits.train)[-1]
+            sigma = (2 * plain.records[-1]["loss"] / y[0].numel()) ** 0.5
+        scaled = self._calibrated([model], sigma, plain.seconds)
+        predictives: dict[str, Predictive] = {"MAP": map_predictive(model, self.likelihood, sigma)}
+        if scaled.calibration is not None:
+            predictives["MAP, temperature-scaled"] = scaled
+        others: dict[str, dict[str, Tensor]] = {}
+        options = self._of_evaluation()
+        found = evaluate(predictives, likelihood=self.likelihood, scores=others, **options)
+        merged = {k: results[k] | of for k, of in metrics_of("plain", found).items()}
+        differences = {
+            name: compared(scores[name], of) for name, of in others.items() if name in scores
+        }
+        # Both calibrated, where there is something to calibrate with.
+        name = [*predictives][-1]
+        (learned,) = [k for k in results["metrics"] if k in (f"learned, {name}", f"fixed, {name}")]
+        here, there = (merged["metrics"][who] for who in (learned, f"plain, {name}"))
+        seconds = plain.seconds + time.perf_counter() - trained
+        return merged | {
+            "differences": differences,
+            "verdict": in_one_sentence(differences.get(name, {}), here, there, gains),
+            "seconds": results["seconds"] + seconds,
+            "seconds_beside": results["seconds_beside"] | {"baseline": seconds},
+            "complete": True,
+        }
 
     def _curvature_batches(self) -> Batches:
         """The training data in batches for the curvature pass."""

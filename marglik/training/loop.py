@@ -23,7 +23,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -47,6 +47,7 @@ from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode, kept_mode
 from marglik.posterior.prior import Hyperparameters
 from marglik.prediction.suspicious_labels import TrainingProbabilities
+from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import versions
 from marglik.training.learner import PriorLearner
@@ -92,6 +93,18 @@ class OnlineResult:
     """Wall-clock time of the loop; of a run that was resumed, the sum over its parts."""
     kept: Hyperparameters | None = None
     """The decays and σ at the end, for other networks; see `PriorLearner.kept_hyperparameters`."""
+
+    def verdict(self, plain: nn.Module, test: Iterable[Any], **options: Any) -> str:
+        """What the learned weight decays gained against a plain network, in one sentence.
+
+        Args:
+            plain: the same network trained without them: with a fixed weight decay, a learning rate
+                that falls to zero, and no average.
+            test: (x, y), or mappings, that neither was trained on.
+            options: further arguments of `marglik.verdict`.
+        """
+        of = self.laplace
+        return verdict(of.model, plain, test, of.likelihood, targets=of.options, **options)
 
 
 class OnlineTraining:
@@ -146,7 +159,7 @@ class OnlineTraining:
         *,
         scheduler: LRScheduler | None = None,
         curvature_loader: Loader | None = None,
-        fabric: "Fabric | None" = None,
+        fabric: "Fabric | OneDevice | None" = None,
         compile_mode: CompileMode | None = None,
         prior_is_damping: bool = True,
         monitor: Callable[[int], Mapping[str, float]] | None = None,

@@ -92,6 +92,11 @@ def test_what_matters_first_comes_first(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
+    brief = capsys.readouterr().out
+    assert len(brief.splitlines()) <= 100 and "marglik train --help all" in brief
+    assert "--epochs" in brief and "--model" in brief and "--curvature.fisher" not in brief
+    with pytest.raises(SystemExit):
+        main(["train", "--help", "all"])
     lines = capsys.readouterr().out.splitlines()
     options = [line.split()[0].rstrip(",") for line in lines if line.startswith("  --")]
     first = ["config", "model", "data", "epochs", "batch_size", "output", "resume", "baseline"]

@@ -284,7 +284,7 @@ def test_the_page_says_what_the_run_found(page, run):
     nll = run.evaluation["predictives"][LAPLACE]["metrics"]["test/cls/NLL"]
     for text in (
         "MLP on digits (0, 1, 2)", f"{nll:.4f}", "Negative log-likelihood nats per example, lower",
-        "Learned minus initial weight decay, on the same test examples", "Each tensor at the end",
+        "Learned minus plain network, on the same test examples", "Each tensor at the end",
         "labels have a score above 1", "curvature.fisher mc", "noise (20 examples)",
     ):  # fmt: skip
         assert text in page.text, text

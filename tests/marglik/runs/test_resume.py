@@ -190,6 +190,12 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
     assert main(arguments(run, *short)) == 0
     found = results_of(run)
     assert found["config"]["run"]["epochs"] == 1 and "differences" not in found
+    assert "The same command with --resume --baseline adds it" in found["verdict"]
+    # Added later, the plain network is the one that would have been trained at once.
+    assert main(arguments(run, *short[2:], "--resume")) == 0
+    later = results_of(run)
+    assert main(arguments(run, "--overwrite", *short[2:])) == 0
+    assert without_seconds(results_of(run)) == without_seconds(later) and later["differences"]
     with (run / "log.jsonl").open("a") as file:
         file.write(" ")
     message = refusal(capsys, *arguments(run, *short, "--resume"))

@@ -1,0 +1,114 @@
+"""What learning gained, in one sentence: a network against a plain one, on the same test data.
+
+The plain network is what one would train otherwise: the same architecture, data, optimiser and
+epochs, with a fixed weight decay, a learning rate that falls with a cosine, and no average of its
+parameters. Both are compared at their parameters, temperature-scaled on the same held-out data
+where there is some, so that calibration counts for neither.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from kfac_backend.model.batches import split_batch
+from kfac_backend.options import Likelihood, TargetOptions
+from marglik.prediction.intervals import differences, of_examples
+from marglik.prediction.metrics import compute_metrics, example_scores
+from marglik.prediction.predictive import map_predictive, predict_all
+
+__all__ = ["in_one_sentence", "verdict"]
+
+# Metric -> its name, the factor to show it with, the unit of a difference, the sign of a gain.
+MEASURES = {
+    "test/cls/NLL": ("NLL", 1, "", -1),
+    "test/reg/NLL": ("NLL", 1, "", -1),
+    "test/cls/accuracy": ("accuracy", 100, " points", 1),
+}
+
+
+def verdict(
+    model: nn.Module,
+    plain: nn.Module,
+    test: Iterable[Any],
+    likelihood: Likelihood = "classification",
+    *,
+    sigma_noise: tuple[float, float] | None = None,
+    learned: Sequence[str] = ("learned weight decays",),
+    targets: TargetOptions = TargetOptions(),  # noqa: B008
+) -> str:
+    """What ``model`` gained against ``plain`` on test data, with 95 % intervals, in one sentence.
+
+    The intervals are of paired differences, over the choice of test examples; another seed of
+    training may change more.
+
+    Args:
+        model: the network that was trained with what was learned.
+        plain: the same network, trained without; see this module.
+        test: (x, y), or mappings.
+        likelihood: distribution of the targets.
+        sigma_noise: σ of both networks, for regression.
+        learned: what was learned, for the sentence.
+        targets: how batches give their targets.
+
+    Raises:
+        ValueError: no test example, or regression without σ.
+    """
+    if likelihood == "regression" and sigma_noise is None:
+        raise ValueError("Regression needs the noise of both networks; pass sigma_noise=(σ, σ).")
+    batches, metrics, scores = list(test), [], []
+    for network, sigma in zip((model, plain), sigma_noise or (1.0, 1.0), strict=True):
+        p, y = predict_all(map_predictive(network, likelihood, sigma), batches, targets=targets)
+        metrics.append({f"test/{n}": v for n, v in compute_metrics(p, y, likelihood).items()})
+        scores.append(example_scores(p, y, likelihood))
+    # Positions of one example are not independent: they are averaged first. Where not all count,
+    # the rows do not say which example they belong to.
+    ys = [split_batch(batch, targets.dict_key_y)[1] for batch in batches]
+    own_axes = likelihood != "classification"
+    rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
+    changes = {}
+    if rows == len(next(iter(scores[0].values()))):
+        positions = rows // sum(map(len, ys))
+        of_all = [{n: of_examples(row, positions) for n, row in of.items()} for of in scores]
+        changes = {f"test/{name}": found for name, found in differences(*of_all).items()}
+    return in_one_sentence(changes, metrics[0], metrics[1], learned)
+
+
+def in_one_sentence(
+    differences: Mapping[str, Sequence[float]],
+    metrics: Mapping[str, float],
+    of_plain: Mapping[str, float],
+    learned: Sequence[str] = ("learned weight decays",),
+) -> str:
+    """The verdict.
+
+    Args:
+        differences: metric -> (difference from the plain network, lower end, upper end).
+        metrics: of the learned network.
+        of_plain: of the plain network.
+        learned: what was learned.
+    """
+    better, worse, shown = [], [], []
+    for key, (name, factor, unit, sign) in MEASURES.items():
+        if key not in differences:
+            continue
+        change, low, high = (factor * value for value in differences[key])
+        if not low <= 0 <= high:
+            (better if sign * change > 0 else worse).append(name)
+        decimals, percent = (1, " %") if unit else (3, "")
+        here, there = (f"{factor * of[key]:.{decimals}f}{percent}" for of in (metrics, of_plain))
+        ends = f"95 % interval {low:+.{decimals}f} to {high:+.{decimals}f}"
+        shown.append(f"{name} {here} instead of {there} ({change:+.{decimals}f}{unit}, {ends})")
+    who = _listed(learned)
+    who = f"{who[0].upper()}{who[1:]}"
+    if not shown:
+        return f"{who}: no verdict, as the test examples allow no interval of the differences."
+    found = [f"improved the {_listed(better)}"] if better else []
+    found += [f"worsened the {_listed(worse)}"] if worse else []
+    verb = " and ".join(found) or "gained nothing that the test data can show"
+    return f"{who} {verb} against the plain network: {'; '.join(shown)}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,0 +1,77 @@
+"""The verdict: its numbers by brute force, its words by what the intervals contain."""
+
+import pytest
+import torch
+from scipy.stats import t, ttest_rel
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from marglik import OnlineResult, Posterior, verdict
+from marglik.models import MLP
+from marglik.prediction.verdict import in_one_sentence
+
+CASES = {  # differences of NLL and accuracy, and what is said
+    "gain": (
+        (-0.03, -0.05, -0.01),
+        (0.01, -0.02, 0.04),
+        "Learned weight decays improved the NLL against the plain network: NLL 0.070 instead of "
+        "0.100 (-0.030, 95 % interval -0.050 to -0.010); accuracy 96.0 % instead of 95.0 % "
+        "(+1.0 points, 95 % interval -2.0 to +4.0).",
+    ),
+    "loss": ((0.03, 0.01, 0.05), (-0.01, -0.02, -0.005), " worsened the NLL and accuracy against"),
+    "both": ((-0.03, -0.05, -0.01), (-0.01, -0.02, -0.005), "NLL and worsened the accuracy ag"),
+    "nothing": ((-0.03, -0.07, 0.01), (0.0, 0.0, 0.0), " gained nothing that the test data can "),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interval_with_zero_is_no_gain(case):
+    nll, accuracy, said = CASES[case]
+    changes = {"test/cls/NLL": nll, "test/cls/accuracy": accuracy, "test/cls/Brier": nll}
+    here = {"test/cls/NLL": 0.1 + nll[0], "test/cls/accuracy": 0.95 + accuracy[0]}
+    there = {"test/cls/NLL": 0.1, "test/cls/accuracy": 0.95}
+    assert said in in_one_sentence(changes, here, there)
+    assert "no verdict" in in_one_sentence({}, here, there)
+
+
+def test_numbers_are_those_of_paired_examples():
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randint(3, (60,))
+    plain, model = (MLP(4, (5,), 3) for _ in range(2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(60):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    test = [(x[:25], y[:25]), (x[25:], y[25:])]
+    laplace = Posterior(model, "classification")
+    laplace.fit(test)
+    said = OnlineResult(laplace, 0.0, 1).verdict(plain, test)
+    assert said == verdict(model, plain, test)
+    a, b = (cross_entropy(of(x), y, reduction="none").detach().numpy() for of in (model, plain))
+    low, high = ttest_rel(a, b).confidence_interval(0.95)
+    assert said.startswith("Learned weight decays improved the NLL")
+    assert f"({(a - b).mean():+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in said
+    assert "gained nothing" in verdict(plain, plain, test)  # negative control
+    assert "worsened" in verdict(plain, model, test)
+
+
+def test_positions_of_one_example_count_once():
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 5, 4), torch.randint(3, (12, 5))
+    plain, model = nn.Linear(4, 3), nn.Linear(4, 3)
+    losses = [cross_entropy(of(x).movedim(2, 1), y, reduction="none") for of in (model, plain)]
+    d = (losses[0] - losses[1]).mean(1).detach()
+    half = t.ppf(0.975, 11) * d.std().item() / 12**0.5
+    said = verdict(model, plain, [(x, y)])
+    assert f"interval {d.mean() - half:+.3f} to {d.mean() + half:+.3f})" in said
+    y[0, 0] = -100  # which rows belong to which example is not known then
+    assert "no verdict" in verdict(model, plain, [(x, y)])
+
+
+def test_regression_needs_the_noise():
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    model, plain = nn.Linear(3, 1), nn.Linear(3, 1)
+    with pytest.raises(ValueError, match="sigma_noise"):
+        verdict(model, plain, [(x, y)], "regression")
+    assert "NLL" in verdict(model, plain, [(x, y)], "regression", sigma_noise=(1.0, 1.0))
