@@ -227,9 +227,10 @@ class BackwardVectors:
         f = at_least_float32(f if self.differentiable else f.detach())
         counted = counted_terms(y, self.likelihood)
         if self.options.fisher == "mc":
-            # Nothing can be drawn from NaN, and on a GPU the attempt may end the process. The pass
-            # reports it when it reads its checks.
-            f = f.nan_to_num(nan=0.0, posinf=0.0, neginf=-torch.inf)
+            # No number can be drawn from NaN (a label can), and on a GPU the attempt may end the
+            # process. The pass reports it when it reads its checks.
+            if self.likelihood != "classification":
+                f = f.nan_to_num(nan=0.0, posinf=0.0, neginf=-torch.inf)
             samples = self.options.mc_samples
             for _ in range(samples):
                 sampled = self._drawn_root(f) if self.differentiable else self._sampled_gradient(f)
