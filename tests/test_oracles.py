@@ -104,6 +104,23 @@ def test_loss_terms_that_see_every_position_by_hand():
         close(blocks, {"0.weight": A * B * one, "0.bias": B * one})
 
 
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_ggn_of_a_linear_model_is_the_hessian_of_its_loss(likelihood):
+    x, W, y = normal(4, 2, 3), normal(3, 3, seed=1), torch.arange(8) % 3
+    targets = nn.functional.one_hot(y, 3).double()
+
+    def loss(W):
+        f = x.reshape(-1, 3) @ W.T
+        if likelihood == "classification":
+            return nn.functional.cross_entropy(f, y, reduction="sum")
+        if likelihood == "bernoulli":
+            return nn.functional.binary_cross_entropy_with_logits(f, targets, reduction="sum")
+        return 0.5 * (f - targets).square().sum()
+
+    hessian = torch.autograd.functional.hessian(loss, W).reshape(9, 9)
+    close(dense_ggn_of(lambda p: x @ p["W"].T, {"W": W}, likelihood), hessian)
+
+
 def test_ignored_loss_terms_are_as_if_they_were_not_there():
     W, x = {"W": normal(2, 3)}, normal(2, 3, 3, seed=1)
     ignored = torch.tensor([[False, True, False], [True, True, False]])
@@ -222,6 +239,18 @@ def deep(taps, x, W: Tensor) -> Tensor:
     return taps.linear(taps.linear(x, W, None, ("W", "")), W, None, ("W", ""))
 
 
+@pytest.mark.parametrize("approx", MODES)
+def test_uses_in_depth_are_not_exact_even_for_one_example(approx):
+    W, x = normal(2, 2), normal(1, 2, seed=1)
+    exact = dense_ggn_of(lambda p: x @ p["W"].T @ p["W"].T, {"W": W}, "regression")
+    found = reference_blocks(deep, [(x_n, W) for x_n in x], "regression", approx)["W"]
+    a, b = torch.stack([x[0], W @ x[0]]), torch.stack([W, torch.eye(2).double()])
+    if approx == "reduce":
+        a, b = a.mean(0, keepdim=True), b.sum(0, keepdim=True)
+    close(found, torch.kron(torch.einsum("rci,rcj->ij", b, b), a.T @ a / len(a)))
+    assert error(found, exact) > 0.1
+
+
 def language_model(taps, tokens, W: Tensor) -> Tensor:
     """Embedding weight (V, d) that is the weight of the output layer, too."""
     return taps.linear(taps.embedding(tokens, W, "W").tanh(), W, None, ("W", ""))
@@ -268,6 +297,30 @@ def graph(taps, x, W: Tensor, aggregation: str, ragged: bool) -> Tensor:
     f = taps.linear(x, W, None, ("W", ""), ragged=ragged)
     scales = {"sum": 1.0, "mean": 1 / len(x), "root": 1 / math.sqrt(len(x))}
     return scales[aggregation] * f.sum(0) if aggregation != "none" else f
+
+
+AGGREGATIONS = {  # (aggregation, ragged) -> the mode that is exact
+    ("none", True): "expand",  # one loss term for each node
+    ("mean", False): "reduce",
+    ("root", True): "reduce",
+    **dict.fromkeys([("sum", False), ("sum", True), ("mean", True), ("root", False)], "neither"),
+}
+
+
+@pytest.mark.parametrize("setting", AGGREGATIONS)
+def test_ragged_modes_are_exact_in_their_settings_only(setting):
+    W, graphs = normal(2, 3), [normal(size, 3, seed=size) for size in (1, 4, 2)]
+    scales = {"sum": lambda V: 1.0, "mean": lambda V: 1 / V, "root": lambda V: V**-0.5}
+
+    def outputs(p, x):
+        f = x @ p["W"].T
+        return scales[setting[0]](len(x)) * f.sum(0)[None] if setting[0] in scales else f
+
+    exact = sum(dense_ggn_of(lambda p, x=x: outputs(p, x), {"W": W}, "regression") for x in graphs)
+    for mode in MODES:
+        found = reference_blocks(graph, [(x, W, *setting) for x in graphs], "regression", mode)
+        assert (error(found["W"], exact) < 1e-12) == (mode == AGGREGATIONS[setting])
+        assert mode == AGGREGATIONS[setting] or error(found["W"], exact) > 0.1
 
 
 # --- evidences ---

@@ -101,12 +101,34 @@ def test_passes_leave_nothing(times):
     model, before = network(), everything_of(network())
     modes = cycle(["expand", "reduce"])
 
+    layers, failed = [m for m in model.modules() if not list(m.children())], []
+
+    def fails(*_):
+        raise RuntimeError("in the middle")
+
+    def fails_in(layer, in_backward):
+        def hook(_, inputs, output):
+            output = output[0] if isinstance(output, tuple) else output
+            if not in_backward:
+                fails()
+            if output.requires_grad:
+                output.register_hook(fails)
+
+        handle = layer.register_forward_hook(hook)
+        try:
+            kronecker_factors(model, [(X, Y)], "classification")
+        except RuntimeError as error:
+            failed.append(str(error))
+        handle.remove()
+
     def one_pass(i):
+        fails_in(layers[i % len(layers)], in_backward=i % 2 == 0)
         fresh = network() if i % 5 == 0 else model  # what is kept of models goes with them
         options = {"kfac_approx": next(modes), "fisher": "mc" if i % 3 else "exact"}
         assert kronecker_factors(fresh, [(X, Y)], "classification", **options).num_data == 6
 
     soak(one_pass, times)
+    assert set(failed) == {"in the middle"} and len(failed) > times / 2
     after = everything_of(model)
     assert {k: v for k, v in after.items() if "values" in k} == {
         k: v for k, v in before.items() if "values" in k

@@ -19,10 +19,11 @@ from experiments.exactness.networks import cases
 from experiments.optimizers import optimizer_defaults
 from experiments.optimizers.training import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
+from experiments.speed.update_step_timing import amortised
 from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
-from experiments.weight_decay import training, weight_decay_study
+from experiments.weight_decay import default_options, training, weight_decay_study
 from kfac_backend.optimizer import KFAC
 from marglik.cli import main as marglik
 from marglik.models import MLP
@@ -228,6 +229,20 @@ def test_what_settles_at_a_target_first():
     assert [settled_at(c, "accuracy", 0.5) for c in curves] == [None, 3, None]
     assert [settled_at(c, "accuracy", 0.2) for c in curves] == [2, 2, None]
     assert [best_candidate(found, target).lr for target in (0.5, 0.3, None)] == [2.0, 1.0, 2.0]
+
+
+def test_amortised_is_the_mean_of_fifty_steps():
+    """Each step of a run in turn: inverses at step 0, factors at 0, 10, 20, 30, 40."""
+    ratios = {"old inverses": 1.1, "new factors, reduce": 1.5, "new inverses, reduce": 2.0}
+    kinds = ["old inverses"] * 50
+    kinds[::10] = ["new factors, reduce"] * 5
+    kinds[0] = "new inverses, reduce"
+    assert amortised(ratios, "reduce") == pytest.approx(sum(ratios[kind] for kind in kinds) / 50)
+
+
+def test_worse_than_no_decay_is_beyond_two_standard_errors():
+    assert default_options.is_worse([0.2, 0.21, 0.22])
+    assert not default_options.is_worse([0.2, -0.1, 0.1])
 
 
 def test_the_default_rate_is_the_best_of_the_committed_study():

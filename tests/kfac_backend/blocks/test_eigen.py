@@ -86,6 +86,36 @@ def test_any_finite_matrix_decomposes(case, dtype):
     assert_decomposes(MATRICES[case].to(dtype), 1e-6 if dtype == torch.float32 else 1e-14)
 
 
+def test_rows_without_entries_off_the_diagonal_never_reach_a_solver(monkeypatch):
+    """As in ResNet18's last stage, whose images are 1x1: with 4608 rows LAPACK did not converge."""
+    sizes = []
+    for name in ("eigh", "eigvalsh"):
+        solver = getattr(torch.linalg, name)
+        monkeypatch.setattr(
+            torch.linalg, name, lambda M, solver=solver: sizes.append(len(M)) or solver(M)
+        )
+    assert_decomposes(spread(gram(40, 60), 120), 1e-14)
+    assert_decomposes(torch.arange(5.0).diag())
+    assert sizes == [40, 40]
+
+
+def test_work_on_all_cores_leaves_the_number_of_threads():
+    def fails(i):
+        assert torch.get_num_threads() == 1
+        return 1 / i
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert eigen.map_on_cores(fails, [1, 2, 4]) == [1, 0.5, 0.25]
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            eigen.map_on_cores(fails, [1, 0])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def never(matrix):
     raise torch.linalg.LinAlgError("did not converge")
 

@@ -74,7 +74,7 @@ def layers(draw):
     return layer_type(2, 4, kernel, stride, padding, dilation, groups, bias, mode), size
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(layer=layers(), mode=st.sampled_from(MODES))
 def test_any_shape(layer, mode):
     layer, size = layer
@@ -171,4 +171,14 @@ def test_rows_of_an_example(layer_type, groups, mode, by_roots):
     assert_sums(RULES[layer_type], layer, mode, a, vectors, rows)
 
 
-SHAPES = {1: r"\(N, C, L\)", 2: r"\(N, C, H, W\)", 3: r"\(N, C, D, H, W\)"}
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("groups", "dtype"), [(1, torch.bfloat16), (2, torch.float16)])
+@pytest.mark.parametrize("layer_type", SIZES)
+def test_half_precision_is_summed_in_float32(layer_type, groups, mode, dtype):
+    layer = layer_type(2, 2, 2, groups=groups)
+    a, vectors = (t.to(dtype) for t in some_vectors(layer, SIZES[layer_type]))
+    found = sums_of(RULES[layer_type], layer, mode, a, vectors)["weight"]
+    expected = sums_of(RULES[layer_type], layer, mode, a.double(), vectors.double())["weight"]
+    assert found.A.dtype == found.B.dtype == torch.float32
+    assert error(found.A.double(), expected.A) < 1e-5
+    assert error(found.B.double(), expected.B) < 1e-5

@@ -110,6 +110,22 @@ def test_moving_average_with_the_correction_of_its_start():
             assert_close(block.A, sum(w * blocks[name].A for w, blocks in zip(weights, each)))  # noqa: B905
 
 
+def test_intervals():
+    """Factors change in steps 0, 2, 4, 6 and inverses in steps 0, 3, 6."""
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model, ema_decay=0.5, factor_every=2, update_every=3)
+    changed, before = {"blocks": [], "inverses": []}, {}
+    for step in range(7):
+        F.cross_entropy(model(x + 0.1 * step), y).backward()
+        conditioner.step()
+        for part, steps in changed.items():
+            now = next(iter(conditioner.state_dict()[part]["10.weight"].values())).clone()
+            if part not in before or not torch.equal(now, before[part]):
+                steps.append(step)
+            before[part] = now
+    assert changed == {"blocks": [0, 2, 4, 6], "inverses": [0, 3, 6]}
+
+
 @pytest.mark.parametrize("ema_decay", [0.0, 0.5])
 def test_updates_between_new_factors_take_the_old_ones(ema_decay):
     """With more updates than factors, a new damping meets the latest factors."""

@@ -118,6 +118,18 @@ def test_positions_that_a_mask_hides(kfac_approx):
     assert error(unmasked["first.weight"].to_dense(), blocks["first.weight"].to_dense()) > 0.05
 
 
+@pytest.mark.parametrize("kfac_approx", MODES)
+def test_monte_carlo_in_the_mean(kfac_approx):
+    exact = in_training(network(), *data(), kfac_approx=kfac_approx)
+    for samples, is_near in ((300, True), (1, False)):  # a single sample is not enough
+        options = {"kfac_approx": kfac_approx, "fisher": "mc", "mc_samples": samples}
+        found = in_training(network(), *data(), **options)
+        errors = [error(found[name].B, block.B) for name, block in exact.items()]
+        assert max(errors) < 0.25 if is_near else max(errors) > 0.25
+        for name, block in exact.items():
+            assert_close(found[name].A, block.A)
+
+
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_gradient_accumulation_is_one_batch(kfac_approx, fisher):
