@@ -29,6 +29,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.gram import add_waiting
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
     IGNORED,
     BackwardVectors,
@@ -64,7 +65,6 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, ass
 from kfac_backend.options import (
     CurvatureOptions,
     KfacApprox,
-    Likelihood,
     Mode,
     automatic_mode,
     modes_of_layers,
@@ -86,7 +86,7 @@ __all__ = [
 def kronecker_factors(
     model: nn.Module,
     data: Iterable[Any],
-    likelihood: Likelihood,
+    likelihood: str,
     options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
     *,
     generator: torch.Generator | None = None,
@@ -117,7 +117,7 @@ def kronecker_factors(
             model's device. Examples come first; batches may differ in size.
         likelihood: "classification": logits (N, ..., C), labels (N, ...) in 0..C-1. "regression":
             outputs and targets (N, ..., C), noise 1. "bernoulli": C independent logits, targets in
-            [0, 1].
+            [0, 1]. Or another of `kfac_backend.likelihoods`.
         options: all choices of the pass: mode, Fisher, which targets count; see `CurvatureOptions`.
         generator: source of fisher="mc"'s labels, on the model's device.
         progress: whether to show a progress bar over the batches.
@@ -178,7 +178,7 @@ class CurvaturePass:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood,
+        likelihood: str,
         options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
         *,
         generator: torch.Generator | None = None,
@@ -190,7 +190,7 @@ class CurvaturePass:
         options.check(likelihood)
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of the data each."""
-        self._likelihood: Likelihood = likelihood
+        self._likelihood = likelihood_of(likelihood)
         self._options = options
         self._generator = generator
         self._targets = Targets(likelihood, options)
@@ -205,12 +205,17 @@ class CurvaturePass:
         check_memory(self._proof.assignment, self._modes(kfac_approx), self._options, device)
         self.reset()
 
-    def factors_of(self, data: Iterable[Any], progress: bool = False) -> KroneckerFactors:
+    def factors_of(
+        self, data: Iterable[Any], progress: bool = False, likelihood: str | None = None
+    ) -> KroneckerFactors:
         """The factors of some data at the model's present parameters; see `kronecker_factors`.
 
         A pass that is used again proves again, on two examples, only what other values of the
-        parameters can change, as long as the model's structure is the same.
+        parameters can change, as long as the model's structure is the same. ``likelihood`` is the
+        same with other options, such as noises.
         """
+        if likelihood is not None:
+            self._likelihood = likelihood_of(likelihood)
         self.reset()
         if not self._proof.renew():
             self._proof = Proof(self._model, self._assign())
@@ -342,7 +347,7 @@ class CurvaturePass:
             if not isinstance(y, Tensor) or not self._late.see(x, f, y):
                 self._check_targets(f, y)
                 check_finite(self._model, f, x)
-            elif self._likelihood == "classification":
+            elif self._likelihood.name == "classification":
                 # A label out of range, which is reported later, must not stop a GPU now.
                 y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
             if not self._num_data:

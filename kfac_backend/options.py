@@ -11,12 +11,13 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
+from kfac_backend.likelihoods import likelihood_of
+
 __all__ = [
     "BackwardPrecision",
     "CurvatureOptions",
     "Fisher",
     "KfacApprox",
-    "Likelihood",
     "Mode",
     "PassOptions",
     "ShiftLabels",
@@ -34,7 +35,6 @@ KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
 Fisher = Literal["exact", "mc", "empirical"]
-Likelihood = Literal["classification", "regression", "bernoulli"]
 Unsupported = Literal["error", "freeze", "diagonal"]
 BackwardPrecision = Literal["float32", "tf32", "bf16"]
 ShiftLabels = bool | Literal["auto"]
@@ -47,9 +47,9 @@ class Options:
     def __post_init__(self) -> None:
         """Raise a ValueError unless each value is supported."""
 
-    def check(self, likelihood: Likelihood) -> None:
+    def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
-        check_option("likelihood", likelihood, Likelihood)
+        likelihood_of(likelihood)
 
     def but(self, **changes: Any) -> Self:
         """These options with some of them changed.
@@ -102,10 +102,10 @@ class TargetOptions(Options):
         """Whether there is a label of loss terms that do not count."""
         return self.ignore_index is not None
 
-    def check(self, likelihood: Likelihood) -> None:
+    def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
         super().check(likelihood)
-        if likelihood == "classification":
+        if likelihood_of(likelihood).kind == "classes":
             return
         if self.marks_ignored:
             raise ValueError(

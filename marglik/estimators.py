@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.extras import extra
-from kfac_backend.options import Likelihood
 from marglik.data import TensorBatches
 from marglik.models import MLP
 from marglik.prediction.calibration import calibrate
@@ -60,7 +59,7 @@ class Estimator(BaseEstimator):
         device: of torch, such as "cuda".
     """
 
-    likelihood: Likelihood
+    likelihood: str
 
     def __init__(
         self,

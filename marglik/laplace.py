@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.loss import check_targets, loss_hessian_root, loss_sum
+from kfac_backend.loss import check_targets, loss_sum
 from kfac_backend.model.batches import each_batch, split_batch, to_device
 from kfac_backend.model.calls import call_with
-from kfac_backend.options import CurvatureOptions, Likelihood, check_option
+from kfac_backend.options import CurvatureOptions, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior, last_layer, parameter_vector
 from marglik.prediction.links import probit_outputs
@@ -32,7 +32,7 @@ Subset = Literal["all", "last_layer"]
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
     model: nn.Module,
-    likelihood: Likelihood,
+    likelihood: str,
     subset_of_weights: Subset = "last_layer",
     hessian_structure: Structure = "kron",
     *,
@@ -312,7 +312,7 @@ class JacobianLaplace(KroneckerLaplace):
             f, J = self._jacobians(x)  # (N, C), (N, C, P)
             y = y.to(f.device)
             check_targets(f, y, self.likelihood)
-            S = torch.stack([*loss_hessian_root(f, self.likelihood)])  # (V, N, C)
+            S = torch.stack([*self.likelihood.root(f, y)])  # (V, N, C)
             G = torch.einsum("vnc,ncp->vnp", S, J).flatten(0, 1).double()
             H = H + (G.mT @ G if self.structure == "full" else G.square().sum(0))
             self.loss += loss_sum(f, y, self.likelihood).item()

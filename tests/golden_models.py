@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import CurvatureOptions, corrected_factors, kronecker_factors
-from kfac_backend.options import KfacApprox, Likelihood
+from kfac_backend.options import KfacApprox
 from marglik import Hyperparameters, Posterior, PredictiveConfig, PriorGroups, laplace_predictive
 from marglik.graphs import Graphs
 from marglik.models import GPT, MLP, GraphNetwork, VisionTransformer, WideResNetFixup
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     model: nn.Module
     x: Any
     y: Tensor
-    likelihood: Likelihood = "classification"
+    likelihood: str = "classification"
 
 
 def waves(*shape: int, phase: float = 0.0) -> Tensor:

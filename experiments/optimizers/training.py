@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
-from kfac_backend.options import Likelihood, Mode
+from kfac_backend.options import Mode
 from marglik.data.batches import Splits, split_batches
 from marglik.data.tensors import SplitName
 from marglik.eval_mode import eval_mode
@@ -52,7 +52,7 @@ class Problem:
     title: str
     load: Callable[[], Splits]
     make_model: Callable[[Splits], nn.Module]
-    likelihood: Likelihood
+    likelihood: str
     batch_size: int
     metric: str = "loss"
     """Metric of the target: "loss", "accuracy" or "average precision" on validation data."""
@@ -340,7 +340,7 @@ def _average_precision(f: Tensor, y: Tensor) -> float:
     return float(statistics.mean(each))
 
 
-def _loss(likelihood: Likelihood) -> Callable[[Tensor, Tensor], Tensor]:
+def _loss(likelihood: str) -> Callable[[Tensor, Tensor], Tensor]:
     return _bernoulli_loss if likelihood == "bernoulli" else _categorical_loss
 
 

@@ -17,7 +17,7 @@ from kfac_backend.blocks.block import (
     compute_eigenvalues,
 )
 from kfac_backend.files import parse_json, read_tensors, write_tensors
-from kfac_backend.options import CurvatureOptions, Likelihood, check_positive
+from kfac_backend.options import CurvatureOptions, check_positive
 
 __all__ = ["KroneckerFactors"]
 
@@ -48,7 +48,7 @@ class KroneckerFactors:
     """The number of loss terms, with weights: N unless examples have several."""
     loss: float
     """Σ ℓ (nats) over the data: see `loss.loss_sum`."""
-    likelihood: Likelihood
+    likelihood: str
     options: CurvatureOptions
     """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
     factors, those of the first."""
@@ -156,6 +156,7 @@ class KroneckerFactors:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             **{field: getattr(self, field) for field in FIELDS},
+            "likelihood": str(self.likelihood),
             "options": self.options.to_json(),
             "blocks": [
                 {"name": n, "num_terms": b.num_terms, "A": b.A is not None}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kfac_backend.layers.rows import counted_positions
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
 from kfac_backend.model.calls import (
     call_with,
@@ -26,7 +27,7 @@ from kfac_backend.model.calls import (
     takes_labels,
 )
 from kfac_backend.model.checks import is_out_of_memory
-from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -269,14 +270,14 @@ class Targets:
 
     def __init__(
         self,
-        likelihood: Likelihood,
+        likelihood: str,
         options: TargetOptions = TargetOptions(),  # noqa: B008
     ) -> None:
         options.check(likelihood)
         self.options = options
         self.may_ignore = options.marks_ignored
         """Whether some targets do not count, as far as it is known so far."""
-        self._likelihood: Likelihood = likelihood
+        self._likelihood = likelihood_of(likelihood)
         # None until a batch shows it; from then on the same for all batches.
         self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
         self._has_warned = False
@@ -301,7 +302,7 @@ class Targets:
         if self._shifts is None and model is not None:
             self._shifts = self._shifts_inside(model, x, y)
         mask = (
-            mask_of(x, self.options.dict_key_mask) if self._likelihood == "classification" else None
+            mask_of(x, self.options.dict_key_mask) if self._likelihood.kind == "classes" else None
         )
         if mask is not None and mask.shape == y.shape:
             hidden = ~mask.to(y.device)
@@ -346,7 +347,7 @@ class Targets:
         """
         if not takes_labels(model, x):
             return False
-        are_labels = self._likelihood == "classification"
+        are_labels = self._likelihood.kind == "classes"
         may_shift = are_labels and y.dim() > 1
         device = next(model.parameters()).device
         x, y = detached(x, device), y.to(device)
@@ -408,13 +409,14 @@ def _shifted(y: Tensor) -> Tensor:
     return F.pad(y[..., 1:], (0, 1), value=IGNORED)
 
 
-def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, likelihood: Likelihood) -> bool:
+def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, likelihood: str) -> bool:
     """Whether a model's loss is our sum, or its mean over examples, loss terms or outputs.
 
     For regression it may also be the squared error, without our factor ½.
     """
-    sizes = {1, len(f), terms} | (set() if likelihood == "classification" else {f.numel()})
-    factors = (1, 2) if likelihood == "regression" else (1,)
+    kind = likelihood_of(likelihood).kind
+    sizes = {1, len(f), terms} | (set() if kind == "classes" else {f.numel()})
+    factors = (1, 2) if kind == "numbers" else (1,)
     relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
     # The rounding of log Σ exp grows with the outputs.
     rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.preconditioner import KfacPreconditioner
-from kfac_backend.options import Likelihood, check_option
+from kfac_backend.options import check_option
 
 __all__ = ["KFAC", "BaseOptimizer"]
 
@@ -57,7 +57,7 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood,
+        likelihood: str,
         lr: float = 0.03,
         *,
         base: BaseOptimizer = "sgd",

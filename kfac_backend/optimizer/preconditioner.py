@@ -29,7 +29,6 @@ from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
     CurvatureOptions,
-    Likelihood,
     check_option,
     check_positive,
 )
@@ -104,7 +103,7 @@ class KfacPreconditioner:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood,
+        likelihood: str,
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
         curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
         *,

@@ -50,7 +50,7 @@ from kfac_backend.model.rule_assignment import (
     assign_rules,
 )
 from kfac_backend.optimizer.damped_inverse import diverging
-from kfac_backend.options import CurvatureOptions, Likelihood, automatic_mode
+from kfac_backend.options import CurvatureOptions, automatic_mode
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.ranks import ProcessGroupOption
 
@@ -88,7 +88,7 @@ class TrainingPass(CurvaturePass):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood,
+        likelihood: str,
         options: CurvatureOptions,
         generator: torch.Generator,
         left_out: frozenset[str] = frozenset(),
@@ -385,8 +385,13 @@ class TrainingPass(CurvaturePass):
         has one term, that is done only if a mask or the options say that there are such: the
         gradient is also zero where the network is so confident that it rounds to that.
         """
-        if self._likelihood != "classification":
-            return torch.zeros_like(f)
+        if self._likelihood.needs_targets:
+            raise NotImplementedError(
+                f"The curvature of likelihood '{self._likelihood}' depends on the targets, which "
+                "K-FAC's steps do not know. Train with another optimiser."
+            )
+        if self._likelihood.kind != "classes":
+            return f.new_zeros(self._likelihood.target_shape(f))
         y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
         if f.dim() > 2 or mask is not None or self._options.marks_ignored:
             y = y.masked_fill((g == 0).all(-1), IGNORED)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_backend.extras import extra
-from kfac_backend.options import CurvatureOptions, Likelihood
+from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.training.learner import PriorLearner
 
@@ -47,7 +47,7 @@ class MarginalLikelihood(Callback):
 
     def __init__(
         self,
-        likelihood: Likelihood,
+        likelihood: str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         network: str | None = None,

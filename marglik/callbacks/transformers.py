@@ -17,7 +17,7 @@ from torch import nn
 
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.options import CurvatureOptions, Likelihood
+from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
@@ -65,7 +65,7 @@ class MarginalLikelihood(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        likelihood: Likelihood,
+        likelihood: str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         **options: Any,
     ) -> None:
@@ -77,7 +77,7 @@ class MarginalLikelihood(TrainerCallback):
     def attached(
         cls,
         trainer: Trainer,
-        likelihood: Likelihood,
+        likelihood: str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         **options: Any,
     ) -> Self:

@@ -13,7 +13,8 @@ from torch import Tensor
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
-from kfac_backend.options import Likelihood, check_positive
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.options import check_positive
 
 __all__ = [
     "EvidenceTerms",
@@ -40,7 +41,7 @@ class EvidenceTerms:
     num_targets: float
     """Number of scalars in all targets, N·C with one loss term per example; the Gaussian's
     normaliser of regression needs it."""
-    likelihood: Likelihood
+    likelihood: str
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, mean: Tensor) -> "EvidenceTerms":
@@ -63,7 +64,7 @@ def log_likelihood(
     """Log p(D|θ*) / T (nats, a sum over the data); for regression with its normaliser, also / T."""
     sigma = _float64(sigma_noise, terms)
     value = -terms.loss / sigma.square()
-    if terms.likelihood == "regression":
+    if likelihood_of(terms.likelihood).has_sigma:
         value = value - terms.num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
     return value / _float64(temperature, terms)
 
@@ -93,7 +94,7 @@ def log_marginal_likelihood(
     T = _float64(temperature, terms)
     for name, value in (("sigma_noise", sigma), ("temperature", T)):
         check_positive(name, value)
-    if terms.likelihood != "regression" and sigma != 1:
+    if not likelihood_of(terms.likelihood).has_sigma and sigma != 1:
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
     delta, ratio = _precision_and_ratio(terms, prior_precision, sigma, T)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
 from kfac_backend.laplace_torch.kron import EigenKron, FactorKron, laplace
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with
 from kfac_backend.model.checks import check_module
-from kfac_backend.options import KfacApprox, Likelihood, check_option, check_positive
+from kfac_backend.options import KfacApprox, check_positive
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior import evidence
@@ -78,7 +79,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         kfac_approx: KfacApprox | None = None,
     ) -> None:
         check_module(model)
-        check_option("likelihood", likelihood, Likelihood)
+        likelihood_of(likelihood)
         check_positive("temperature", temperature)
         if damping or not isinstance(prior_mean, (int, float)) or prior_mean:
             raise ValueError(
@@ -98,8 +99,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         laplace.KronLaplace.__init__(
             self,
             model,
-            # laplace-torch does not know "bernoulli"; every use of its likelihood is overridden.
-            "classification" if likelihood == "bernoulli" else likelihood,
+            # laplace-torch knows two; every use of its likelihood is overridden for others.
+            "regression" if likelihood == "regression" else "classification",
             sigma_noise,
             prior_precision,
             prior_mean,
@@ -118,7 +119,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         Posterior.__init__(
             self,
             model,
-            cast(Likelihood, likelihood),
+            likelihood,
             of_backend.options.but(**settings),
             prior_precision=prior_precision,
             sigma_noise=sigma_noise,
@@ -165,7 +166,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The posterior predictive, in eval mode; arguments as in laplace-torch."""
-        self._refuse_bernoulli()
+        self._refuse_others()
         return in_eval_mode(self.model, super().__call__)(*args, **kwargs)
 
     def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -174,7 +175,7 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, in eval mode; arguments as in laplace-torch."""
-        self._refuse_bernoulli()
+        self._refuse_others()
         return in_eval_mode(self.model, super().predictive_samples)(*args, **kwargs)
 
     def _glm_predictive_distribution(
@@ -210,10 +211,10 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         outputs = self._nn_functional_samples(X, n_samples, **model_kwargs)
         return torch.softmax(outputs.detach(), dim=-1).mean(0)
 
-    def _refuse_bernoulli(self) -> None:
-        if self.likelihood == "bernoulli":
+    def _refuse_others(self) -> None:
+        if self.likelihood not in ("classification", "regression"):
             raise NotImplementedError(
-                "laplace-torch's predictives do not support likelihood 'bernoulli'; use "
+                f"laplace-torch's predictives do not support likelihood {self.likelihood!r}; use "
                 "marglik.laplace_predictive(laplace)(x)."
             )
 
@@ -224,7 +225,10 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         does.
         """
         factors = self.fitted_factors()
-        return super().state_dict() | {"H": factors.state_dict()}
+        return super().state_dict() | {
+            "H": factors.state_dict(),
+            "likelihood": str(self.likelihood),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.

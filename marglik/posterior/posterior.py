@@ -26,10 +26,11 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
 from kfac_backend.extras import Bool, Float, Int
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with
 from kfac_backend.model.checks import check_finite, check_module
-from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from marglik.eval_mode import in_eval_mode
@@ -67,7 +68,8 @@ class Posterior:
 
     Args:
         model: the network at its MAP parameters; frozen parameters have no posterior.
-        likelihood: "classification", "regression" or "bernoulli".
+        likelihood: "classification", "regression", "bernoulli", or another of
+            `kfac_backend.likelihoods`.
         options: all options of the curvature pass.
         prior_precision: δ, a scalar or one per trainable tensor. It is the precision beside the
             likelihood of the whole data set (weight decay · N / T), see `marglik.posterior.prior`.
@@ -87,7 +89,7 @@ class Posterior:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood,
+        likelihood: str,
         options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         prior_precision: float | Tensor = 1.0,
@@ -101,7 +103,7 @@ class Posterior:
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
-        self.likelihood: Likelihood = likelihood
+        self.likelihood = likelihood_of(likelihood)
         self.options = options
         self.generator = generator
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -165,7 +167,8 @@ class Posterior:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
             )
-        if self.likelihood != "regression" and sigma != 1:
+        # A text while laplace-torch's constructor runs.
+        if not likelihood_of(self.likelihood).has_sigma and sigma != 1:
             raise ValueError(
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
@@ -254,7 +257,7 @@ class Posterior:
                 generator=self.generator,
                 process_group=self.ranks.process_group,
             )
-        return self.passes[key].factors_of(data, progress)
+        return self.passes[key].factors_of(data, progress, self.likelihood)
 
     def restore(self, factors: KroneckerFactors) -> None:
         """Take these factors as the curvature at the model's current parameters.
@@ -334,7 +337,7 @@ class Posterior:
             FloatingPointError: the evidence is not finite; the error names the block.
         """
         terms = self.evidence_terms
-        if sigma_noise is not None and self.likelihood != "regression":
+        if sigma_noise is not None and not self.likelihood.has_sigma:
             raise ValueError("sigma_noise can be set for regression only.")
         if prior_precision is not None:
             self.prior_precision = prior_precision

@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kfac_backend.extras import Float, extra
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets, counted_terms
 from kfac_backend.model.batches import Targets, each_batch, split_batch
-from kfac_backend.options import Likelihood, TargetOptions, check_option
+from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior
@@ -104,7 +105,7 @@ class CalibratedPredictive(ModelPredictive):
 class HeldOut:
     """What calibration needs to know about held-out data, for M loss terms."""
 
-    likelihood: Likelihood
+    likelihood: str
     f: Float[Tensor, "M C"]
     """The network's outputs."""
     spread: Float[Tensor, "M C *other"] | Float[Tensor, "M S C"]
@@ -150,7 +151,8 @@ class HeldOut:
         samples = None
         if config.method == "linearised":
             samples = posterior.sample(config.networks, torch.Generator(device).manual_seed(0))
-        variance_only = likelihood != "classification" or set(links) == {"probit"}
+        by_probit = likelihood.has_probit and set(links) == {"probit"}
+        variance_only = likelihood.kind != "classes" or by_probit
 
         def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
             f = in_eval_mode(model, outputs_of)(model, x)
@@ -187,7 +189,7 @@ class HeldOut:
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
-        f, y = self.f, self.targets
+        f, y, likelihood = self.f, self.targets, likelihood_of(self.likelihood)
         if self.is_sampled:
             samples, weights = self.spread.movedim(1, 0), None  # (S, M, C)
             variance = samples.var(0, correction=0)
@@ -195,29 +197,35 @@ class HeldOut:
             is_variance = self.spread.dim() == 2
             variance = self.spread if is_variance else self.spread.diagonal(dim1=1, dim2=2)
             samples = weights = None
-        if self.likelihood == "regression":
-            residual, shift = y - f, 0 if samples is None else samples.mean(0)
+        if likelihood.kind == "numbers":
 
-            def gaussian(scale: Tensor | None, sigma: Tensor) -> Tensor:
-                total = sigma.square() + (0 if scale is None else scale * variance)
-                squares = (residual - (0 if scale is None else scale.sqrt() * shift)).square()
-                terms = squares / total + (2 * math.pi * total).log()
-                return 0.5 * terms.expand_as(squares).sum(-1).mean()
+            def of_numbers(scale: Tensor | None, sigma: Tensor) -> Tensor:
+                outputs, of_outputs = f, torch.zeros_like(f)
+                if scale is not None and samples is None:
+                    of_outputs = scale * variance
+                elif scale is not None and samples is not None:
+                    outputs = f + scale.sqrt() * samples  # (S, M, C)
+                mean, noise, spread = likelihood.moments(outputs, of_outputs, sigma)
+                if outputs.dim() > f.dim():
+                    spread, mean, noise = mean.var(0, correction=0), mean.mean(0), noise.mean(0)
+                numbers, total = likelihood.observed(y, noise + spread)
+                return -likelihood.log_density(numbers, mean, total).sum(-1).mean()
 
-            return gaussian
-        if samples is None and link == "mc":  # "probit" has a closed form
+            return of_numbers
+        if samples is None and (
+            link == "mc" or not likelihood.has_probit
+        ):  # "probit" has a closed form
             samples, weights = deviations(self.spread, self.likelihood, noise)
         # Each term's log probabilities of its possible targets, and the share of each: a label is
         # one of them; a Bernoulli output has two, so that y may lie between 0 and 1.
         shares = torch.ones(1, 1).to(f)
-        if self.likelihood == "bernoulli":
-            shares = torch.stack([y.to(f), 1 - y.to(f)], -1).flatten(1)  # (M, 2C)
+        if likelihood.kind == "binary":
+            shares = torch.cat([y.to(f), 1 - y.to(f)], -1)  # (M, 2C)
 
         def log_p(outputs: Tensor) -> Tensor:
-            if self.likelihood == "bernoulli":
-                return torch.stack([logsigmoid(outputs), logsigmoid(-outputs)], -1).flatten(-2)
-            labels = y.expand(outputs.shape[:-1])[..., None]
-            return outputs.gather(-1, labels) - outputs.logsumexp(-1, keepdim=True)  # (..., M, 1)
+            if likelihood.kind == "binary":
+                return torch.cat([logsigmoid(outputs), logsigmoid(-outputs)], -1)
+            return -likelihood.losses(outputs, y)  # (..., M, 1)
 
         def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
             if scale is None:
@@ -237,7 +245,7 @@ def collected(
     outputs_and_spread: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]],
     batches: Iterable[Any],
     model: torch.nn.Module,
-    likelihood: Likelihood,
+    likelihood: str,
     options: TargetOptions,
     samples: int | None,
     ranks: Ranks,
@@ -274,7 +282,7 @@ def collected(
             spread = spread if len(spread) < len(f) else spread[which]
             f, y = f[which], y[which]
         # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
-        return f.cpu(), spread.cpu(), (y.long() if likelihood == "classification" else y).cpu()
+        return f.cpu(), spread.cpu(), y.cpu()
 
     found: list[tuple[Tensor, ...]] = []
     seen, stride = 0, 1
@@ -442,13 +450,13 @@ def fit_sharpness(held_out: HeldOut) -> Calibration:
 
 def _own(held_out: HeldOut) -> float:
     """Log σ of the posterior, or log τ = 0: where nothing is calibrated."""
-    return math.log(held_out.sigma_noise) if held_out.likelihood == "regression" else 0.0
+    return math.log(held_out.sigma_noise) if likelihood_of(held_out.likelihood).has_sigma else 0.0
 
 
 def _calibration(held_out: HeldOut, scale: float, log_sharpness: float) -> Calibration:
     value = math.exp(log_sharpness)
-    is_regression = held_out.likelihood == "regression"
-    return Calibration(scale, 1.0, value) if is_regression else Calibration(scale, value)
+    has_sigma = likelihood_of(held_out.likelihood).has_sigma
+    return Calibration(scale, 1.0, value) if has_sigma else Calibration(scale, value)
 
 
 def _least(
@@ -469,7 +477,10 @@ def _least(
         from scipy.optimize import minimize  # here, since it takes long to import
 
     own, M = _own(held_out), len(held_out.f)
-    bounds = [LOG_SCALES, (own + LOG_SHARPNESS[0], own + LOG_SHARPNESS[1])][-len(start) :]
+    likelihood, of_sharpness = likelihood_of(held_out.likelihood), LOG_SHARPNESS
+    if likelihood.kind == "numbers" and not likelihood.has_sigma:
+        of_sharpness = 0.0, 0.0  # neither τ nor σ: these outputs are no logits
+    bounds = [LOG_SCALES, (own + of_sharpness[0], own + of_sharpness[1])][-len(start) :]
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, dtype=torch.float64, requires_grad=True)

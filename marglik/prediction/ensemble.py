@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.files import read_tensors, write_tensors
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.checks import check_module
-from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
+from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
@@ -50,7 +51,7 @@ class Ensemble:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        likelihood: Likelihood = "classification",
+        likelihood: str = "classification",
         sigma_noise: float | Tensor = 1.0,
         calibration: Calibration | None = None,
         seconds: float = 0.0,
@@ -59,10 +60,10 @@ class Ensemble:
             raise ValueError("An ensemble needs at least one network.")
         for model in models:
             check_module(model)
-        check_option("likelihood", likelihood, Likelihood)
+        likelihood_of(likelihood)
         check_positive("sigma_noise", sigma_noise)
         self.models = list(models)
-        self.likelihood: Likelihood = likelihood
+        self.likelihood = likelihood_of(likelihood)
         self.sigma_noise = float(sigma_noise)
         self.calibration = calibration
         self.seconds = seconds

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import each_batch
-from kfac_backend.options import Likelihood
 from kfac_backend.ranks import Ranks
 from marglik.data import (
     CORRUPTIONS,
@@ -72,7 +72,7 @@ IN_SAMPLE = (
 def evaluate(
     predictives: Mapping[str, Predictive],
     splits: Splits,
-    likelihood: Likelihood,
+    likelihood: str,
     *,
     shift: bool = False,
     ood: ImageData | OutOfDistributionImages | None = None,
@@ -111,6 +111,7 @@ def evaluate(
         ValueError: shifts or out-of-distribution data without images.
     """
     images = splits if isinstance(splits, ImageSplits) else None
+    is_classes = likelihood_of(likelihood).kind == "classes"
     if images is None and (shift or ood is not None):
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
@@ -162,13 +163,13 @@ def evaluate(
                 shifted = predict_images(corrupt(images.test.images, kind, severity), predict)
                 of_shift = compute_metrics(shifted, images.test.labels, likelihood)
                 entry["metrics"] |= _prefixed(f"shift/{kind}/{severity}", of_shift)
-        if images is not None and likelihood == "classification":
+        if images is not None and is_classes:
             examples = _most_uncertain(prediction, images)
             uncertain = {"predictive": label, "examples": examples}
         entries[label] = entry | {"seconds": seconds}
 
     y = None if images is not None else splits.test[1]  # pyright: ignore
-    is_sequence = y is not None and likelihood == "classification" and y.dim() > 1
+    is_sequence = y is not None and is_classes and y.dim() > 1
     return {
         "data": splits.name,
         "likelihood": likelihood,
@@ -251,7 +252,7 @@ def compared(
     return _prefixed("test", {name: list(values) for name, values in found})
 
 
-def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
+def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
     """Rows of predictions per test example; None if the number differs between examples.
 
     The rows of a prediction do not say which sequence they belong to.
@@ -264,25 +265,24 @@ def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
     return rows // len(y) if alike else None
 
 
-def _entry_of_test(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, Any]:
+def _entry_of_test(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Any]:
     """Metrics and curves of the test set."""
     entry: dict[str, Any] = {
         "metrics": _prefixed("test", compute_metrics(prediction, targets, likelihood)),
         "intervals": {},
         "reliability": reliability_curve(prediction, targets, likelihood),
     }
-    if likelihood != "regression":
+    kind = likelihood_of(likelihood).kind
+    if kind != "numbers":
         entry["entropy"] = _entropies(prediction, likelihood)
-    if likelihood == "classification":
+    if kind == "classes":
         entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
         entry["classes"] = errors_by_class(prediction.mean, targets)
     return entry
 
 
 def _add_ood(
-    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
+    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: str
 ) -> None:
     """Add how well the entropy tells out-of-distribution data from the test set.
 
@@ -305,9 +305,11 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{key}": value for key, value in values.items()}
 
 
-def _entropies(prediction: Prediction, likelihood: Likelihood) -> dict[str, list]:
+def _entropies(prediction: Prediction, likelihood: str) -> dict[str, list]:
     """A histogram of the predictive entropy, from 0 to its largest value."""
-    largest = math.log(prediction.mean.shape[1] if likelihood == "classification" else 2)
+    largest = math.log(
+        prediction.mean.shape[1] if likelihood_of(likelihood).kind == "classes" else 2
+    )
     # Rounding may put an entropy above its bound, where the histogram would not count it.
     entropy = prediction.entropy.flatten().double().clamp(0, largest)
     counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import Float
-from kfac_backend.options import Likelihood, check_option, check_positive
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.options import check_option, check_positive
 from kfac_backend.precision import at_least_float32
 
 __all__ = [
@@ -162,7 +163,7 @@ class CalibrationFit:
 
 def predict_from_outputs(
     outputs: Float[Tensor, "S N C"],
-    likelihood: Likelihood,
+    likelihood: str,
     sigma_noise: float | Tensor = 1.0,
     weights: Float[Tensor, "S 1 1"] | None = None,
 ) -> Prediction:
@@ -174,13 +175,11 @@ def predict_from_outputs(
         sigma_noise: σ of regression.
         weights: of Bernoulli networks, with sum 1; equal if None.
     """
-    check_option("likelihood", likelihood, Likelihood)
-    outputs = at_least_float32(outputs)
-    if likelihood == "regression":
-        variance = outputs.var(0, correction=0)
-        return Prediction(outputs.mean(0), _noise(variance, sigma_noise), variance)
-    over_classes = likelihood == "classification"
-    p = torch.softmax(outputs, -1) if over_classes else torch.sigmoid(outputs)
+    of, outputs = likelihood_of(likelihood), at_least_float32(outputs)
+    if of.kind == "numbers":
+        means, noises, _ = of.moments(outputs, torch.zeros_like(outputs), _tensor(sigma_noise))
+        return Prediction(means.mean(0), noises.mean(0), means.var(0, correction=0))
+    over_classes, p = of.kind == "classes", of.probabilities(outputs)
     entropies = _entropy(p, over_classes)
     if weights is None:
         mean, aleatoric = p.mean(0), entropies.mean(0)
@@ -193,7 +192,7 @@ def predict_from_outputs(
 def predict_from_deviations(
     f: Float[Tensor, "N *R C"],
     deviations: Float[Tensor, "S N *R C"],
-    likelihood: Likelihood,
+    likelihood: str,
     sigma_noise: float | Tensor = 1.0,
     calibration: Calibration = Calibration(),  # noqa: B008
     weights: Float[Tensor, "S 1 1"] | None = None,
@@ -220,7 +219,7 @@ def predict_from_deviations(
 def predict_from_gaussian(
     f: Float[Tensor, "N C"],
     covariance: Float[Tensor, "N C *other"],
-    likelihood: Likelihood,
+    likelihood: str,
     link: Link,
     noise: Float[Tensor, "S C"],
     sigma_noise: float | Tensor = 1.0,
@@ -244,38 +243,38 @@ def predict_from_gaussian(
         ValueError: an unknown option; variances alone for classification.
     """
     check_option("link", link, Link)
-    if covariance.dim() == 2 and likelihood == "classification":
+    of = likelihood_of(likelihood)
+    if covariance.dim() == 2 and of.kind == "classes":
         raise ValueError(
-            "Classification needs the covariances (N, C, C) of the outputs, not the variances "
+            f"Likelihood '{of}' needs the covariances (N, C, C) of the outputs, not the variances "
             f"{tuple(covariance.shape)}: call output_distribution without variance_only."
         )
     f, covariance = at_least_float32(f), at_least_float32(covariance)
     scale, temperature = calibration.covariance_scale, calibration.output_temperature
     variance = covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
-    if likelihood == "regression":
+    if of.kind == "numbers":
         sigma = sigma_noise if calibration.sigma_noise is None else calibration.sigma_noise
-        return Prediction(f / temperature, _noise(f, sigma), variance * (scale / temperature**2))
+        moments = of.moments(f / temperature, variance * (scale / temperature**2), _tensor(sigma))
+        return Prediction(*moments)
     sampled, weights = deviations(covariance, likelihood, noise) if scale else (f[None], None)
     found = predict_from_deviations(
         f, sampled, likelihood, calibration=calibration, weights=weights
     )
-    if link == "mc":
+    if link == "mc" or not of.has_probit:
         return found
     scaled = probit_outputs(f / temperature, variance * (scale / temperature**2))
-    is_classes = likelihood == "classification"
-    mean = torch.softmax(scaled, -1) if is_classes else torch.sigmoid(scaled)
-    return replace(found, mean=mean)
+    return replace(found, mean=of.probabilities(scaled))
 
 
 def deviations(
-    covariance: Float[Tensor, "N C *other"], likelihood: Likelihood, noise: Float[Tensor, "S C"]
+    covariance: Float[Tensor, "N C *other"], likelihood: str, noise: Float[Tensor, "S C"]
 ) -> tuple[Float[Tensor, "S N C"], Float[Tensor, "S 1 1"] | None]:
     """Deviations d of Gaussian outputs from their means, with weights if these are not equal.
 
     Classification: L z for each standard normal vector z, with the symmetric root L of the
     covariance. Bernoulli: √v times the nodes of a quadrature, as outputs are predicted one by one.
     """
-    if likelihood == "bernoulli":
+    if likelihood_of(likelihood).kind == "binary":
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
         z, w = (torch.from_numpy(v).to(covariance)[:, None, None] for v in (nodes, weights))
         variance = covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
@@ -301,5 +300,5 @@ def _entropy(p: Tensor, over_classes: bool) -> Tensor:
     return entropy.sum(-1) if over_classes else entropy + torch.special.entr(1 - p)
 
 
-def _noise(like: Tensor, sigma_noise: float | Tensor) -> Tensor:
-    return torch.as_tensor(sigma_noise).to(like).square().expand_as(like)
+def _tensor(sigma_noise: float | Tensor) -> Tensor:
+    return torch.as_tensor(sigma_noise, dtype=torch.float64)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
 from kfac_backend.extras import extra
-from kfac_backend.options import Likelihood
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.prediction.links import Prediction
 
 __all__ = [
@@ -36,9 +35,7 @@ MOST_CLASSES = 20
 """Largest number of classes for which there is a confusion matrix."""
 
 
-def compute_metrics(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, float]:
+def compute_metrics(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, float]:
     """The metrics of a prediction, by name.
 
     Classification; the prediction is the first of the most probable classes:
@@ -77,9 +74,10 @@ def compute_metrics(
     """
     scores = example_scores(prediction, targets, likelihood)
     means = {name: values.mean().item() for name, values in scores.items()}
-    if likelihood == "regression":
+    kind = likelihood_of(likelihood).kind
+    if kind == "numbers":
         return means | {"reg/RMSE": means["reg/RMSE"] ** 0.5}
-    if likelihood == "classification":
+    if kind == "classes":
         confidence = prediction.mean.detach().cpu().double().amax(1)
         risk = _risk_by_coverage(confidence, scores["cls/accuracy"].bool())
         means["cls/AURC"] = risk.mean().item()
@@ -87,24 +85,23 @@ def compute_metrics(
     return means | {"cal/ECE": error}
 
 
-def example_scores(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, Tensor]:
+def example_scores(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Tensor]:
     """Each example's contribution to the metrics that are means: name -> (N,), or (N, C).
 
     Their means are those of `compute_metrics`, whose arguments and errors these are; the square of
     "reg/RMSE" is the mean of what stands under its name here.
     """
     mean, y, variance = _checked(prediction, targets, likelihood)
-    if likelihood == "regression":
-        inside = _inside_intervals(mean, variance, y, tuple(COVERAGE_LEVELS.values()))
+    of = likelihood_of(likelihood)
+    if of.kind == "numbers":
+        inside = _inside_intervals(of, mean, variance, y, tuple(COVERAGE_LEVELS.values()))
         return {
-            "reg/NLL": -Normal(mean, variance.sqrt()).log_prob(y).sum(dim=1),
+            "reg/NLL": -of.log_density(y, mean, variance).sum(dim=1),
             "reg/RMSE": (y - mean).square(),
             **dict(zip(COVERAGE_LEVELS, inside.double(), strict=True)),
         }
     tiny = torch.finfo(prediction.mean.dtype).tiny
-    if likelihood == "bernoulli":
+    if of.kind == "binary":
         return {
             "cls/NLL": -torch.where(y == 1, mean, 1 - mean).clamp(min=tiny).log().sum(dim=1),
             "cls/accuracy": ((mean > 0.5) == (y == 1)).double(),
@@ -119,9 +116,7 @@ def example_scores(
     }
 
 
-def reliability_curve(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, Any]:
+def reliability_curve(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Any]:
     """The data of a reliability diagram as plain lists.
 
     For classification, confidence and accuracy in `BINS` bins of the confidence, of equal width on
@@ -131,10 +126,11 @@ def reliability_curve(
     interval of each level ("levels"), and their number ("count").
     """
     mean, y, variance = _checked(prediction, targets, likelihood)
-    if likelihood == "regression":
-        shares = _inside_intervals(mean, variance, y, LEVELS).double().mean(dim=(1, 2))
+    of = likelihood_of(likelihood)
+    if of.kind == "numbers":
+        shares = _inside_intervals(of, mean, variance, y, LEVELS).double().mean(dim=(1, 2))
         return {"levels": list(LEVELS), "coverage": shares.tolist(), "count": y.numel()}
-    if likelihood == "classification":
+    if of.kind == "classes":
         confidence, predicted = mean.max(dim=1)
         return _bins(confidence, predicted == y)
     return _bins(torch.maximum(mean, 1 - mean).flatten(), ((mean > 0.5) == (y == 1)).flatten())
@@ -170,12 +166,26 @@ def _calibration_error(bins: dict[str, list[Any]]) -> float:
 
 
 def _inside_intervals(
-    mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
+    of: Likelihood, mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
 ) -> Tensor:
     """Whether each target lies within the central interval of each level, (levels, N, C) bool.
 
-    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included.
+    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included; of counts and of
+    Student's t it is between their quantiles (1 ∓ q)/2. Those of counts cover more than q.
     """
+    if of.density != "normal":
+        with extra("statistics"):
+            from scipy import stats  # here, since importing it takes a second
+
+        m, v = mean.numpy(), variance.numpy()
+        if of.density == "counts":
+            spare = (v - m).clip(1e-6 * m)
+            found: Any = stats.nbinom(m**2 / spare, m / (m + spare))
+        else:
+            found = stats.t(of.df, m, (v * (of.df - 2) / of.df) ** 0.5)  # pyright: ignore
+        ends = [(found.ppf((1 - q) / 2), found.ppf((1 + q) / 2)) for q in levels]
+        y = targets.numpy()
+        return torch.stack([torch.from_numpy((a <= y) & (y <= b)) for a, b in ends])
     distance = (targets - mean).abs() / variance.sqrt()  # (N, C), in σ
     q = torch.tensor(list(levels), dtype=torch.float64)
     return distance <= torch.special.ndtri((1 + q) / 2)[:, None, None]
@@ -286,23 +296,26 @@ def _plain(values: Tensor) -> list[float]:
 
 
 def _checked(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+    prediction: Prediction, targets: Tensor, likelihood: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, targets and total variance on the CPU, in float64 (labels in int64)."""
     mean, y = prediction.mean.detach().cpu().double(), targets.detach().cpu()
-    is_classes = likelihood == "classification"
+    of = likelihood_of(likelihood)
+    kind, is_classes = of.kind, of.kind == "classes"
+    variance = prediction.total.detach().cpu().double()
+    if kind == "numbers":
+        y, variance = of.observed(y.double(), variance.expand_as(mean))
     if mean.dim() != 2 or not mean.numel() or y.shape != mean.shape[: 1 if is_classes else 2]:
         wanted = "(N, C) and (N,)" if is_classes else "(N, C) and (N, C)"
         raise ValueError(
             f"Predictions have shape {tuple(mean.shape)}, targets {tuple(y.shape)}; expected "
             f"{wanted}, of at least one example."
         )
-    if likelihood == "regression":
-        variance = prediction.total.detach().cpu().double().expand_as(mean)
+    if kind == "numbers":
         for name, values in (("means", mean), ("targets", y), ("variances", variance)):
             _refuse(values[~values.isfinite()], f"The {name} include {{}}; expected finite ones.")
         _refuse(variance[variance <= 0], "The variances include {}; expected positive ones.")
-        return mean, y.double(), variance
+        return mean, y, variance
     rounding = max(1e-3, 4 * torch.finfo(prediction.mean.dtype).eps)
     is_p = (mean >= 0) & (mean <= 1 + rounding)  # NaN is neither
     sums = mean.sum(dim=1) if is_classes else mean.new_ones(1)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import Targets, each_batch, examples, split_batch, to_device
 from kfac_backend.model.calls import call_with, num_examples
 from kfac_backend.model.checks import check_finite, check_module
-from kfac_backend.options import Likelihood, TargetOptions, check_option, check_positive
+from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
@@ -62,7 +63,7 @@ class ModelPredictive:
 
     predict: Predictive = field(repr=False)
     model: nn.Module = field(repr=False)
-    likelihood: Likelihood
+    likelihood: str
 
     def __call__(self, x: Any) -> Prediction:
         """The prediction for inputs x."""
@@ -131,7 +132,7 @@ class PredictiveConfig:
         """Its name in tables and files."""
         return f"Laplace, {self.method}{', last layer' if self.layers == 'last' else ''}"
 
-    def check_cost(self, positions: int, classes: int, likelihood: Likelihood) -> None:
+    def check_cost(self, positions: int, classes: int, likelihood: str) -> None:
         """Raise a ValueError if the outputs' covariances would take hours for a single example.
 
         Args:
@@ -141,7 +142,7 @@ class PredictiveConfig:
                 others the variances (C,).
         """
         passes = positions * classes if self.layers == "all" else 0
-        too_wide = likelihood == "classification" and classes > MOST_CLASSES
+        too_wide = likelihood_of(likelihood).kind == "classes" and classes > MOST_CLASSES
         too_long = positions > 1 and passes > MOST_BACKWARD_PASSES
         if self.method != "linearised" and (too_wide or too_long):
             last = "" if too_wide else ", or --predictive.layers last"
@@ -155,7 +156,7 @@ class PredictiveConfig:
 
 def map_predictive(
     model: nn.Module,
-    likelihood: Likelihood = "classification",
+    likelihood: str = "classification",
     sigma_noise: float | Tensor = 1.0,
     output_temperature: float = 1.0,
 ) -> Predictive:
@@ -168,7 +169,7 @@ def map_predictive(
         output_temperature: τ > 0, by which outputs are divided (temperature scaling).
     """
     check_module(model)
-    check_option("likelihood", likelihood, Likelihood)
+    likelihood_of(likelihood)
     check_positive("sigma_noise", sigma_noise)
     check_positive("output_temperature", output_temperature)
 
@@ -240,7 +241,7 @@ def _from_covariances(
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
     # Regression and Bernoulli outputs have a target each: covariances between them do not matter.
-    variance_only = likelihood != "classification"
+    variance_only = likelihood.kind != "classes"
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
         f, covariance = laplace.output_distribution(
@@ -302,7 +303,7 @@ def predict_all(
     model = getattr(predict, "model", None)
     if model is None and targets.shift_labels == "auto":
         targets = targets.but(shift_labels=False)
-    likelihood: Likelihood = getattr(predict, "likelihood", "classification")
+    likelihood: str = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, targets)
     found: list[tuple[Prediction, Tensor]] = []
     for batch in each_batch(batches, "Predicting", progress):
@@ -322,7 +323,7 @@ def predict_all(
 
 
 def _of_counted_terms(
-    prediction: Prediction, y: Tensor, likelihood: Likelihood
+    prediction: Prediction, y: Tensor, likelihood: str
 ) -> tuple[Prediction, Tensor]:
     """Prediction and targets of the positions that count, (M, ...)."""
     # Only for sequences: a predictive that is not ours does not say its likelihood, and

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from kfac_backend.extras import Float, Int64
-from kfac_backend.options import Likelihood
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
 
@@ -112,7 +112,7 @@ class TrainingProbabilities:
         ranks: the ranks that each have a part of the data.
     """
 
-    def __init__(self, loader: Iterable[Any], likelihood: Likelihood, ranks: Ranks) -> None:
+    def __init__(self, loader: Iterable[Any], likelihood: str, ranks: Ranks) -> None:
         self._loader: Any = loader
         self._ranks = ranks
         self.unknown: str = _why_unknown(loader, likelihood, ranks)
@@ -209,9 +209,9 @@ class _Noting:
             yield indices
 
 
-def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
+def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
-    if likelihood != "classification":
+    if likelihood_of(likelihood).name != "classification":
         return f"the likelihood is {likelihood}, and only classification is supported"
     if _is_in_memory(loader):
         return ""

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.batches import split_batch
-from kfac_backend.options import Likelihood, TargetOptions
+from kfac_backend.options import TargetOptions
 from marglik.prediction.intervals import differences, of_examples
 from marglik.prediction.metrics import compute_metrics, example_scores
 from marglik.prediction.predictive import map_predictive, predict_all
@@ -31,7 +32,7 @@ def verdict(
     model: nn.Module,
     plain: nn.Module,
     test: Iterable[Any],
-    likelihood: Likelihood = "classification",
+    likelihood: str = "classification",
     *,
     sigma_noise: tuple[float, float] | None = None,
     learned: Sequence[str] = ("learned weight decays",),
@@ -54,7 +55,7 @@ def verdict(
     Raises:
         ValueError: no test example, or regression without σ.
     """
-    if likelihood == "regression" and sigma_noise is None:
+    if likelihood_of(likelihood).has_sigma and sigma_noise is None:
         raise ValueError("Regression needs the noise of both networks; pass sigma_noise=(σ, σ).")
     batches, metrics, scores = list(test), [], []
     for network, sigma in zip((model, plain), sigma_noise or (1.0, 1.0), strict=True):
@@ -64,7 +65,7 @@ def verdict(
     # Positions of one example are not independent: they are averaged first. Where not all count,
     # the rows do not say which example they belong to.
     ys = [split_batch(batch, targets.dict_key_y)[1] for batch in batches]
-    own_axes = likelihood != "classification"
+    own_axes = likelihood_of(likelihood).kind != "classes"
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
     changes = {}
     if rows == len(next(iter(scores[0].values()))):

@@ -18,9 +18,9 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import CorrectionPass
 from kfac_backend.extras import extra
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
-from kfac_backend.options import Likelihood
 from kfac_backend.ranks import RankError, Ranks
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data import DataSource, ImageSplits, Splits
@@ -212,7 +212,7 @@ def check_model(
     model: nn.Module,
     splits: Splits,
     curvature: CurvatureConfig | None,
-    likelihood: Likelihood = "classification",
+    likelihood: str = "classification",
     predictive: PredictiveConfig | None = None,
 ) -> None:
     """Run two training examples through the network, the curvature pass and the predictive.
@@ -243,7 +243,8 @@ def check_model(
         y = targets(model, x, y)
         check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
         classes = splits.classes
-        if classes is not None and f.shape[-1] != len(classes):
+        has_logits = likelihood_of(likelihood).name == "classification"
+        if classes is not None and has_logits and f.shape[-1] != len(classes):
             raise ValueError(
                 f"{name} returns {f.shape[-1]} outputs, but {splits.name} has {len(classes)} "
                 f"classes; set --model.num_classes {len(classes)}."

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_backend.options import Likelihood
 from marglik.data import DataSource
 from marglik.data.batches import Shard, split_batches
 from marglik.data.record import data_record
@@ -46,7 +45,7 @@ def fit(
     model: nn.Module,
     data: DataSource,
     checkpoint: str,
-    likelihood: Likelihood = "classification",
+    likelihood: str = "classification",
     prior: PostHocConfig = PostHocConfig(),  # noqa: B008
     curvature: PostHocCurvatureConfig = PostHocCurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
@@ -63,8 +62,8 @@ def fit(
             training split.
         checkpoint: file with the network's parameters: safetensors, or a state dict that torch.save
             has written.
-        likelihood: distribution of the targets: classification; regression with Gaussian noise; or
-            bernoulli for independent yes-or-no outputs.
+        likelihood: distribution of the targets: classification; regression with Gaussian noise;
+            bernoulli for independent yes-or-no outputs; and others, see docs/likelihoods.md.
         prior: the prior, and how it is found.
         curvature: the curvature pass.
         predictive: the predictive that the validation split calibrates.

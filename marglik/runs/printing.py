@@ -45,7 +45,9 @@ def print_results(results: dict[str, Any], report: Path) -> None:
         f"{evidence['kept'] / num_data:.4f} at the {kept}"
     )
     if results.get("sigma_noise") is not None:
-        print(f"noise: standard deviation {results['sigma_noise']:.4g}")
+        sigma = results["sigma_noise"]
+        of_outputs = sigma if isinstance(sigma, list) else [sigma]
+        print(f"noise: standard deviation {', '.join(f'{s:.4g}' for s in of_outputs)}")
     _print_weight_decays(results["weight_decay"])
     metrics = results.get("metrics", {})
     if metrics:

@@ -42,10 +42,11 @@ def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
     trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
     delta = laplace.prior_precision.expand(len(trainable))
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
-    is_regression = laplace.likelihood == "regression"
+    relative = getattr(laplace.likelihood, "noise", 1.0)  # of each output
+    sigma = (laplace.sigma_noise.double().cpu() * relative).tolist()
     return {
         "num_data": laplace.n_data,
-        "sigma_noise": float(laplace.sigma_noise) if is_regression else None,
+        "sigma_noise": sigma if laplace.likelihood.has_sigma else None,
         "weight_decay": {
             name: {
                 "initial": initial,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.options import Likelihood
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import ranges_of, set_ranges
 from marglik.data import Batches, DataSource, ImageData, ImageSplits, Splits
@@ -92,7 +92,7 @@ def train(
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     ood: ImageData | None = None,
-    likelihood: Likelihood = "classification",
+    likelihood: str = "classification",
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> dict[str, Any]:
@@ -118,7 +118,8 @@ def train(
         predictive: the Laplace predictive of the final evaluation.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
         likelihood: distribution of the targets: classification; regression with Gaussian noise,
-            which is learned; or bernoulli for independent yes-or-no outputs.
+            which is learned; bernoulli for independent yes-or-no outputs; heteroscedastic, poisson,
+            "student_t(df=4)" and others, see docs/likelihoods.md.
         run: everything else.
         provenance: the options, and how model and data are built; saved with the posterior, which
             can then be loaded without them.
@@ -374,7 +375,7 @@ class Training:
     fabric: "Fabric | OneDevice"
     ranks: Ranks = Ranks(None)
     """The ranks of the Fabric, each of which has a part of every batch."""
-    likelihood: Likelihood = "classification"
+    likelihood: str = "classification"
 
     def train(
         self,
@@ -396,7 +397,7 @@ class Training:
         curvature_batches = batches
         if self.curvature.batch_size is not None or (augments and not self.curvature.augment):
             curvature_batches = self._curvature_batches()
-        has_noise = self.likelihood == "regression" and not plain
+        has_sigma = likelihood_of(self.likelihood).has_sigma and not plain
         schedule = prior.schedule(run.epochs)
         if plain:
             schedule = replace(schedule, updates=0, average=None, clip=None)
@@ -421,8 +422,8 @@ class Training:
             method="adam" if prior.method == "fixed" else prior.method,
             lr=prior.lr,
             temperature=prior.temperature,
-            sigma_noise=prior.sigma_noise if has_noise else 1.0,
-            learn_sigma_noise=has_noise,
+            sigma_noise=prior.sigma_noise if has_sigma else 1.0,
+            learn_sigma_noise=has_sigma,
             curvature_from=prior.curvature_from,
             schedule=schedule,
             hyperparameters=kept,
@@ -450,19 +451,22 @@ class Training:
     ) -> Ensemble:
         """The first network with others that train with its decays, each from a seed of its own."""
         models, seconds = [first], learned.seconds
+        assert learned.laplace is not None
+        likelihood = learned.laplace.likelihood
         for k in range(1, self.run.members):
             _logger.info("training member %d of %d", k + 1, self.run.members)
             seed = self.run.seed + k
             torch.manual_seed(seed)
             model = make_model().to(self.fabric.device)
             set_ranges(model, ranges_of(first))
-            of_member = replace(self, run=replace(self.run, seed=seed))
+            of_member = replace(self, run=replace(self.run, seed=seed), likelihood=likelihood)
             states = checkpoints[f"member_{k}"]
             found = of_member.train(model, states, kept=learned.kept)
             models.append(model)
             seconds += found.seconds
         sigma = float(learned.laplace.sigma_noise)
-        return self._calibrated(models, sigma, seconds)
+        same = replace(self, likelihood=likelihood)
+        return same._calibrated(models, sigma, seconds)
 
     def _calibrated(self, models: list[nn.Module], sigma: float, seconds: float) -> Ensemble:
         """Networks that predict together, calibrated on the validation set if there is one."""
@@ -550,7 +554,7 @@ class Training:
             return {"complete": True, "verdict": said}
         trained = time.perf_counter()
         sigma = 1.0
-        if self.likelihood == "regression":  # of the training residuals; the loss is half of σ²
+        if likelihood_of(self.likelihood).has_sigma:  # of the residuals; the loss is half of σ²
             y = tensors_in(self.splits.train)[-1]
             sigma = (2 * plain.records[-1]["loss"] / y[0].numel()) ** 0.5
         scaled = self._calibrated([model], sigma, plain.seconds)

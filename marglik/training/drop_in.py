@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.options import Likelihood
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.prior import (
@@ -70,7 +70,8 @@ def marglik_training(
     Args:
         model: the network; returns logits, or means in regression.
         train_loader: batches (x, y), or mappings.
-        likelihood: "classification", "regression" or "bernoulli".
+        likelihood: "classification", "regression", "bernoulli", or another of
+            `kfac_backend.likelihoods`.
         hessian_structure: "kron"; for others use laplace-torch's function with our backend.
         backend: `KfacGGN` or `KfacEF`.
         optimizer_cls: class of the network's optimiser.
@@ -151,16 +152,16 @@ def marglik_training(
         if scheduler_cls is None
         else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     )
-    is_regression = likelihood == "regression"
+    has_sigma = likelihood_of(likelihood).has_sigma
     hyperparameters = Hyperparameters(
         PriorGroups.from_model(model, cast(PriorStructure, prior_structure)),
         prior_prec_init,
-        sigma_noise=sigma_noise_init if is_regression else 1.0,
-        learn_sigma_noise=is_regression and not fix_sigma_noise,
+        sigma_noise=sigma_noise_init if has_sigma else 1.0,
+        learn_sigma_noise=has_sigma and not fix_sigma_noise,
         lr=lr_hyp,
     )
     learner = PriorLearner(
-        cast(Likelihood, likelihood),
+        likelihood,
         curvature,
         temperature=temperature,
         schedule=schedule,

@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.likelihoods import Likelihood, RegressionPerOutput, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.training_pass import MeanOver
-from kfac_backend.options import CurvatureOptions, Likelihood, check_option, check_positive
+from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
-from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
+from marglik.augmentation.ranges import RangeLearner, evidence_gradient, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import (
@@ -100,7 +101,8 @@ class PriorLearner:
     zero freezes them where they are. `marglik.settling_rate` suits.
 
     Args:
-        likelihood: likelihood of the loss: "classification", "regression" or "bernoulli".
+        likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another
+            of `kfac_backend.likelihoods`.
         curvature: all options of the curvature pass.
         weight_decay: initial weight decay of all groups. From the default SGD goes on with up to
             1e-2 for a classifier's weights, once it is known which of them matter in length.
@@ -134,7 +136,7 @@ class PriorLearner:
 
     def __init__(
         self,
-        likelihood: Likelihood,
+        likelihood: str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         weight_decay: float = WEIGHT_DECAY,
@@ -157,11 +159,12 @@ class PriorLearner:
         check_positive("weight_decay", weight_decay)
         check_positive("temperature", temperature)
         check_positive("loss_scale", loss_scale)
-        if learn_sigma_noise and likelihood != "regression":
+        if learn_sigma_noise and not likelihood_of(likelihood).has_sigma:
             raise ValueError(
                 f"learn_sigma_noise=True is for likelihood 'regression', not {likelihood!r}."
             )
-        self.likelihood: Likelihood = likelihood
+        self.likelihood = likelihood
+        self._asked = str(likelihood)
         self.curvature = curvature
         self.schedule = replace(schedule, **options)
         self.temperature = temperature
@@ -290,7 +293,7 @@ class PriorLearner:
                 if index == 0 and len(y):
                     args, kwargs = arguments(self._model, x)
                     f = logits_of(self._model(*args, **kwargs))
-                    of_position = f.shape[-1] - (self.likelihood == "classification")
+                    of_position = self.likelihood.num_vectors(f.shape[-1])
                     self._vectors = f.shape[1:-1].numel() * of_position
                 if self.mean_over == "examples":
                     break
@@ -457,7 +460,7 @@ class PriorLearner:
         groups, schedule = self.hyperparameters.groups, self.schedule
         inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)  # Fabric's wrapper
         if (
-            self.likelihood != "classification"
+            self.likelihood.kind != "classes"
             or not isinstance(inner, torch.optim.SGD)
             or not isinstance(self._loader, Sized)
         ):
@@ -504,6 +507,15 @@ class PriorLearner:
             if inner.abs() <= LARGEST_COSINE * (squares * lengths).sqrt().clamp(min=1e-30):
                 return True
         return False
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with the noises that it has come to."""
+        return self._likelihood
+
+    @likelihood.setter
+    def likelihood(self, likelihood: str) -> None:
+        self._likelihood = likelihood_of(likelihood)
 
     # --- between epochs ---
 
@@ -570,6 +582,7 @@ class PriorLearner:
         if self._best is not None and self._best["evidence"] > self.evidences[-1]:
             self._model.load_state_dict(self._best["model"])
             self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
+            self.likelihood = self._best["likelihood"]
             self.kept_epoch = self._best["epoch"]
             self.evidences.append(self._fit(0, is_last=True)[0][-1])
         self._say_once(
@@ -599,6 +612,7 @@ class PriorLearner:
                 "model": deepcopy(self._model.state_dict()),
                 "prior_precision": hyper.prior_precision,
                 "sigma_noise": hyper.sigma_noise,
+                "likelihood": str(self.likelihood),
             }
         found = {"log_marginal_likelihood_per_example": self.record["evidence_per_example"]}
         found |= {f"weight_decay/{name}": wd for name, wd in self.record["weight_decay"].items()}
@@ -641,6 +655,10 @@ class PriorLearner:
             )
             if not is_last:  # the last posterior is that of the ranges as they are
                 self._ranges.learn(posterior, self._loader, self.num_data)
+                if isinstance(self.likelihood, RegressionPerOutput) and steps:
+                    self.likelihood, sigma = noise_step(posterior, data)
+                    if hyper.learn_sigma_noise:
+                        hyper.set(hyper.prior_precision, sigma)
             return found
 
     # --- what it says while it runs ---
@@ -679,6 +697,7 @@ class PriorLearner:
             "hyperparameters": self.hyperparameters.state_dict(),
             "average": self._average.state_dict(),
             "ranges": self._ranges.state_dict(),
+            "likelihood": str(self.likelihood),
             **{name.strip("_"): copy(getattr(self, name)) for name in self.STATE},
         }
 
@@ -690,7 +709,7 @@ class PriorLearner:
         """What must agree for a state to be continued; the number of epochs may change."""
         schedule = {k: v for k, v in asdict(self.schedule).items() if k != "epochs"}
         return {
-            "likelihood": self.likelihood,
+            "likelihood": self._asked,
             "temperature": self.temperature,
             "mean_over": self.mean_over,
             "loss_scale": self.loss_scale,
@@ -712,6 +731,7 @@ class PriorLearner:
         self.hyperparameters.load_state_dict(state["hyperparameters"])
         self._average.load_state_dict(state["average"], list(self._named.values()))
         self._ranges.load_state_dict(state["ranges"])
+        self.likelihood = state["likelihood"]
         for name in self.STATE:
             setattr(self, name, copy(state[name.strip("_")]))
 
@@ -790,9 +810,35 @@ def update_prior(
             "steps": end - decomposed,
         },
     }
-    if posterior.likelihood == "regression":
+    if posterior.likelihood.has_sigma:
         record["sigma_noise"] = hyperparameters.sigma_noise.item()
+        if isinstance(posterior.likelihood, RegressionPerOutput):
+            record["relative_noise"] = posterior.likelihood.noise.tolist()
     return evidences, record
+
+
+def noise_step(posterior: Posterior, data: Loader) -> tuple[RegressionPerOutput, Tensor]:
+    """A step of the noise of each output, σ_c = σ s_c; returns the likelihood with s, and σ.
+
+    σ_c² ← (SSE_c/T + γ_c σ_c²) T / N, the expectation-maximisation step, which raises the evidence
+    at fixed θ, and whose fixed point is MacKay's σ_c² = SSE_c / (N − T γ_c). SSE_c and γ_c, the
+    part of the effective parameters that output c determines, come together as the gradient of the
+    evidence without its constants: SSE_c / (T σ_c²) + γ_c in log s_c.
+
+    Args:
+        posterior: fitted with likelihood "regression_per_output".
+        data: batches of all its data.
+    """
+    factors = posterior.fitted_factors()
+    likelihood = factors.likelihood
+    assert isinstance(likelihood, RegressionPerOutput)
+    # A leaf with an entry for each output, which the pass over the data reads.
+    likelihood.noise = s = likelihood.noise.expand(posterior.n_outputs).clone()
+    ((gradient,),) = evidence_gradient(posterior, [data], [s])
+    sigma = posterior.sigma_noise.double().cpu()
+    terms = factors.num_loss_terms / posterior.temperature
+    noise = sigma * s * (s * gradient / terms).sqrt()
+    return RegressionPerOutput(noise=noise.tolist()), noise.log().mean().exp()
 
 
 def _now(device: torch.device) -> float:

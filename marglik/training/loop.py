@@ -371,7 +371,7 @@ class OnlineTraining:
             "lr": self.optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - start,
         }
-        if self.learner.likelihood == "classification":
+        if self.learner.likelihood.kind == "classes":
             record["accuracy"] = correct / terms if terms else 0.0
         if self.learner.limited:
             record["limited_weight_decay"] = sorted(self.learner.limited)
@@ -412,9 +412,9 @@ class OnlineTraining:
         if self.scheduler is not None:
             self.scheduler.step()
         correct = terms = torch.zeros_like(data_loss)
-        if likelihood == "classification":
+        if likelihood.kind == "classes":
             counted = counted_terms(y, likelihood)
-            right = f.argmax(-1) == y
+            right = likelihood.predicted(f) == y
             correct = (right if counted is None else right & counted).sum()
             terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
         examples = torch.full_like(data_loss, len(f))

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.optimizer.kfac import BaseOptimizer
 from kfac_backend.optimizer.options import DampingOn, NormControl
-from kfac_backend.options import CurvatureOptions, Fisher, Likelihood, check_positive
+from kfac_backend.options import CurvatureOptions, Fisher, check_positive
 from marglik.posterior.prior import parameter_kind
 from marglik.training.schedule import settling_rate
 
@@ -120,7 +120,7 @@ def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
     num_steps: int,
-    likelihood: Likelihood = "classification",
+    likelihood: str = "classification",
     curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
     seed: int = 0,
     settles: bool = False,

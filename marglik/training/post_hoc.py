@@ -81,7 +81,7 @@ def maximize_evidence(
     # A group starts at the geometric mean of its tensors.
     sums = start.new_zeros(len(groups.names)).index_add(0, index, per_tensor.log())
     initial = (sums / index.bincount(minlength=len(groups.names))).tolist()
-    learns_noise = learn_sigma_noise and laplace.likelihood == "regression"
+    learns_noise = learn_sigma_noise and laplace.likelihood.has_sigma
     bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
     if learns_noise:
         initial.append(math.log(float(laplace.sigma_noise)))
@@ -190,5 +190,5 @@ def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
     generator = torch.Generator(laplace.mean.device).manual_seed(0)
     predict = laplace_predictive(laplace, generator=generator)
     found = predict_all(predict, batches, targets=laplace.options)
-    key = "reg/NLL" if laplace.likelihood == "regression" else "cls/NLL"
+    key = "reg/NLL" if laplace.likelihood.kind == "numbers" else "cls/NLL"
     return compute_metrics(*found, laplace.likelihood)[key]

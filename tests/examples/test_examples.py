@@ -15,6 +15,7 @@ RUNNER = ROOT / "docs/hooks/run_example.py"
 DART = "dart-v1.1.1-full-dev.json.gz"
 SHOWN = {
     "digits": ["conv1.weight", "calibrated", "cls/NLL"],
+    "heteroscedastic": ["evidence", "on the left"],
     "uci_regression": ["made up", "σ =", "cal/coverage90"],
     "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
     "vision_transformer": ["expand: ", "reduce: ", "calibrated"],

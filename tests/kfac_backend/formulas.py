@@ -7,7 +7,7 @@ from torch import nn
 
 from kfac_backend.expand_and_reduce import layer_factors
 from kfac_backend.layers import Bias, Scale
-from kfac_backend.loss import loss_hessian_root
+from kfac_backend.likelihoods import likelihood_of
 
 
 def by_the_formulas(model, x, mode):
@@ -26,7 +26,7 @@ def by_the_formulas(model, x, mode):
     layers = [layer for layer in outputs if list(layer.parameters())]
     grads = [
         torch.autograd.grad(f, [outputs[layer] for layer in layers], v, retain_graph=True)
-        for v in loss_hessian_root(f.detach(), "classification")
+        for v in likelihood_of("classification").root(f.detach(), None)
     ]
     factors = {}
     for layer, *b in zip(layers, *grads, strict=True):

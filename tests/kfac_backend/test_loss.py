@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kfac_backend import loss as loss_vectors
+from kfac_backend import likelihoods
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
     BackwardVectors,
     check_targets,
-    loss_hessian_root,
     loss_sum,
 )
 from kfac_backend.options import CurvatureOptions
@@ -32,16 +32,16 @@ def test_root_squares_to_the_hessian(likelihood, C, scale, seed):
         3, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
     expected = torch.stack([oracles.loss_hessian(f_n, likelihood) for f_n in f])
-    assert_close(outer(loss_hessian_root(f, likelihood)), expected, rtol=1e-10, atol=1e-14)
+    assert_close(outer(likelihood_of(likelihood).root(f, f)), expected, rtol=1e-10, atol=1e-14)
 
 
 def test_categorical_root_has_one_column_less_than_classes():
-    assert len(list(loss_hessian_root(torch.randn(2, 5), "classification"))) == 4
+    assert len(list(likelihood_of("classification").root(torch.randn(2, 5), None))) == 4
 
 
 def test_categorical_root_is_finite_where_one_class_takes_all():
     f = torch.tensor([[1000.0, 0.0, -1000.0], [0.0, 0.0, 0.0]])
-    columns = list(loss_hessian_root(f, "classification"))
+    columns = list(likelihood_of("classification").root(f, None))
     assert all(torch.isfinite(column).all() for column in columns)
     assert_close(outer(columns)[0], torch.zeros(3, 3))
 
@@ -49,9 +49,9 @@ def test_categorical_root_is_finite_where_one_class_takes_all():
 @pytest.mark.parametrize("C", [50, 48])
 def test_labels_of_many_classes_have_their_probabilities(C, monkeypatch):
     """Blocks of eight classes, the last of which may be cut; seven rows at a time."""
-    monkeypatch.setattr(loss_vectors, "MANY_CLASSES", 10)
-    monkeypatch.setattr(loss_vectors, "CLASSES_OF_BLOCK", 8)
-    monkeypatch.setattr(loss_vectors, "LARGEST_DRAW", 7 * C)
+    monkeypatch.setattr(likelihoods, "MANY_CLASSES", 10)
+    monkeypatch.setattr(likelihoods, "CLASSES_OF_BLOCK", 8)
+    monkeypatch.setattr(likelihoods, "LARGEST_DRAW", 7 * C)
     f = torch.randn(C, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     f[[0, 3, 17, C - 1]] = -torch.inf  # never drawn
     N = 40_000

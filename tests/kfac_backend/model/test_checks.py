@@ -98,7 +98,7 @@ REFUSED = {
         lambda: nn.Sequential(nn.DataParallel(network())),
         X, Y, "classification", TypeError, r"in DataParallel.*Pass what it holds: model.0.module",
     ),
-    "another likelihood": (network, X, Y, "poisson", ValueError, "likelihood='poisson'"),
+    "another likelihood": (network, X, Y, "gamma", ValueError, "likelihood='gamma'"),
 }  # fmt: skip
 
 

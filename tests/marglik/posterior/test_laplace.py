@@ -146,7 +146,7 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"likelihood": "poisson"}, ValueError, "'poisson' is not supported"),
+        ({"likelihood": "gamma"}, ValueError, "'gamma' is not supported"),
         ({"backend": laplace.curvature.CurvlinopsGGN}, TypeError, "pass KfacGGN or KfacEF"),
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),

@@ -86,7 +86,7 @@ def test_what_it_returns():
         ({"hessian_structure": "full"}, ValueError, "'full'.*use laplace.marglik_training"),
         ({"backend": CurvlinopsGGN}, TypeError, "CurvlinopsGGN is not one of kfac_backend's"),
         ({"prior_prec_init": 0.0}, ValueError, "positive"),
-        ({"likelihood": "poisson"}, ValueError, "likelihood='poisson' is not supported"),
+        ({"likelihood": "gamma"}, ValueError, "likelihood='gamma' is not supported"),
     ],
 )
 def test_wrong_options(options, error, message):

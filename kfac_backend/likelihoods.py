@@ -1,0 +1,820 @@
+"""Likelihoods p(y|f): what the outputs f of a network say about targets y.
+
+Each likelihood is a class with a name; `likelihood_of` makes it from the name and its options, as
+in "student_t(df=4)". Outputs f are (N, C), or (N, ..., C) where an example has several loss terms,
+one for each position in ``...``. The loss is ℓ = −log p(y|f) in nats; those of classification,
+regression and bernoulli are up to constants.
+
+All that depends on the likelihood is here. Training takes `Likelihood.loss`. The curvature takes a
+square root S of Λ, S Sᵀ = Λ, or gradients at targets that are drawn or the data's own. Λ is the
+Hessian ∇²_f ℓ where that does not depend on y and so is positive semi-definite; elsewhere it is
+the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], or what the class says. Predictions take `probabilities`,
+or `moments` and `log_density`.
+"""
+
+import ast
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_backend.extras import Float, Int
+
+__all__ = [
+    "IGNORED",
+    "Bernoulli",
+    "Classification",
+    "Diagonal",
+    "Heteroscedastic",
+    "KnownNoise",
+    "Likelihood",
+    "NegativeBinomial",
+    "Ordinal",
+    "Poisson",
+    "Regression",
+    "RegressionPerOutput",
+    "StudentT",
+    "likelihood_of",
+]
+
+Moments = tuple[Tensor, Tensor, Tensor]
+
+IGNORED = -100
+"""The label of terms that do not count, as in PyTorch's losses and Hugging Face's models."""
+
+LARGEST_DRAW = 2**19
+"""Number of probabilities, over some loss terms, from which labels are drawn at once."""
+
+CLASSES_OF_BLOCK = 256
+"""Classes in a block, where labels are drawn in two steps."""
+
+MANY_CLASSES = 1024
+"""Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
+
+
+class Likelihood(str):
+    """A likelihood; as a string, the text from which `likelihood_of` makes it.
+
+    So it is printed, compared and saved as what the user has written. One of your own is a subclass
+    with a ``name`` and `losses`, and with `moments` (numbers) or `probabilities` for predictions.
+    The rest follows by autograd. Λ is then the Hessian at the data's targets with its negative
+    eigenvalues set to 0, so that it is positive semi-definite also where ℓ is not convex in f.
+    """
+
+    name: ClassVar[str]
+    """How it is asked for."""
+    kind: ClassVar[Literal["classes", "binary", "numbers"]] = "numbers"
+    """What a target is: the index of a class, one for each loss term; a probability of one, for
+    each output; or a number for each output."""
+    has_sigma: ClassVar[bool] = False
+    """Whether there is a noise σ besides, which divides the loss and its Hessian by σ²."""
+    needs_targets: bool = True
+    """Whether Λ depends on the data's targets."""
+    has_probit: ClassVar[bool] = True
+    """Whether link "probit" approximates the mean of `probabilities`."""
+    density: ClassVar[Literal["normal", "counts", "t"]] = "normal"
+    """The family of `log_density`; "counts" is the negative binomial."""
+
+    options: dict[str, Any]
+    """What it was made with."""
+
+    _known: ClassVar[dict[str, type["Likelihood"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Make the likelihood known by its name."""
+        if "name" in cls.__dict__:
+            Likelihood._known[cls.name] = cls
+
+    def __new__(cls, **options: Any) -> Self:
+        """The text with these options, which ``__init__`` checks."""
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        self = super().__new__(cls, f"{cls.name}({given})" if options else cls.name)
+        self.options = options
+        return self
+
+    def __init__(self) -> None:
+        """Without options; subclasses say theirs."""
+
+    def __reduce__(self) -> tuple:
+        """Copied and pickled as a string."""
+        return likelihood_of, (str(self),)
+
+    def num_vectors(self, C: int) -> int:
+        """The number of columns of `root` at C outputs."""
+        return C
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """The shape of the targets of outputs (N, ..., C)."""
+        return f.shape
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless the targets fit outputs (N, ..., C).
+
+        Args:
+            f: outputs.
+            y: targets.
+            may_ignore: whether labels may be `IGNORED`; otherwise that label is out of range.
+
+        Raises:
+            TypeError: targets of a wrong dtype.
+            ValueError: a wrong shape, a label out of range, targets that are not finite.
+        """
+        wanted = tuple(self.target_shape(f))
+        if y.shape != wanted:
+            is_flat = wanted == (*y.shape, 1)
+            way_out = " Give the targets their last axis: y[..., None]." if is_flat else ""
+            raise ValueError(
+                f"Targets have shape {tuple(y.shape)}, the model's output {tuple(f.shape)}; "
+                f"likelihood '{self}' needs "
+                f"{'the same shape' if wanted == f.shape else f'targets of shape {wanted}'}."
+                + way_out
+            )
+        if y.is_complex():
+            raise TypeError(
+                f"The targets are complex ({y.dtype}), and likelihoods are of real ones."
+            )
+        if not torch.isfinite(y).all():
+            raise ValueError("The targets contain NaN or infinity; clean the data.")
+
+    def losses(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
+        """ℓ of each target (nats); f may have more axes in front, such as of samples."""
+        raise NotImplementedError
+
+    def loss(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
+        """Σ ℓ over all terms that count, a scalar (nats)."""
+        return self.losses(f, y).sum()
+
+    def root(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Iterator[Float[Tensor, "*terms C"]]:
+        """The columns s of S with Σ s sᵀ = Λ."""
+        one = torch.func.hessian(lambda f_t, y_t: self.loss(f_t[None], y_t[None]))
+        hessians = torch.func.vmap(one)(f.flatten(0, -2), y.flatten(0, f.dim() - 2))  # (M, C, C)
+        values, vectors = torch.linalg.eigh(hessians)
+        columns = vectors * values.clamp(min=0).sqrt()[:, None]
+        yield from (column.reshape(f.shape) for column in columns.unbind(-1))
+
+    def drawn_root(
+        self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
+    ) -> Float[Tensor, "*terms C"]:
+        """S ε with normal numbers ε, so that E[S ε εᵀ Sᵀ] = Λ; differentiable in f."""
+        draws = [s * _normal(s[..., :1], generator) for s in self.root(f, y)]
+        return torch.stack(draws).sum(0)
+
+    def gradient(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Float[Tensor, "*terms C"]:
+        """∇_f ℓ at the targets y."""
+        with torch.enable_grad():
+            at = f if f.requires_grad else f.detach().requires_grad_()
+            (found,) = torch.autograd.grad(self.loss(at, y), at, create_graph=f.requires_grad)
+        return found
+
+    def sample(self, f: Float[Tensor, "*terms C"], generator: torch.Generator | None) -> Tensor:
+        """Targets drawn from p(y|f)."""
+        raise NotImplementedError(
+            f"likelihood '{self}' draws no targets, which fisher='mc' needs; pass fisher='exact'."
+        )
+
+    def drawn_gradient(
+        self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
+    ) -> Float[Tensor, "*terms C"]:
+        """∇_f ℓ at targets drawn from p(y|f); with weights of the data's own targets y."""
+        return self.gradient(f, self.sample(f, generator))
+
+    def probabilities(self, f: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms K"]:
+        """The probability of each class, or of a one at each output."""
+        raise NotImplementedError(f"likelihood '{self}' has no probabilities; define them.")
+
+    def predicted(self, f: Float[Tensor, "*terms C"]) -> Int[Tensor, "*terms"]:
+        """The most probable class of each term."""
+        return self.probabilities(f).argmax(-1)
+
+    def moments(self, f: Float[Tensor, "*terms C"], variance: Tensor, sigma: Tensor) -> Moments:
+        """For outputs N(f, variance): E[y], E[Var(y|f)] and Var(E[y|f]) of each number y.
+
+        Args:
+            f: means of the outputs.
+            variance: of each output.
+            sigma: σ, where there is one.
+        """
+        raise NotImplementedError(f"likelihood '{self}' has no moments; define them to predict.")
+
+    def observed(self, y: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers in targets, and the variance of their predictions."""
+        return y, variance
+
+    def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Log density of numbers y (nats), in the family that has these two moments."""
+        return -0.5 * ((y - mean).square() / variance + (2 * math.pi * variance).log())
+
+
+class Diagonal(Likelihood):
+    """A likelihood whose Λ is diagonal; subclasses say `diagonal`."""
+
+    needs_targets = False
+
+    def diagonal(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Float[Tensor, "*terms C"]:
+        """The diagonal of Λ."""
+        raise NotImplementedError
+
+    def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """A column for each output."""
+        scale = self._scale(f, y)
+        for c in range(f.shape[-1]):
+            column = torch.zeros_like(f)
+            column[..., c] = scale[..., c]
+            yield column
+
+    def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The root times a normal number for each output."""
+        return self._scale(f, y) * _normal(f, generator)
+
+    def _scale(self, f: Tensor, y: Tensor) -> Tensor:
+        """√ of the diagonal; the root of 0 has no derivative."""
+        return self.diagonal(f, y).clamp(min=torch.finfo(f.dtype).tiny).sqrt()
+
+
+class Classification(Likelihood):
+    """A class index for each loss term, by the softmax of its C logits.
+
+    Args:
+        weights: of the classes, w; the loss of label y counts w_y times.
+        smoothing: ε; the loss is that of labels of which ε is spread evenly over all classes. With
+            weights, each class's part has its own, as in `torch.nn.CrossEntropyLoss`.
+
+    With either, exp(−ℓ) is no probability, and the evidence is that of a pseudo-likelihood.
+    """
+
+    name = "classification"
+    kind = "classes"
+    needs_targets = False
+
+    def __init__(self, weights: Sequence[float] | None = None, smoothing: float = 0.0) -> None:
+        """Check the options."""
+        self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        self._smoothing, self.needs_targets = smoothing, weights is not None
+        if not 0 <= smoothing < 1 or (self._weights is not None and not (self._weights > 0).all()):
+            raise ValueError("weights are a positive number for each class, smoothing in [0, 1)")
+
+    def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
+        """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
+        if not self.options:
+            return vector
+        C, eps = vector.shape[-1], self._smoothing
+        w = vector.new_ones(C) if self._weights is None else self._weights.to(vector)
+        h = (1 - eps) * w[y.long().where(y != IGNORED, 0)] + eps * w.mean()
+        return vector * h.sqrt()[..., None]
+
+    def num_vectors(self, C: int) -> int:
+        """C − 1, the rank of diag(p) − ppᵀ."""
+        return C - 1
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """A label for each term."""
+        return f.shape[:-1]
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless the labels fit the logits."""
+        C = f.shape[-1]
+        of_images = y.shape == (len(f), *f.shape[2:])
+        if y.shape != f.shape[:-1] and of_images and not y.is_floating_point():
+            last = ", ".join(map(str, (*y.shape, f.shape[1])))
+            raise ValueError(
+                f"The model's output has shape {tuple(f.shape)}, classes second, for labels of "
+                f"shape {tuple(y.shape)}; here classes come last, ({last}). Return "
+                "f.movedim(1, -1)."
+            )
+        if C < 2:
+            raise ValueError(
+                f"likelihood '{self}' needs at least two outputs, the model has one; "
+                "for one logit use likelihood='bernoulli'."
+            )
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise TypeError(
+                f"Class labels have dtype {y.dtype}; likelihood '{self}' needs integers, "
+                "for example y.long(). Use 'regression' or 'bernoulli' for other targets."
+            )
+        if y.shape != f.shape[:-1]:
+            raise ValueError(
+                f"Class labels have shape {tuple(y.shape)}, but the model's output "
+                f"{tuple(f.shape)} asks for {tuple(f.shape[:-1])}."
+            )
+        outside = (y < 0) | (y >= C)
+        wrong = y[outside & (y != IGNORED) if may_ignore else outside]
+        if len(wrong):
+            label = wrong[0].item()
+            way_out = "Relabel the data, or change the number of the model's outputs."
+            if label < 0:
+                way_out = f"If it marks positions that do not count, pass ignore_index={label}."
+            raise ValueError(
+                f"Label {label} is out of range: the model has {C} outputs, labels must be 0 to "
+                f"{C - 1}. {way_out}"
+            )
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """The loss log Σ_c exp f_c − f_y, without weights, (*terms, 1)."""
+        labels = y.long().expand(f.shape[:-1])[..., None]
+        return f.logsumexp(-1, keepdim=True) - f.gather(-1, labels)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """Σ ℓ over the labels that count."""
+        w = None if self._weights is None else self._weights.to(f)
+        return F.cross_entropy(
+            f.flatten(0, -2),
+            y.flatten().long(),
+            w,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self._smoothing,
+        )
+
+    def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
+
+        With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), and S_ij = −p_i / t_{j+1} · S_jj for
+        i > j. In descending order each t_j is a sum of the smallest terms, from the smallest up.
+        Computed as 1 − Σ_{k<j} p_k it would cancel.
+        """
+        p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
+        # Cumulative sums from the smallest probability up, read backwards: t_j.
+        t = p.flip(-1).cumsum(-1).flip(-1)
+        tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0, not 0 / 0
+        for j in range(p.shape[-1] - 1):
+            p_j, t_j, t_next = p[..., j], t[..., j], t[..., j + 1]
+            column = torch.zeros_like(p)
+            first = (p_j * (t_next / t_j.clamp(min=tiny))).clamp(min=tiny).sqrt()[..., None]
+            ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
+            column[..., j : j + 1] = first
+            column[..., j + 1 :] = -ratio * first
+            # Back to the order of the classes.
+            yield self._with_weight(torch.zeros_like(p).scatter(-1, order, column), y)
+
+    def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The draw (diag(√p) − p √pᵀ) ε."""
+        p = torch.softmax(f, dim=-1)
+        scaled = p.clamp(min=torch.finfo(f.dtype).tiny).sqrt() * _normal(f, generator)
+        return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
+
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The gradient p − e_ŷ with labels ŷ drawn from p."""
+        p = torch.softmax(f, dim=-1)
+        labels = _drawn(p.flatten(0, -2), generator).view(f.shape[:-1])
+        return self._with_weight(_less_one_hot(p, labels), y)
+
+    def predicted(self, f: Tensor) -> Tensor:
+        """The most probable class of each term."""
+        return f.argmax(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """The gradient p − e_y; of no meaning where y is `IGNORED`."""
+        if self.options:
+            return super().gradient(f, y)
+        p = torch.softmax(f, dim=-1)
+        label = y.long().where(y != IGNORED, 0)
+        return _less_one_hot(p.clone() if f.requires_grad else p, label)
+
+    def probabilities(self, f: Tensor) -> Tensor:
+        """The softmax of f."""
+        return torch.softmax(f, -1)
+
+
+class Ordinal(Diagonal):
+    """One of K classes in an order, by one output f: p(y ≤ k) = s(c_k − f), s the logistic.
+
+    Λ is the Fisher information. Source: McCullagh 1980, "Regression models for ordinal data".
+
+    Args:
+        cuts: the K − 1 cut points c, ascending. They are fixed; the bias of f and its scale fit.
+    """
+
+    name = "ordinal"
+    kind = "classes"
+    has_probit = False
+
+    def __init__(self, cuts: Sequence[float]) -> None:
+        """Check the cut points."""
+        if not len(cuts) or list(cuts) != sorted(set(cuts)):
+            raise ValueError("cuts must ascend")
+        self._ends = torch.tensor([-math.inf, *cuts, math.inf], dtype=torch.float64)
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """A label for each term."""
+        return f.shape[:-1]
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless there is one output for each label."""
+        if f.shape[-1] != 1:
+            raise ValueError(f"likelihood '{self}' needs one output, the model has {f.shape[-1]}.")
+        K = len(self._ends) - 1
+        Classification().check(f.expand(*f.shape[:-1], K), y, may_ignore)
+
+    def _log_p(self, f: Tensor) -> Tensor:
+        """Log (s(c_k − f) − s(c_{k−1} − f)) without cancellation, (*terms, K)."""
+        low, high = self._ends.to(f)[:-1], self._ends.to(f)[1:]
+        width = torch.log1p(-(low - high).exp())
+        return F.logsigmoid(high - f) + F.logsigmoid(f - low) + width
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """The loss −log p_y, 0 where the label does not count; (*terms, 1)."""
+        # What is out of range is reported by `check`, perhaps later, and must not stop a GPU now.
+        labels = y.long().clamp(0, len(self._ends) - 2).expand(f.shape[:-1])[..., None]
+        return -self._log_p(f).gather(-1, labels).where((y != IGNORED)[..., None], 0.0)
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """E[(dℓ/df)²], over the classes."""
+        low, high = self._ends.to(f)[:-1], self._ends.to(f)[1:]
+        slopes = torch.sigmoid(f - high) - torch.sigmoid(low - f)
+        return (self._log_p(f).exp() * slopes.square()).sum(-1, keepdim=True)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Labels."""
+        return _drawn(self.probabilities(f).flatten(0, -2), generator).view(f.shape[:-1])
+
+    def probabilities(self, f: Tensor) -> Tensor:
+        """Of each class."""
+        return self._log_p(f).exp()
+
+
+class Regression(Diagonal):
+    """A number for each output: N(y; f, σ²). At σ = 1 its loss is ½‖y − f‖², without constants."""
+
+    name = "regression"
+    has_sigma = True
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """½(y − f)² of each output."""
+        return 0.5 * (f - y.to(f)).square()
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """1, the Hessian at σ = 1."""
+        return torch.ones_like(f)
+
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """S ε: the gradient at y = f − S⁻¹ ε."""
+        return self.drawn_root(f, y, generator)
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
+        """The means f, σ² and the outputs' variance."""
+        return f, sigma.to(f).square().expand_as(f), variance
+
+
+class RegressionPerOutput(Regression):
+    """A number for each output, each with a noise of its own: N(y_c; f_c, σ² s_c²).
+
+    `PriorLearner` learns σ as for "regression", and the relative noises s by the evidence.
+
+    Args:
+        noise: s, one number for each output; divided by their geometric mean, which σ takes up, so
+            that Σ log s_c = 0 and the constants of the evidence are those of "regression". All
+            equal if left out.
+    """
+
+    name = "regression_per_output"
+
+    def __init__(self, noise: Sequence[float] = (1.0,)) -> None:
+        """Check the relative noises."""
+        given = torch.tensor(noise, dtype=torch.float64)
+        if given.dim() != 1 or not (given > 0).all():
+            raise ValueError("noise is a positive number for each output")
+        self.noise = given / given.log().mean().exp()
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless there is a noise for each output, too."""
+        super().check(f, y)
+        if len(self.noise) not in (1, f.shape[-1]):
+            raise ValueError(f"likelihood '{self}' is not for {f.shape[-1]} outputs.")
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """½(y − f)²/s² of each output."""
+        return super().losses(f, y) / self.noise.to(f).square()
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """1/s², the Hessian at σ = 1."""
+        return self.noise.to(f).square().reciprocal().expand_as(f)
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The means f, σ²s² and the outputs' variance."""
+        return f, (sigma.to(f) * self.noise.to(f)).square().expand_as(f), variance
+
+
+class KnownNoise(Regression):
+    """A number for each output whose standard deviation is known: N(y; f, n²) with targets [y, n].
+
+    The targets' last axis has the C numbers and then their C standard deviations. Predictions are
+    of numbers without noise; metrics add that of each test example.
+    """
+
+    name = "known_noise"
+    has_sigma = False
+    needs_targets = True
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """Numbers and noises."""
+        return *f.shape[:-1], 2 * f.shape[-1]
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless the noises are positive, too."""
+        super().check(f, y)
+        if not (y.chunk(2, -1)[1] > 0).all():
+            raise ValueError(f"likelihood '{self}' needs positive standard deviations.")
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """½(y − f)²/n² + log n + ½ log 2π of each output."""
+        number, noise = y.to(f).chunk(2, -1)
+        return -self.log_density(number, f, noise.square())
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """1/n², the Hessian."""
+        return y.to(f).chunk(2, -1)[1].square().reciprocal()
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The means f, no noise, and the outputs' variance."""
+        return f, torch.zeros_like(f), variance
+
+    def observed(self, y: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers, and the variance with the noise that is known of them."""
+        number, noise = y.chunk(2, -1)
+        return number, variance + noise.square()
+
+
+class Heteroscedastic(Diagonal):
+    """A number and its noise from each input: N(y; m, exp(s)) with outputs f = [m, s].
+
+    The last axis of the outputs has the C means and then the C log variances. Λ is the Fisher
+    information diag(exp(−s), ½); the Hessian is indefinite. Source: Immer et al. 2023
+    (arXiv:2301.05183), there with natural parameters.
+    """
+
+    name = "heteroscedastic"
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """Half as many numbers as outputs."""
+        if f.shape[-1] % 2:
+            raise ValueError(
+                f"likelihood '{self}' needs two outputs for each number, not {f.shape[-1]}."
+            )
+        return *f.shape[:-1], f.shape[-1] // 2
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """½((y − m)² exp(−s) + s + log 2π) of each number."""
+        mean, s = f.chunk(2, -1)
+        return 0.5 * ((y.to(f) - mean).square() * (-s).exp() + s + math.log(2 * math.pi))
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """The diagonal exp(−s), ½."""
+        _, s = f.chunk(2, -1)
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], -1)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Normal numbers."""
+        mean, s = f.chunk(2, -1)
+        return mean + (0.5 * s).exp() * _normal(s, generator)
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The means m, E exp(s), and the means' variance."""
+        (mean, s), (of_mean, of_s) = f.chunk(2, -1), variance.chunk(2, -1)
+        return mean, (s + 0.5 * of_s).exp(), of_mean
+
+
+class Poisson(Diagonal):
+    """A count for each output, with rate exp(f); Λ = exp(f) is the Hessian.
+
+    Predictions are in the negative binomial's family, that of Poisson with a gamma rate.
+    """
+
+    name = "poisson"
+    density = "counts"
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless the targets are counts."""
+        super().check(f, y)
+        if not ((y >= 0) & (y == y.round())).all():
+            raise ValueError(f"likelihood '{self}' needs counts 0, 1, 2, ... as targets.")
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """Exp(f) − y f + log y! of each output."""
+        y = y.to(f)
+        return f.exp() - y * f + torch.lgamma(y + 1)
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """The rates exp(f)."""
+        return f.exp()
+
+    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Counts."""
+        return torch.poisson(f.exp(), generator=generator)
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The moments of y where the rate is log-normal."""
+        mean = (f + 0.5 * variance).exp()
+        return mean, mean, mean.square() * variance.expm1()
+
+    def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The negative binomial's; the Poisson distribution's where variance = mean."""
+        r = mean.square() / (variance - mean).clamp(min=1e-6 * mean)
+        return -_negative_binomial(y, mean, r)
+
+
+class NegativeBinomial(Poisson):
+    """A count for each output, of mean μ = exp(f) and variance μ + μ²/r.
+
+    Λ = μ r/(μ + r) is the Fisher information.
+
+    Args:
+        r: the larger, the closer to Poisson.
+    """
+
+    name = "negative_binomial"
+
+    def __init__(self, r: float = 1.0) -> None:
+        """Check r."""
+        if not 0 < r < math.inf:
+            raise ValueError("r must be positive")
+        self.r = r
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """−log p(y) of each output."""
+        return _negative_binomial(y.to(f), f.exp(), torch.as_tensor(self.r).to(f))
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """The diagonal μ r/(μ + r)."""
+        return self.r * torch.sigmoid(f - math.log(self.r))
+
+    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Counts with gamma rates."""
+        rate = torch._standard_gamma(torch.full_like(f, self.r), generator=generator)
+        return torch.poisson(rate * f.exp() / self.r, generator=generator)
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The moments of y where μ is log-normal."""
+        mean, noise, of_mean = super().moments(f, variance, sigma)
+        return mean, noise + (mean.square() + of_mean) / self.r, of_mean
+
+
+class StudentT(Diagonal):
+    """A number for each output with outliers: Student's t around f.
+
+    Λ = (ν + 1)/((ν + 3) s²) is the Fisher information; the Hessian is negative at outliers.
+
+    Args:
+        df: ν > 2, degrees of freedom; large is Gaussian.
+        scale: s, in units of the targets.
+    """
+
+    name = "student_t"
+    density = "t"
+
+    def __init__(self, df: float = 4.0, scale: float = 1.0) -> None:
+        """Check the options."""
+        if not (2 < df < math.inf and 0 < scale < math.inf):
+            raise ValueError("df must exceed 2, and scale must be positive")
+        self.df, self.scale = df, scale
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """−log p(y) of each output."""
+        variance = self.scale**2 * self.df / (self.df - 2)
+        return -self.log_density(y.to(f), f, torch.as_tensor(variance).to(f))
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """The diagonal (ν + 1)/((ν + 3) s²)."""
+        return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2))
+
+    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A normal number over the root of a gamma number, for each output."""
+        shape = torch.full_like(f, self.df / 2)
+        gamma = torch._standard_gamma(shape, generator=generator) / (self.df / 2)
+        return f + self.scale * _normal(f, generator) / gamma.sqrt()
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The means f, s²ν/(ν − 2) and the outputs' variance."""
+        noise = self.scale**2 * self.df / (self.df - 2)
+        return f, torch.full_like(f, noise), variance
+
+    def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The t distribution's of this variance."""
+        v, scale = self.df, variance * (self.df - 2) / self.df  # s²
+        constant = math.lgamma((v + 1) / 2) - math.lgamma(v / 2)
+        kernel = (v + 1) / 2 * torch.log1p((y - mean).square() / (v * scale))
+        return constant - 0.5 * (math.pi * v * scale).log() - kernel
+
+
+class Bernoulli(Diagonal):
+    """Yes or no for each output, p = s(f); targets in [0, 1]. The loss is summed over outputs."""
+
+    name = "bernoulli"
+    kind = "binary"
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless the targets are probabilities of the outputs' shape."""
+        super().check(f, y)
+        if not ((y >= 0) & (y <= 1)).all():
+            raise ValueError(f"likelihood '{self}' needs targets in [0, 1].")
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """−y log p − (1 − y) log(1 − p) of each output."""
+        return F.binary_cross_entropy_with_logits(f, y.to(f).expand_as(f), reduction="none")
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """The diagonal p (1 − p)."""
+        return torch.sigmoid(f) * torch.sigmoid(-f)
+
+    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Zeros and ones."""
+        return torch.bernoulli(torch.sigmoid(f), generator=generator)
+
+    def probabilities(self, f: Tensor) -> Tensor:
+        """The logistic function of f."""
+        return torch.sigmoid(f)
+
+
+def likelihood_of(likelihood: str) -> Likelihood:
+    """The likelihood that a text such as "student_t(df=4)" stands for, or the likelihood itself.
+
+    Raises:
+        ValueError: there is none of this name, and it lists those that there are; or options that
+            are not for it.
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    # The string itself, also of an enumeration such as laplace-torch's.
+    text = likelihood[:] if isinstance(likelihood, str) else str(likelihood)
+    name, _, options = text.partition("(")
+    if name not in Likelihood._known:
+        known = ", ".join(map(repr, Likelihood._known))
+        raise ValueError(f"likelihood={likelihood!r} is not supported; choose one of {known}.")
+    try:
+        call: Any = ast.parse(f"f({options}" if options else "f()", mode="eval").body
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        return Likelihood._known[name](**given)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"likelihood={likelihood!r} is not understood ({error}); write name(option=value)."
+        ) from error
+
+
+def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
+    """−log p(y) of counts with this mean and variance mean + mean²/r (nats)."""
+    constant = torch.lgamma(y + 1) + torch.lgamma(r) - torch.lgamma(y + r)
+    return constant + r * torch.log1p(mean / r) + torch.xlogy(y, (r + mean) / mean)
+
+
+def _normal(f: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A normal number for each output."""
+    return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+
+
+def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
+    """A label for each row, drawn from its probabilities by inverting the distribution function.
+
+    That takes one random number for each label, where `torch.multinomial` draws one for each class:
+    4,096 rows of 256 classes take 3 instead of 22 ms (one x86-64 core).
+    """
+    # Some rows at a time: the cumulative sums in float64 take twice the memory of the outputs.
+    rows = max(1, LARGEST_DRAW // p.shape[1])
+    draw = _drawn_of_few if p.shape[1] < MANY_CLASSES else _drawn_of_many
+    return torch.cat([draw(some, generator) for some in p.split(rows)])
+
+
+def _drawn_of_few(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
+    up_to = p.cumsum(1, dtype=torch.float64)
+    point = _share_of(up_to[:, -1:], generator)
+    return torch.searchsorted(up_to, point, right=True).clamp_(max=p.shape[1] - 1)
+
+
+def _share_of(
+    total: Float[Tensor, "M 1"], generator: torch.Generator | None
+) -> Float[Tensor, "M 1"]:
+    """Each total times a random number from [0, 1)."""
+    return total * torch.rand(
+        total.shape, generator=generator, dtype=total.dtype, device=total.device
+    )
+
+
+def _drawn_of_many(
+    p: Float[Tensor, "M C"], generator: torch.Generator | None
+) -> Int[Tensor, "M 1"]:
+    """As `_drawn_of_few`, but first a block of classes, and then a class of this block.
+
+    So cumulative sums over all classes are not needed. Sums are in float64: differences of a
+    float32 sum are wrong by a percent where p is 1e-5.
+    """
+    C, size = p.shape[1], CLASSES_OF_BLOCK
+    whole = C - C % size
+    # Step 1: the block, from the sums of all blocks; the last one may be shorter.
+    blocks = p[:, :whole].unflatten(1, (-1, size)).sum(2, dtype=torch.float64)
+    rest = p[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
+    sums = torch.cat([blocks, rest], 1)
+    up_to = sums.cumsum(1)
+    point = _share_of(up_to[:, -1:], generator)
+    block = torch.searchsorted(up_to, point, right=True).clamp_(max=sums.shape[1] - 1)
+    point -= up_to.gather(1, block) - sums.gather(1, block)
+    # Step 2: the class within the block, at what is left of the random point.
+    classes = block * size + torch.arange(size, device=p.device)  # (M, size)
+    inside = p.gather(1, classes.clamp(max=C - 1)).masked_fill_(classes >= C, 0.0)
+    place = torch.searchsorted(inside.cumsum(1, dtype=torch.float64), point, right=True)
+    return (block * size + place.clamp_(max=size - 1)).clamp_(max=C - 1)
+
+
+def _less_one_hot(p: Float[Tensor, "*terms C"], label: Int[Tensor, "*terms"]) -> Tensor:
+    """The gradient p − e_label, written over p; one-hot integers would take twice its memory."""
+    return p.scatter_add_(-1, label[..., None], -torch.ones_like(p[..., :1]))

@@ -1,0 +1,239 @@
+"""Each likelihood against its definition: densities, Λ, draws and moments by brute force, float64.
+
+`CASES` says of each: the number of outputs C, and its density by other means than ours, as a
+function of outputs and targets; and possible targets with which an expectation over y is taken.
+"""
+
+import json
+import math
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.testing import assert_close
+
+from kfac_backend.likelihoods import Likelihood, likelihood_of
+
+CUTS = (-1.0, 0.5, 2.0)
+F1 = torch.tensor([[0.3], [-0.7], [1.1]], dtype=torch.float64)
+F2 = torch.tensor([[0.3, -0.4], [-0.7, 0.2], [1.1, -1.0]], dtype=torch.float64)
+COUNTS = torch.arange(400, dtype=torch.float64)[:, None]
+REALS = torch.linspace(-200, 200, 400_001, dtype=torch.float64)[:, None]
+"""Steps of 0.001, dense and wide enough for sums over them to be integrals to 1e-6."""
+
+
+def hessian(f, y, likelihood):
+    """∇²ℓ of each term, by autograd of the loss."""
+    one = torch.func.hessian(lambda f_t, y_t: likelihood.loss(f_t[None], y_t[None]))
+    return torch.stack([one(f_t, y_t) for f_t, y_t in zip(f, y, strict=True)])
+
+
+def squared(columns):
+    """Σ s sᵀ of columns (N, C), (N, C, C)."""
+    return sum(s[:, :, None] * s[:, None, :] for s in columns)
+
+
+# Text -> outputs, all targets that an expectation runs over with their distance, and the density
+# p(y|f_n) of those targets by scipy.
+FISHERS = {
+    "poisson": (F1, COUNTS, 1.0, lambda f: stats.poisson(math.exp(f[0])).pmf),
+    "negative_binomial(r=1.7)": (
+        *(F1, COUNTS, 1.0),
+        lambda f: stats.nbinom(1.7, 1.7 / (1.7 + math.exp(f[0]))).pmf,
+    ),
+    "student_t(df=5.0, scale=0.7)": (F1, REALS, 1e-3, lambda f: stats.t(5, f[0], 0.7).pdf),
+    "heteroscedastic": (F2, REALS, 1e-3, lambda f: stats.norm(f[0], math.exp(f[1] / 2)).pdf),
+    "ordinal(cuts=[-1.0, 0.5, 2.0])": (
+        *(F1, torch.arange(4), 1.0),
+        lambda f: lambda y: np.diff(stats.logistic.cdf([-np.inf, *CUTS, np.inf], f[0]))[y],
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FISHERS)
+def test_fisher_information_and_loss_are_those_of_the_density(text):
+    """Λ = E[∇ℓ ∇ℓᵀ] and ℓ = −log p, over all targets, with the densities of scipy."""
+    f, targets, step, density = FISHERS[text]
+    likelihood = likelihood_of(text)
+    for f_n in f:
+        p = torch.from_numpy(np.asarray(density(f_n.tolist())(targets.flatten().numpy())))
+        many = f_n.expand(len(targets), -1)
+        losses = likelihood.losses(many, targets).flatten()
+        some = p > 1e-200
+        assert_close(losses[some], -p[some].log(), rtol=1e-6, atol=1e-9)
+        g = likelihood.gradient(many, targets)
+        fisher = step * torch.einsum("y,yc,yd->cd", p, g, g)
+        (found,) = squared(likelihood.root(f_n[None], targets[:1]))
+        assert_close(found, fisher, rtol=2e-5, atol=1e-7)
+        # Negative control: other outputs have another Λ, except where it is constant.
+        if "student" not in text:
+            (other,) = squared(likelihood.root(f_n[None] + 2, targets[:1]))
+            assert (other - fisher).norm() > 0.02 * fisher.norm()
+
+
+HESSIANS = {
+    "regression_per_output(noise=[0.5, 2.0])": (F2, torch.randn(3, 2).double()),
+    "known_noise": (F1, torch.tensor([[0.1, 0.5], [1.0, 2.0], [-1.0, 1.5]]).double()),
+    "poisson": (F1, torch.tensor([[0.0], [2.0], [5.0]]).double()),
+    "classification(weights=[0.5, 2.0])": (F2, torch.tensor([0, 1, 1])),
+    "classification(smoothing=0.2)": (F2, torch.tensor([0, 1, 1])),
+    "classification(weights=[0.5, 2.0], smoothing=0.2)": (F2, torch.tensor([0, 1, 1])),
+}
+
+
+@pytest.mark.parametrize("text", HESSIANS)
+def test_root_is_that_of_the_hessian(text):
+    f, y = HESSIANS[text]
+    likelihood = likelihood_of(text)
+    likelihood.check(f, y)
+    expected = hessian(f, y, likelihood)
+    assert_close(squared(likelihood.root(f, y)), expected)
+    # Negative control: without its weights it is another.
+    plain = likelihood_of(likelihood.name if likelihood.options else "regression")
+    found = squared(plain.root(f, y))
+    changes = likelihood.options.keys() != {"smoothing"}  # which leaves the curvature as it is
+    assert ((found - expected).norm() > 0.1 * expected.norm()) == changes
+    # The gradient is the loss's own.
+    (g,) = torch.autograd.grad(likelihood.loss(at := f.clone().requires_grad_(), y), at)
+    assert_close(likelihood.gradient(f, y), g)
+
+
+def test_weights_and_smoothing_are_those_of_pytorch():
+    y, w = torch.tensor([0, 1, 1]), torch.tensor([0.5, 2.0]).double()
+    loss = torch.nn.CrossEntropyLoss(w, reduction="sum", label_smoothing=0.2)
+    text = "classification(weights=[0.5, 2.0], smoothing=0.2)"
+    assert_close(likelihood_of(text).loss(F2, y), loss(F2, y))
+
+
+@pytest.mark.parametrize("text", [*FISHERS, *HESSIANS])
+def test_drawn_gradients_square_to_lambda(text):
+    f, y = (FISHERS[text][0], None) if text in FISHERS else HESSIANS[text]
+    likelihood, S = likelihood_of(text), 40_000
+    n = 1
+    many = f[n].expand(S, -1)
+    labels = torch.zeros(S).long() if y is None else y[n].expand(S, *y[n].shape)
+    generator = torch.Generator().manual_seed(0)
+    lam = squared(likelihood.root(many[:1], labels[:1]))[0]
+    for draw in (likelihood.drawn_gradient, likelihood.drawn_root):
+        g = draw(many, labels, generator)
+        assert (g.T @ g / S - lam).norm() < 0.05 * lam.norm()
+        few = [(h.T @ h / 4 - lam).norm() for h in g[:20].split(4)]
+        assert max(few) > 0.2 * lam.norm()  # a few are not enough
+
+
+MOMENTS = {
+    "regression_per_output(noise=[0.5, 2.0])": (F2, 0.8),
+    "heteroscedastic": (F2, 1.0),
+    "poisson": (F1, 1.0),
+    "negative_binomial(r=1.7)": (F1, 1.0),
+    "student_t(df=5.0, scale=0.7)": (F1, 1.0),
+}
+
+
+@pytest.mark.parametrize("text", MOMENTS)
+def test_moments_are_those_of_the_mixture(text):
+    """Over a Gauss-Hermite rule for each output; those at fixed outputs are `moments` at 0."""
+    f, sigma = MOMENTS[text]
+    likelihood, variance = likelihood_of(text), torch.full_like(f, 0.3)
+    z, w = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(40))
+    w = (w / w.sum())[:, None, None]
+    outputs = f + variance.sqrt() * z[:, None, None]
+    one = torch.tensor(sigma).double()
+    mean, noise, _ = likelihood.moments(outputs, torch.zeros_like(outputs), one)
+    expected = (w * mean).sum(0), (w * noise).sum(0)
+    spread = (w * (mean - expected[0]).square()).sum(0)
+    found = likelihood.moments(f, variance, one)
+    for a, b in zip(found, (*expected, spread), strict=True):
+        assert_close(a, b, rtol=1e-8, atol=1e-10)
+    assert found[2].min() > 0.1  # the outputs' variance counts
+
+
+@pytest.mark.parametrize(
+    "text", ["poisson", "negative_binomial(r=1.7)", "student_t(df=5.0, scale=0.7)"]
+)
+def test_moments_at_fixed_outputs_and_densities_are_those_of_scipy(text):
+    f, targets, step, density = FISHERS[text]
+    likelihood = likelihood_of(text)
+    for f_n in f:
+        y = targets.flatten()
+        p = step * torch.from_numpy(density(f_n.tolist())(y.numpy()))
+        mean, noise, none = likelihood.moments(f_n, torch.zeros_like(f_n), torch.ones(()).double())
+        assert_close(mean[0], (p * y).sum(), rtol=1e-6, atol=1e-9)
+        assert_close(noise[0], (p * (y - mean).square()).sum(), rtol=1e-4, atol=1e-9)
+        assert none.item() == 0
+        # The density of a prediction has its moments, also with a wider variance.
+        wide = 1.5 * noise
+        q = step * likelihood.log_density(y, mean, wide).exp()
+        assert_close(q.sum(), torch.ones(()).double(), rtol=1e-5, atol=1e-9)
+        assert_close((q * (y - mean).square()).sum(), wide[0], rtol=1e-3, atol=1e-6)
+
+
+class Cosine(Likelihood):
+    """A likelihood of one's own, whose loss is not convex: 1 − cos(f₁ − y) + (f₁ − f₀)²/2."""
+
+    name = "cosine"
+
+    def target_shape(self, f):
+        return *f.shape[:-1], 1
+
+    def losses(self, f, y):
+        return 1 - (f[..., 1:] - y).cos() + 0.5 * (f[..., 1:] - f[..., :1]).square()
+
+
+def test_own_likelihood_has_the_hessian_without_its_negative_part():
+    likelihood = likelihood_of("cosine")
+    y = torch.tensor([[0.5], [-3.3], [1.0]]).double()
+    expected = hessian(F2, y, likelihood)
+    values, vectors = torch.linalg.eigh(expected)
+    assert values.min() < -0.1  # else there is nothing to leave out
+    clipped = vectors @ torch.diag_embed(values.clamp(min=0)) @ vectors.mT
+    found = squared(likelihood.root(F2, y))
+    assert_close(found, clipped)
+    assert (found - expected).norm() > 0.1
+    assert torch.linalg.eigvalsh(found).min() > -1e-12
+    with pytest.raises(NotImplementedError, match="fisher='exact'"):
+        likelihood.drawn_gradient(F2, y, None)
+
+
+@pytest.mark.parametrize("text", [*FISHERS, *HESSIANS, "regression", "bernoulli"])
+def test_likelihoods_are_their_text(text):
+    likelihood = likelihood_of(text)
+    assert likelihood == text and json.loads(json.dumps(likelihood)) == text
+    again = deepcopy(likelihood)
+    assert type(again) is type(likelihood) and again.options == likelihood.options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gauss", "choose one of 'classification'"),
+        ("poisson(rate=3)", "poisson"),
+        ("student_t(df=1)", "df must exceed 2"),
+        ("student_t(df=__import__('os'))", "not understood"),
+        ("classification(smoothing=1.0)", "smoothing in"),
+        ("ordinal(cuts=[1, 0])", "ascend"),
+    ],
+)
+def test_wrong_texts_are_named(text, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        likelihood_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "C", "y", "message"),
+    [
+        ("heteroscedastic", 3, torch.zeros(2, 3), "two outputs"),
+        ("heteroscedastic", 4, torch.zeros(2, 4), "of shape (2, 2)"),
+        ("poisson", 1, torch.tensor([[0.5], [1.0]]), "counts"),
+        ("known_noise", 1, torch.zeros(2, 2), "positive"),
+        ("ordinal(cuts=[0.0])", 2, torch.zeros(2).long(), "one output"),
+        ("ordinal(cuts=[0.0])", 1, torch.tensor([0, 2]), "out of range"),
+        ("regression_per_output(noise=[1.0, 2.0])", 3, torch.zeros(2, 3), "not for 3"),
+    ],
+)
+def test_wrong_targets_are_named(text, C, y, message):
+    with pytest.raises(ValueError) as raised:
+        likelihood_of(text).check(torch.zeros(2, C), y)
+    assert message in str(raised.value)

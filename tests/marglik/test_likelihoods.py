@@ -1,0 +1,149 @@
+"""Each likelihood from the fit to the metrics: evidence and predictive by brute force, float64.
+
+A linear layer whose inputs are all one vector, so that B ⊗ A is exact: H = Σ_n Λ_n ⊗ x xᵀ.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend.likelihoods import likelihood_of
+from marglik import (
+    Posterior,
+    Prediction,
+    PredictiveConfig,
+    calibrate,
+    compute_metrics,
+    laplace_predictive,
+    load_posterior,
+    map_predictive,
+    predict_all,
+    save_posterior,
+)
+from tests.evidence_oracles import laplace_log_evidence
+
+N, D, DELTA = 40, 3, 2.0
+
+
+def _targets(text, C):
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(N, C, generator=generator, dtype=torch.float64)
+    counts = torch.poisson(z.exp(), generator=generator)
+    return {
+        "heteroscedastic": z[:, : C // 2],
+        "known_noise": torch.cat([z, z.abs() + 0.2], 1),
+        "poisson": counts,
+        "negative_binomial(r=2.0)": counts,
+        "ordinal(cuts=[-0.5, 0.5])": torch.bucketize(z[:, 0], torch.tensor([-0.5, 0.5]).double()),
+        "classification(weights=[0.5, 2.0, 1.0])": torch.arange(N) % 3,
+    }.get(text, z)
+
+
+# Text -> number of outputs.
+CASES = {
+    "regression_per_output(noise=[0.5, 2.0])": 2,
+    "heteroscedastic": 2,
+    "poisson": 2,
+    "negative_binomial(r=2.0)": 1,
+    "student_t(df=4.0, scale=0.8)": 2,
+    "known_noise": 1,
+    "ordinal(cuts=[-0.5, 0.5])": 1,
+    "classification(weights=[0.5, 2.0, 1.0])": 3,
+}
+
+
+def case(text):
+    """A fitted posterior, its data, and its dense precision."""
+    C, likelihood = CASES[text], likelihood_of(text)
+    torch.manual_seed(0)
+    model = nn.Linear(D, C, bias=False).double()
+    x, y = torch.tensor([[0.4, -0.3, 0.5]]).double().expand(N, D), _targets(text, C)
+    posterior = Posterior(model, text, prior_precision=DELTA)
+    posterior.fit([(x[:15], y[:15]), (x[15:], y[15:])])
+    f = model(x).detach()
+    lam = sum(s.T @ s for s in likelihood.root(f, y))  # Σ_n Λ_n
+    H = torch.kron(lam, torch.outer(x[0], x[0]))
+    return posterior, x, y, H
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_evidence_and_output_variances_are_those_of_dense_matrices(text):
+    posterior, x, y, H = case(text)
+    theta, likelihood = posterior.mean, likelihood_of(text)
+    log_p = -likelihood.loss(posterior.model(x).detach(), y)
+    if likelihood.has_sigma:  # its loss leaves the constants out; Σ log s_c = 0
+        log_p = log_p - 0.5 * y.numel() * math.log(2 * math.pi)
+    prior = torch.full_like(theta, DELTA)
+    found = float(posterior.log_marginal_likelihood())
+    assert_close(found, laplace_log_evidence(log_p, theta, H, prior), rtol=1e-9, atol=1e-9)
+    assert abs(found - laplace_log_evidence(log_p, theta, 2 * H, prior)) > 0.1  # H counts
+    X = torch.randn(4, D, generator=torch.Generator().manual_seed(2)).double()
+    _, variance = posterior.output_distribution(X, variance_only=True)
+    sigma = torch.linalg.inv(H + DELTA * torch.eye(len(H)).double())
+    C = len(H) // D
+    J = torch.stack([torch.kron(torch.eye(C).double(), row[None]) for row in X])  # (4, C, P)
+    assert_close(variance, (J @ sigma @ J.mT).diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_predictive_is_the_mixture_and_its_metrics_are_those_of_its_density(text, tmp_path):
+    posterior, x, y, _ = case(text)
+    likelihood = likelihood_of(text)
+    config = PredictiveConfig(method="mc", samples=20_000, calibration="none")
+    X = 0.5 * torch.randn(6, D, generator=torch.Generator().manual_seed(2)).double()
+    found = laplace_predictive(posterior, config, torch.Generator().manual_seed(0))(X)
+    # By draws of the parameters, through the linear layer itself.
+    thetas = posterior.sample(20_000, torch.Generator().manual_seed(3))
+    f = torch.einsum("scd,nd->snc", thetas.view(len(thetas), -1, D), X)
+    if likelihood.kind == "classes":
+        assert_close(found.mean, likelihood.probabilities(f).mean(0), rtol=0, atol=0.01)
+    else:
+        mean, noise, _ = likelihood.moments(f, torch.zeros_like(f), torch.ones(()))
+        scale = (noise.mean(0) + mean.var(0)).sqrt()
+        assert ((found.mean - mean.mean(0)).abs() < 0.05 * scale + 0.02).all()
+        assert_close(found.aleatoric, noise.mean(0), rtol=0.1, atol=1e-6)
+        assert_close(found.epistemic, mean.var(0), rtol=0.35, atol=0.01)
+    plain = map_predictive(posterior.model, text)(X)
+    assert found.epistemic.max() > 0.01 and not plain.epistemic.any()  # the posterior counts
+    # Calibrated, saved and loaded, it predicts; metrics are numbers.
+    calibrated = calibrate(posterior, [(x, y)])
+    assert calibrated.fit.nll <= calibrated.fit.nll_uncalibrated + 1e-6
+    save_posterior(posterior, tmp_path)
+    again = load_posterior(tmp_path, nn.Linear(D, CASES[text], bias=False).double())
+    assert again.likelihood == text and isinstance(again.likelihood, type(likelihood))
+    prediction, targets = predict_all(
+        laplace_predictive(again, generator=torch.Generator().manual_seed(0)), [(x, y)]
+    )
+    assert_close(prediction.mean, calibrated(x).mean)
+    metrics = compute_metrics(prediction, targets, text)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("text", ["poisson", "student_t(df=4.0, scale=0.8)", "regression"])
+def test_coverage_is_that_of_targets_drawn_from_the_prediction(text):
+    """Of draws from the negative binomial, Student's t and the Gaussian with these moments."""
+    rng = np.random.default_rng(0)
+    mean, variance = np.full((20_000, 1), 6.0), np.full((20_000, 1), 15.0)
+    of = {
+        "poisson": stats.nbinom(6.0**2 / 9, 6 / 15),
+        "regression": stats.norm(6, 15**0.5),
+        "student_t(df=4.0, scale=0.8)": stats.t(4, 6, (15 / 2) ** 0.5),
+    }
+    m, v = torch.from_numpy(mean), torch.from_numpy(variance)
+    prediction = Prediction(m, 0.6 * v, 0.4 * v)
+    for name, drawn in of.items():
+        y = torch.from_numpy(drawn.rvs(mean.shape, random_state=rng).astype(float))
+        metrics = compute_metrics(prediction, y, text)
+        log_p = drawn.logpmf(y) if name == "poisson" else drawn.logpdf(y)
+        nll = -float(log_p.mean())
+        if name == text:
+            inside = drawn.cdf(drawn.ppf(0.95)) - drawn.cdf(drawn.ppf(0.05) - (text == "poisson"))
+            assert abs(metrics["cal/coverage90"] - inside) < 0.01
+            assert_close(metrics["reg/NLL"], nll, rtol=1e-9, atol=1e-9)
+        elif text != "poisson":  # negative control: another family's numbers are less likely
+            assert metrics["reg/NLL"] > nll + 0.005 or name == "poisson"
