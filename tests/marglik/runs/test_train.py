@@ -3,11 +3,15 @@
 import html
 import re
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from marglik.augmentation import Affine, LearnedAugmentation
 from marglik.augmentation.ranges import ranges_of
@@ -17,7 +21,7 @@ from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.runs.config import PriorConfig, RunConfig
-from marglik.runs.train import train
+from marglik.runs.train import Training, train
 from marglik.storage.run_folder import read_log, read_posterior
 from tests.experiments.data.text_and_graphs import dart_entries, nci1_texts, write_dart, write_nci1
 from tests.marglik.linear_networks import NodeCounts, TokenNetwork
@@ -148,6 +152,35 @@ def test_learned_augmentation(tmp_path, capsys):
     assert "Learned invariances" in page and "Its copy 4" in page
 
 
+def test_the_plain_network_is_what_torch_trains(tmp_path, monkeypatch):
+    """SGD with one weight decay and a cosine, and nothing else."""
+    real, seen = Training.train, []
+
+    def train_both(self, model, *given, plain=False, **more):
+        by_torch = deepcopy(model)
+        found = real(self, model, *given, plain=plain, **more)
+        if plain:
+            batches = self._batches("train", 64, shuffle=True)
+            next(iter(batches))  # the loop has looked at the data, which draws an order
+            optimizer = SGD(by_torch.parameters(), 0.1, 0.9, weight_decay=0.02, nesterov=True)
+            schedule = CosineAnnealingLR(optimizer, 2 * len(batches), 1e-6)
+            for x, y in (batch for _ in range(2) for batch in batches):
+                optimizer.zero_grad()
+                cross_entropy(by_torch(x), y).backward()
+                optimizer.step()
+                schedule.step()
+            seen.extend(zip(model.parameters(), by_torch.parameters(), strict=True))
+        return found
+
+    monkeypatch.setattr(Training, "train", train_both)
+    run = RunConfig(epochs=2, batch_size=64, output=str(tmp_path), progress=False)
+    prior = PriorConfig(weight_decay=0.02)
+    results = train(MLP(64, (16,), 10), Digits(test_fraction=0.6), prior=prior, run=run)
+    assert "against the plain network" in results["verdict"] and len(seen) == 4
+    for ours, theirs in seen:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 class WrongDigits(Digits):
     """Every twentieth training label is the next digit."""
 
@@ -160,7 +193,7 @@ class WrongDigits(Digits):
 def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     run = RunConfig(epochs=6, batch_size=32, output=str(tmp_path), progress=False)
     prior = PriorConfig(updates=3)
-    results = train(MLP(64, hidden=(16,)), WrongDigits(test_fraction=0.6), prior=prior, run=run)
+    results = train(MLP(64, (16,), 10), WrongDigits(test_fraction=0.6), prior=prior, run=run)
     assert results["metrics"]["learned, MAP"]["test/cls/NLL"] > 0
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
     found = results["suspicious_labels"]
