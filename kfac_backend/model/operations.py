@@ -100,6 +100,7 @@ class Expression:
             leaves,
             b.to(self.twin.dtype).reshape(-1, *self.twin.shape),
             retain_graph=True,
+            create_graph=b.requires_grad,  # a covariance may be differentiated in its inputs
             is_grads_batched=True,
             materialize_grads=True,
         )

@@ -54,6 +54,7 @@ TABLES = {
     "out_of_distribution": ("predictions.out_of_distribution",),
     "presets": ("weight_decay.presets",),
     "ranks_timing": ("speed.ranks_timing",),
+    "scikit_learn": ("uci.scikit_learn",),
     "suspicious_labels": ("labels.suspicious_labels",),
     "table2/full": ("table2.marglik_cifar10", "--protocol", "full"),
     "table2/scaled": ("table2.marglik_cifar10",),

@@ -19,7 +19,8 @@ class OwnNorm(nn.Module):
     def forward(self, x):
         matrix = torch.cat([torch.diag(self.weight), self.bias[:, None]], 1)
         z = nn.functional.layer_norm(x, x.shape[-1:])
-        return nn.functional.linear(torch.cat([z, torch.ones_like(z[..., :1])], -1), matrix)
+        # From the left, so that the examples do not come first: as a weight it would be followed.
+        return (matrix @ torch.cat([z, torch.ones_like(z[..., :1])], -1).mT).mT
 
 
 class Functional(nn.Module):

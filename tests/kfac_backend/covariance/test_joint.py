@@ -55,7 +55,22 @@ class Decides(OwnNorm):
         return super().forward(x) if bool((x == x).all()) else x
 
 
+class Followed(nn.Module):
+    """Parameters that are followed: one in a weight that is computed, one by broadcasting."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return nn.functional.linear(torch.sin(x), torch.diag(self.weight)) * self.scale.cos()
+
+
 MORE = {
+    "followed": lambda: (
+        nn.Sequential(nn.Linear(6, 5), Followed(5), nn.Tanh(), nn.Linear(5, 3)),
+        torch.randn(6, 6),
+    ),
     "tied": lambda: (Tied(), torch.randn(6, 6)),
     "low rank": lambda: (LowRank(), torch.randn(6, 6)),
     "attention": lambda: (Attention(), torch.randn(6, 5, 4)),

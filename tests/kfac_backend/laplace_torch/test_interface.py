@@ -226,7 +226,7 @@ def test_parameters_without_a_block_are_named():
             self.by = nn.Parameter(torch.zeros(4))
 
         def forward(self, x):
-            return x @ torch.diag(self.by)  # a weight that is computed
+            return (torch.diag(self.by) @ x.mT).mT  # the examples do not come first
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), Shift(), nn.Linear(4, 3)).double()
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.by"):

@@ -93,7 +93,7 @@ def test_all_entries_learn_the_same_decays_by_default():
     in_order = DataLoader(dataset(), 8)
     setup.__dict__["_batches"] = lambda *_, **__: in_order  # without the command's shuffle
     command = network()
-    result = setup.train(command, setup.prior)
+    result = setup.train(command)
     assert_close(
         result.laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0
     )
