@@ -150,7 +150,7 @@ def test_loops_leave_nothing(times, tmp_path):
             path.unlink()
         make(names[i % len(names)]).run(states)
 
-    for i in range(len(names)):
+    for i in range(2 * len(names)):  # each kind in both folders
         loop(i)  # what a kind keeps for good, it keeps from its first run on
     soak(loop, times)
 
