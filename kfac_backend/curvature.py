@@ -358,6 +358,7 @@ class CurvaturePass:
                 # Sums over several uses of a tensor are complete only after the whole forward pass.
                 self._end_forward()
                 # One backward pass for each vector: B.
+                self._vectors.may_ignore = self._targets.may_ignore
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
             self._end_part(f, y)

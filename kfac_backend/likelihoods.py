@@ -335,19 +335,23 @@ class Classification(Likelihood):
         i > j. In descending order each t_j is a sum of the smallest terms, from the smallest up.
         Computed as 1 − Σ_{k<j} p_k it would cancel.
         """
-        p, order = torch.softmax(f, dim=-1).sort(dim=-1, descending=True)
+        p = torch.softmax(f, dim=-1)
+        in_order, order = p.sort(dim=-1, descending=True)
+        place = order.argsort(-1)  # of each class in that order
         # Cumulative sums from the smallest probability up, read backwards: t_j.
-        t = p.flip(-1).cumsum(-1).flip(-1)
+        t = in_order.flip(-1).cumsum(-1).flip(-1)
         tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0, not 0 / 0
-        for j in range(p.shape[-1] - 1):
-            p_j, t_j, t_next = p[..., j], t[..., j], t[..., j + 1]
-            column = torch.zeros_like(p)
-            first = (p_j * (t_next / t_j.clamp(min=tiny))).clamp(min=tiny).sqrt()[..., None]
-            ratio = p[..., j + 1 :] / t_next.clamp(min=tiny)[..., None]
-            column[..., j : j + 1] = first
-            column[..., j + 1 :] = -ratio * first
-            # Back to the order of the classes.
-            yield self._with_weight(torch.zeros_like(p).scatter(-1, order, column), y)
+        p_j, t_j, t_next = in_order[..., :-1], t[..., :-1], t[..., 1:]
+        first = (p_j * (t_next / t_j.clamp(min=tiny))).clamp(min=tiny).sqrt()  # S_jj
+        t_next = t_next.clamp(min=tiny)
+        # Several columns at once, (columns, *terms, C), and class by class as in f.
+        number, size = p.shape[-1] - 1, max(1, LARGEST_DRAW // max(1, p.numel()))
+        for start in range(0, number, size):
+            some = slice(start, min(start + size, number))
+            S_jj, below = (x[..., some].movedim(-1, 0)[..., None] for x in (first, t_next))
+            j = torch.arange(some.start, some.stop, device=f.device).view(-1, *[1] * f.dim())
+            columns = torch.where(place > j, -(p / below) * S_jj, 0.0)
+            yield from self._with_weight(torch.where(place == j, S_jj, columns), y)
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The draw (diag(√p) − p √pᵀ) ε."""

@@ -97,12 +97,14 @@ class BackwardVectors:
         generator: source of labels.
         differentiable: whether the vectors keep their graph in f. A label that is drawn has no
             derivative, so "mc" draws S ε instead, with normal numbers ε.
+        may_ignore: whether some labels may not count.
     """
 
     likelihood: str
     options: CurvatureOptions = CurvatureOptions()
     generator: torch.Generator | None = None
     differentiable: bool = False
+    may_ignore: bool = True
 
     def __call__(
         self, f: Float[Tensor, "N *terms C"], y: Tensor
@@ -110,7 +112,7 @@ class BackwardVectors:
         """The vectors at outputs f and targets y."""
         likelihood = likelihood_of(self.likelihood)
         f = at_least_float32(f if self.differentiable else f.detach())
-        counted = counted_terms(y, likelihood)
+        counted = counted_terms(y, likelihood) if self.may_ignore else None
         if self.options.fisher == "mc":
             # No number can be drawn from NaN (a label can), and on a GPU the attempt may end the
             # process. The pass reports it when it reads its checks.
