@@ -156,7 +156,7 @@ def test_a_member_keeps_the_decays_with_which_the_first_ended(monkeypatch):
     assert (initial[3].weight - model[3].weight).abs().max() > 1e-3
 
 
-OPTIONS = [*TRAIN, *DATA, *MODEL, "--members", "3", "--baseline", "false"]
+OPTIONS = [*TRAIN, *DATA, *MODEL, "--members", "3", "--no_baseline"]
 OPTIONS += ["--ood", "marglik.data.Noise"]
 
 
