@@ -32,9 +32,8 @@ Architectures" (arXiv:2311.00636), sections 3.2 and 3.3.
 
 from typing import Literal
 
+from jaxtyping import Float, Int
 from torch import Tensor
-
-from kfac_backend.extras import Float, Int
 
 __all__ = [
     "expand_factors",

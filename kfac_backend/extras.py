@@ -1,4 +1,4 @@
-"""The core needs torch, numpy, safetensors and tqdm; everything else is an extra of the package.
+"""The core needs torch, numpy, safetensors, tqdm and jaxtyping; the rest are extras.
 
 `pip install 'marglik[all]'` brings all extras. What an extra brings is imported where it is used,
 inside `extra`, so that its absence is one line that says how to install it.
@@ -6,9 +6,8 @@ inside `extra`, so that its absence is one line that says how to install it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
-__all__ = ["Bool", "Float", "Int", "Int64", "UInt8", "extra"]
+__all__ = ["extra"]
 
 
 @contextmanager
@@ -24,20 +23,3 @@ def extra(name: str) -> Iterator[None]:
         raise ModuleNotFoundError(
             f"{error.name} is not installed: pip install 'marglik[{name}]'.", name=error.name
         ) from error
-
-
-# Shapes in annotations are jaxtyping's, which tests check; without it they say only the type.
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int, Int64, UInt8
-else:
-    try:
-        from jaxtyping import Bool, Float, Int, Int64, UInt8
-    except ModuleNotFoundError:
-
-        class Shaped:
-            """``Float[Tensor, "N C"]`` as ``Tensor``."""
-
-            def __class_getitem__(cls, array_and_shape: tuple[Any, str]) -> Any:
-                return array_and_shape[0]
-
-        Bool = Float = Int = Int64 = UInt8 = Shaped

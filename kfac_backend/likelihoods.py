@@ -19,9 +19,8 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
-
-from kfac_backend.extras import Float, Int
 
 __all__ = [
     "IGNORED",

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kfac_backend.extras import Float, Int
 from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import at_least_float32

@@ -109,7 +109,7 @@ def test_dependencies_are_those_that_are_imported():
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
     optional = {"transformers", "asdl", "singd", "pytorch_optimizer", "ivon", "cleanlab"}
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
-    optional |= {"matplotlib", "jaxtyping", "peft", "torch_uncertainty"}
+    optional |= {"matplotlib", "peft", "torch_uncertainty"}
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional - peers == set()
@@ -193,7 +193,7 @@ def loaded(tmp_path_factory):
 
 def test_importing_the_backend_needs_few_packages(loaded):
     assert not loaded["the backend"] & (LAPLACE | PLOTS | OTHERS | {"marglik"})
-    own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}  # jaxtyping if it is there
+    own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}
     ours = [m for p, m in imports("kfac_backend") if p.parent.name != "laplace_torch"]
     found = {module.split(".")[0] for module in ours}
     assert found - set(sys.stdlib_module_names) - {"kfac_backend"} <= own

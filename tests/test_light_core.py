@@ -1,4 +1,4 @@
-"""What torch, numpy, safetensors and tqdm suffice for; what is said where an extra is missing."""
+"""What the core dependencies alone suffice for; what is said where an extra is missing."""
 
 import re
 import subprocess
@@ -108,7 +108,7 @@ def optional():
     of_users = extras.keys() - {"dev", "docs", "bench", "models"}
     requirements = {requirement for name in of_users for requirement in extras[name]}
     names = {re.split(r"[\[<>=! ]", requirement)[0] for requirement in requirements}
-    names |= {"jaxtyping", "matplotlib", "torchmetrics", "asdl", "plotly"}
+    names |= {"matplotlib", "torchmetrics", "asdl", "plotly"}
     return {MODULES.get(name, name.replace("-", "_")) for name in names - {"marglik"}}
 
 

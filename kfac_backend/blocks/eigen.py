@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
-
-from kfac_backend.extras import Float
 
 __all__ = [
     "EigenDecomposition",

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
-from kfac_backend.extras import Float
 
 __all__ = ["Spectra"]
 

@@ -15,11 +15,11 @@ from itertools import product
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.gradients import ParameterGradients
-from kfac_backend.extras import Float
 
 __all__ = ["LARGEST_PRODUCT", "add_second_moments", "bases", "covariance_part", "rotated"]
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.extras import Float
 from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer

@@ -10,6 +10,7 @@ array.
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kfac_backend.covariance.contraction import bases, rotated
@@ -21,7 +22,6 @@ from kfac_backend.covariance.output_covariance import (
     check_positions,
     default_memory,
 )
-from kfac_backend.extras import Bool, Float, Int
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import call_with, close, restoration

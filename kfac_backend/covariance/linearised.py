@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from kfac_backend.extras import Float
 from kfac_backend.model.batches import detached, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention
 from kfac_backend.precision import at_least_float32, full_float32

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
@@ -37,7 +38,6 @@ from kfac_backend.covariance.gradients import (
     PosteriorPrecision,
     Seen,
 )
-from kfac_backend.extras import Bool, Float, Int
 from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention, restoration

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.extras import Float
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rule import ExampleGradients, Use

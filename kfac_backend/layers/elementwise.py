@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from kfac_backend.extras import Float
 from kfac_backend.layers.gram import gram_of_gradients
 from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use, apart, sum_over
 from kfac_backend.precision import at_least_float32

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kfac_backend.extras import Float, Int
 from kfac_backend.layers.window import Window, patches
 from kfac_backend.precision import at_least_float32
 

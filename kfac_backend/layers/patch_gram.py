@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.extras import Float
 from kfac_backend.layers.gram import DenseGram, Gram, is_tall, mirror_upper_half_, tall_product
 from kfac_backend.layers.window import Window, pad
 from kfac_backend.precision import at_least_float32

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.extras import Float
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode

@@ -10,9 +10,9 @@ from copy import deepcopy
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.extras import Float
 from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram
 from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use, apart, sum_over
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
-
-from kfac_backend.extras import Float
 
 __all__ = ["Window", "pad", "patch_sums", "patches", "windows"]
 

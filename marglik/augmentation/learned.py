@@ -11,10 +11,10 @@ direction that it must tell apart has fewer parameters to determine. Source: Imm
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend import examples_of_rows
-from kfac_backend.extras import Float
 from marglik.augmentation.transforms import Transform
 
 __all__ = ["START", "LearnedAugmentation"]

@@ -11,9 +11,8 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
-
-from kfac_backend.extras import Float
 
 __all__ = ["Affine", "Color", "Flip", "Noise", "TimeShift", "Transform"]
 

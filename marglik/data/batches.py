@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from kfac_backend.extras import Bool, Int64, UInt8
 from marglik.data.images.image_set import ImageSet, ImageSplits
 from marglik.data.tensors import Inputs, Pair, SplitName, TensorSplits
 from marglik.sizes import check_sizes

@@ -11,6 +11,7 @@ from functools import reduce
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import (
@@ -25,7 +26,6 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
-from kfac_backend.extras import Bool, Float, Int
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.batches import to_device
 from kfac_backend.model.calls import call_with

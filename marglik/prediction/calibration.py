@@ -28,10 +28,11 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from kfac_backend.extras import Float, extra
+from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets, counted_terms
 from kfac_backend.model.batches import Targets, each_batch, split_batch

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.extras import Float
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.options import check_option, check_positive
 from kfac_backend.precision import at_least_float32

@@ -20,10 +20,10 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from kfac_backend.extras import Float, Int64
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks

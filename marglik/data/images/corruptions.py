@@ -6,9 +6,10 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
-from kfac_backend.extras import UInt8, extra
+from kfac_backend.extras import extra
 
 __all__ = ["CORRUPTIONS", "SEVERITIES", "Corruption", "corrupt"]
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
-from kfac_backend.extras import UInt8, extra
+from kfac_backend.extras import extra
 from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
 from marglik.sizes import check_sizes
 
