@@ -97,7 +97,7 @@ class Likelihood(str):
     def __init__(self) -> None:
         """Without options; subclasses say theirs."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as a string."""
         return likelihood_of, (str(self),)
 

@@ -60,6 +60,7 @@ class Estimator(BaseEstimator):
     """
 
     likelihood: str
+    weight_decays_: dict[str, float]
 
     def __init__(
         self,
@@ -163,6 +164,7 @@ class MarglikClassifier(ClassifierMixin, Estimator):
     """
 
     likelihood = "classification"
+    classes_: np.ndarray
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on columns X (N, ...) and labels y (N,) of any type; returns itself."""
