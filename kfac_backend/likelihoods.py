@@ -757,8 +757,10 @@ def likelihood_of(likelihood: str) -> Likelihood:
 
 def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
     """−log p(y) of counts with this mean and variance mean + mean²/r (nats)."""
-    constant = torch.lgamma(y + 1) + torch.lgamma(r) - torch.lgamma(y + r)
-    return constant + r * torch.log1p(mean / r) + torch.xlogy(y, (r + mean) / mean)
+    # In float64: for large r, close to Poisson, it is a difference of numbers like r log r.
+    of_y, of_r = y.double(), r.double()
+    constant = torch.lgamma(of_y + 1) + torch.lgamma(of_r) - torch.lgamma(of_y + of_r)
+    return constant.to(mean) + r * torch.log1p(mean / r) + torch.xlogy(y, (r + mean) / mean)
 
 
 def _normal(f: Tensor, generator: torch.Generator | None) -> Tensor:

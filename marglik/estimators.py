@@ -5,7 +5,8 @@ columns, train with learned weight decays, calibrate with held-out examples, the
 to all of them. Pipelines, `GridSearchCV`, `cross_val_score` and `clone` work as with any estimator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Self
 
@@ -89,8 +90,7 @@ class Estimator(BaseEstimator):
         # Constant columns become 0.
         self.scaler_: Any = StandardScaler().fit(X.reshape(len(X), -1))
         is_classes = self.likelihood == "classification"
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with _seeded(seed):
             self.model_ = self._new_model(X[0].size, num_outputs)
         x = self._inputs(X)
         y = torch.tensor(targets, device=x.device, dtype=torch.int64 if is_classes else x.dtype)
@@ -116,7 +116,8 @@ class Estimator(BaseEstimator):
             epochs=self.epochs,
         )
         rate = settling_rate(optimizer, self.epochs * len(batches))
-        result = OnlineTraining(self.model_, optimizer, batches, learner, scheduler=rate).run()
+        with _seeded(seed):  # of dropout
+            result = OnlineTraining(self.model_, optimizer, batches, learner, scheduler=rate).run()
         self.posterior_ = result.laplace
         self.log_marginal_likelihood_ = result.evidence
         names = self.posterior_.fitted_factors().blocks
@@ -153,6 +154,14 @@ class Estimator(BaseEstimator):
             predict = map_predictive(self.model_)
         parts = self._inputs(checked).split(PREDICTED_AT_ONCE)
         return Prediction.cat([predict(part).to("cpu") for part in parts])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """A context with random numbers of its own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 class MarglikClassifier(ClassifierMixin, Estimator):

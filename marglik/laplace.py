@@ -9,6 +9,7 @@ of which is tested on both).
 import math
 from collections.abc import Iterable
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -83,10 +84,16 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         }
         shared = deepcopy(model, parameters)
     kind = KroneckerLaplace if hessian_structure == "kron" else JacobianLaplace
+    curvature = CurvatureOptions(**options)
+    if kind is JacobianLaplace and curvature.fisher != "exact":
+        raise ValueError(
+            f"fisher={curvature.fisher!r} is for hessian_structure='kron'; {hessian_structure!r} "
+            "computes the exact GGN."
+        )
     la = kind(
         shared,
         likelihood,
-        CurvatureOptions(**options),
+        curvature,
         sigma_noise=sigma_noise,
         prior_precision=prior_precision,
         temperature=temperature,
@@ -112,7 +119,11 @@ class KroneckerLaplace(Posterior):
             ValueError: the last layer that the model lists does not run last.
         """
         if self.whole is not None:
-            x, _ = split_batch(next(iter(train_loader)), self.options.dict_key_y)
+            batches = iter(train_loader)
+            first = next(batches)
+            if batches is train_loader:  # read only once, so that the first batch must go back
+                train_loader = chain([first], batches)
+            x, _ = split_batch(first, self.options.dict_key_y)
             if (ran := last_layer(self.whole, x)) != self.last:
                 raise ValueError(
                     f"The model lists {self.last!r} last, but {ran!r} runs last; pass "
@@ -317,8 +328,22 @@ class JacobianLaplace(KroneckerLaplace):
             H = H + (G.mT @ G if self.structure == "full" else G.square().sum(0))
             self.loss += loss_sum(f, y, self.likelihood).item()
             self.n_data, self.n_outputs = self.n_data + len(f), f.shape[1]
+        if not self.n_data:
+            raise ValueError("The data is empty: the loader yields no batch.")
         self.H = H
         self.calibrations = {}
+
+    def fitted_factors(self) -> KroneckerFactors:
+        """There are none.
+
+        Raises:
+            NotImplementedError: always; it says which calls there are.
+        """
+        raise NotImplementedError(
+            f"hessian_structure={self.structure!r} has no Kronecker factors, and laplace-torch's "
+            "calls alone; for marglik's (laplace_predictive, calibrate, save_posterior) take "
+            "'kron'."
+        )
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None

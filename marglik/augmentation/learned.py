@@ -103,7 +103,7 @@ class LearnedAugmentation(nn.Module):
         rows, start = x.repeat_interleave(S, 0), 0
         for transform in self.transforms:
             eta = self.ranges[start : start + len(transform.names)].to(x)
-            rows = transform(rows, eta, self._numbers(N, transform.numbers(x), x))
+            rows = transform(rows, eta, self._numbers(N, transform.numbers(x), x, start))
             start += len(transform.names)
         return rows.unflatten(0, (N, S))
 
@@ -118,14 +118,17 @@ class LearnedAugmentation(nn.Module):
             start += len(transform.names)
         return total
 
-    def _numbers(self, N: int, k: int, like: Tensor) -> Float[Tensor, "M k"]:
-        """Numbers in [-1, 1] for each copy, one in each S-th of it, in an order of their own."""
+    def _numbers(self, N: int, k: int, like: Tensor, start: int) -> Float[Tensor, "M k"]:
+        """Numbers in [-1, 1] for each copy, one in each S-th of it, in an order of their own.
+
+        ``start`` is the number of ranges before: each transform has other orders.
+        """
         S = self.copies
         if self.training:
             order = torch.rand(N, S, k, device=like.device).argsort(1)
             place = torch.rand(N, S, k, device=like.device, dtype=like.dtype)
         else:
-            generator = torch.Generator().manual_seed(k)
+            generator = torch.Generator().manual_seed(start + k)
             order = torch.rand(1, S, k, generator=generator).argsort(1).to(like.device)
             order, place = order.expand(N, S, k), like.new_tensor(0.5)
         return (2 * (order + place) / S - 1).flatten(0, 1).to(like)

@@ -139,6 +139,11 @@ class Posterior:
         return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
 
     @property
+    def _wide_dtype(self) -> torch.dtype:
+        """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
+        return torch.promote_types(self._dtype, torch.float32)
+
+    @property
     def prior_precision(self) -> Tensor:
         """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor."""
         return self._prior_precision
@@ -152,7 +157,7 @@ class Posterior:
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
                 f"({self.n_layers},), one per trainable tensor."
             )
-        self._prior_precision = delta.reshape(-1).to(self._device, self._dtype)
+        self._prior_precision = delta.reshape(-1).to(self._device, self._wide_dtype)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -172,7 +177,7 @@ class Posterior:
             raise ValueError(
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
-        self._sigma_noise = sigma.reshape(()).to(self._device, self._dtype)
+        self._sigma_noise = sigma.reshape(()).to(self._device, self._wide_dtype)
 
     @property
     def _hyperparameters(self) -> tuple:
@@ -278,9 +283,9 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
-        for name in ("_prior_precision", "_sigma_noise", "mean"):
-            value = getattr(self, name)
-            setattr(self, name, value.to(self._device, self._dtype))
+        self.mean = self.mean.to(self._device, self._dtype)
+        for name in ("_prior_precision", "_sigma_noise"):
+            setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
         if self.factors is not None:
             wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
             self._set_factors(self.factors.to(device, wide))
@@ -343,8 +348,8 @@ class Posterior:
             self.prior_precision = prior_precision
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
-        # The arguments themselves: the properties round them to the model's dtype, and here the
-        # evidence is computed in float64.
+        # The arguments themselves: the properties round them, and the evidence is computed in
+        # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
         return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
@@ -373,9 +378,8 @@ class Posterior:
         Only of the parameters in ``names``, if given, which saves decomposing the others.
         """
         factors = self.fitted_factors()
-        dtype = torch.promote_types(self._dtype, torch.float32)
-        scale = 1 / (self.sigma_noise.to(dtype).square() * self.temperature)
-        delta = self.prior_precision.to(dtype).expand(len(factors))
+        scale = 1 / (self.sigma_noise.square() * self.temperature)
+        delta = self.prior_precision.expand(len(factors))
         blocks = {}
         for (name, block), d in zip(factors.blocks.items(), delta, strict=True):
             if names is not None and name not in names:
@@ -410,7 +414,7 @@ class Posterior:
 
     def _at_precision(self, block: KroneckerBlock) -> KroneckerBlock:
         """The block at least in float32, the dtype in which its eigenvectors are computed."""
-        return block.to(dtype=torch.promote_types(self._dtype, torch.float32))
+        return block.to(dtype=self._wide_dtype)
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None

@@ -100,6 +100,16 @@ def test_data_frames_intervals_and_networks_of_any_kind():
     assert all(map(torch.equal, before, convolution.parameters()))  # a copy was trained
 
 
+def test_random_state_decides_dropout_too():
+    found = []
+    for state, others in ((0, 1), (0, 2), (1, 2)):
+        torch.manual_seed(others)
+        model = nn.Sequential(nn.Dropout(0.5), network(1))
+        found.append(MarglikRegressor(model, epochs=2, random_state=state).fit(X, Y).predict(X))
+    np.testing.assert_array_equal(found[0], found[1])
+    assert abs(found[1] - found[2]).max() > 1e-3  # the control
+
+
 def test_few_examples_calibrate_nothing():
     few = MarglikClassifier(network(3), epochs=2, random_state=0).fit(X[:60], LABELS[:60])
     assert few.posterior_.n_data == 60 and not few.posterior_.calibrations

@@ -137,3 +137,26 @@ def test_the_last_layer_is_the_one_that_runs_last():
     la = Laplace(Reversed(), "classification", last_layer_name="last")
     la.fit([batch])
     assert la.n_params == 18 and calibrate(la, [batch])(batch[0]).mean.shape == (30, 3)
+
+
+def test_data_that_is_read_once_counts_whole():
+    """The check of the last layer looks at the first batch."""
+    x, y = data("classification")
+    batches = [*zip(x.split(10), y.split(10), strict=True)]
+    again, once = (Laplace(network(), "classification") for _ in range(2))
+    again.fit(batches)
+    once.fit(iter(batches))
+    assert once.n_data == 30
+    assert_close(once.log_marginal_likelihood(), again.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_what_jacobians_do_not_have_is_named(structure):
+    with pytest.raises(ValueError, match="fisher='mc' is for hessian_structure='kron'"):
+        Laplace(network(), "classification", "all", structure, fisher="mc")
+    la = Laplace(network(), "classification", "all", structure)
+    with pytest.raises(ValueError, match="The data is empty"):
+        la.fit([])
+    la.fit([data("classification")])
+    with pytest.raises(NotImplementedError, match="laplace_predictive.* take 'kron'"):
+        calibrate(la, [data("classification")])

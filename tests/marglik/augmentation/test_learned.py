@@ -13,6 +13,7 @@ from kfac_backend.options import CurvatureOptions
 from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
 from marglik.augmentation.ranges import RangeLearner, _random_parts, evidence_gradient
+from marglik.augmentation.transforms import Transform
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -97,14 +98,31 @@ def test_copies():
     x = torch.randn(5, 1, 4, 4)
     model.eval()
     assert_close(model(x), model(x), rtol=0.0, atol=0.0)
-    angles = sorted(model._numbers(5, 1, x)[:4, 0].tolist())
+    angles = sorted(model._numbers(5, 1, x, 0)[:4, 0].tolist())
     assert angles == pytest.approx([-0.75, -0.25, 0.25, 0.75])
     assert_close(model.transformed(x)[2], model.transformed(x[2:3])[0])  # the same for all
     model.train()
     assert not torch.allclose(model(x), model(x))
-    drawn = model._numbers(1000, 1, x).view(1000, 4)
+    drawn = model._numbers(1000, 1, x, 0).view(1000, 4)
     assert ((drawn.sort(1).values + 1) * 2).floor().eq(torch.arange(4)).all()  # one in each quarter
     assert drawn.mean().abs() < 0.01
+
+
+def test_copies_of_several_transforms_vary_apart():
+    seen = []
+
+    class Recorded(Transform):
+        known = {"first": 1.0, "second": 1.0}
+
+        def __call__(self, x, eta, u):
+            seen.append(u[:, 0])
+            return x
+
+    transforms = [Recorded("first"), Recorded("second")]
+    LearnedAugmentation(nn.Flatten(), transforms, copies=8).eval()(torch.zeros(1, 2))
+    first, second = seen
+    assert_close(first.sort().values, second.sort().values)
+    assert abs(torch.corrcoef(torch.stack(seen))[0, 1]) < 0.8  # it was 1: one order for both
 
 
 def test_ranges_are_saved_and_no_parameters():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from marglik import KronLaplace
+from marglik import KronLaplace, Posterior
 from tests.marglik.posteriors import CASES, LIKELIHOODS, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +40,18 @@ def test_to_double(likelihood):
     assert torch.equal(made.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     both = [predictions(la, x.double(), ["mc"])["mc"].mean for la in (made, laplace)]
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hyperparameters_of_networks_in_half_precision(dtype):
+    """Float16 ends at 65,504, and bfloat16 has three digits."""
+    model = network().to(dtype)
+    for posterior in (Posterior(model, "regression"), KronLaplace(model, "regression")):
+        posterior.prior_precision, posterior.sigma_noise = 1.234567e5, 0.1234567
+        posterior.to(dtype=dtype)
+        assert posterior.prior_precision.item() == pytest.approx(1.234567e5, rel=1e-6)
+        assert posterior.sigma_noise.item() == pytest.approx(0.1234567, rel=1e-6)
+    assert not torch.tensor(1.234567e5, dtype=torch.float16).isfinite()
 
 
 def test_factors_of_another_model():
@@ -87,4 +99,4 @@ def test_narrow_networks_predict():
         torch.manual_seed(0)
         assert found.dtype == torch.float32, name
         assert_close(found, use(wide, x), atol=0.03, rtol=0, msg=name)
-    assert dtypes(laplace) == {dtype}
+    assert dtypes(laplace) == {dtype, torch.float32}  # δ and σ
