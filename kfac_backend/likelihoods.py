@@ -8,8 +8,8 @@ regression and bernoulli are up to constants.
 All that depends on the likelihood is here. Training takes `Likelihood.loss`. The curvature takes a
 square root S of Λ, S Sᵀ = Λ, or gradients at targets that are drawn or the data's own. Λ is the
 Hessian ∇²_f ℓ where that does not depend on y and so is positive semi-definite; elsewhere it is
-the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], or what the class says. Predictions take `probabilities`,
-or `moments` and `log_density`.
+the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], or what the class says. Predictions take
+`log_probabilities`, or `moments`; metrics of numbers also `log_density` and `cdf`.
 """
 
 import ast
@@ -19,8 +19,10 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from kfac_backend.extras import extra
 
 __all__ = [
     "IGNORED",
@@ -36,10 +38,13 @@ __all__ = [
     "Regression",
     "RegressionPerOutput",
     "StudentT",
+    "Weibull",
+    "Weighted",
     "likelihood_of",
 ]
 
 Moments = tuple[Tensor, Tensor, Tensor]
+Observed = tuple[Tensor, Tensor, Bool[Tensor, "..."] | None]
 
 IGNORED = -100
 """The label of terms that do not count, as in PyTorch's losses and Hugging Face's models."""
@@ -50,6 +55,8 @@ LARGEST_DRAW = 2**19
 CLASSES_OF_BLOCK = 256
 """Classes in a block, where labels are drawn in two steps."""
 
+EULER = 0.5772156649015329  # −E log of an exponential number
+
 MANY_CLASSES = 1024
 """Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
 
@@ -58,7 +65,8 @@ class Likelihood(str):
     """A likelihood; as a string, the text from which `likelihood_of` makes it.
 
     So it is printed, compared and saved as what the user has written. One of your own is a subclass
-    with a ``name`` and `losses`, and with `moments` (numbers) or `probabilities` for predictions.
+    with a ``name`` and `losses`, and with `moments` (numbers) or `log_probabilities` (others) for
+    predictions.
     The rest follows by autograd. Λ is then the Hessian at the data's targets with its negative
     eigenvalues set to 0, so that it is positive semi-definite also where ℓ is not convex in f.
     """
@@ -66,16 +74,18 @@ class Likelihood(str):
     name: ClassVar[str]
     """How it is asked for."""
     kind: ClassVar[Literal["classes", "binary", "numbers"]] = "numbers"
-    """What a target is: the index of a class, one for each loss term; a probability of one, for
-    each output; or a number for each output."""
+    """What is predicted: the class of each loss term, yes or no for each output, or numbers."""
+    has_labels: ClassVar[bool] = False
+    """Whether targets are the indices of classes, one for each loss term; others have one more
+    axis."""
     has_sigma: ClassVar[bool] = False
     """Whether there is a noise σ besides, which divides the loss and its Hessian by σ²."""
     needs_targets: bool = True
     """Whether Λ depends on the data's targets."""
     has_probit: ClassVar[bool] = True
-    """Whether link "probit" approximates the mean of `probabilities`."""
-    density: ClassVar[Literal["normal", "counts", "t"]] = "normal"
-    """The family of `log_density`; "counts" is the negative binomial."""
+    """Whether link "probit" approximates the mean of the probabilities."""
+    is_count: ClassVar[bool] = False
+    """Whether the numbers are whole."""
 
     options: dict[str, Any]
     """What it was made with."""
@@ -139,7 +149,7 @@ class Likelihood(str):
             raise ValueError("The targets contain NaN or infinity; clean the data.")
 
     def losses(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
-        """ℓ of each target (nats); f may have more axes in front, such as of samples."""
+        """ℓ of each target (nats), (*terms, C), or (*terms, 1) of labels."""
         raise NotImplementedError
 
     def loss(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
@@ -180,13 +190,13 @@ class Likelihood(str):
         """∇_f ℓ at targets drawn from p(y|f); with weights of the data's own targets y."""
         return self.gradient(f, self.sample(f, generator))
 
-    def probabilities(self, f: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms K"]:
-        """The probability of each class, or of a one at each output."""
-        raise NotImplementedError(f"likelihood '{self}' has no probabilities; define them.")
+    def log_probabilities(self, f: Float[Tensor, "*terms C"]) -> Tensor:
+        """Log p of each class, (*terms, K), or of no and yes at each output, (*terms, C, 2)."""
+        raise NotImplementedError(f"likelihood '{self}' has no log_probabilities; define them.")
 
     def predicted(self, f: Float[Tensor, "*terms C"]) -> Int[Tensor, "*terms"]:
         """The most probable class of each term."""
-        return self.probabilities(f).argmax(-1)
+        return self.log_probabilities(f).argmax(-1)
 
     def moments(self, f: Float[Tensor, "*terms C"], variance: Tensor, sigma: Tensor) -> Moments:
         """For outputs N(f, variance): E[y], E[Var(y|f)] and Var(E[y|f]) of each number y.
@@ -198,13 +208,54 @@ class Likelihood(str):
         """
         raise NotImplementedError(f"likelihood '{self}' has no moments; define them to predict.")
 
-    def observed(self, y: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers in targets, and the variance of their predictions."""
-        return y, variance
+    def observed(self, y: Tensor, variance: Tensor) -> Observed:
+        """What predictions are compared with: the numbers or labels in targets.
+
+        Args:
+            y: targets.
+            variance: of the numbers' predictions.
+
+        Returns:
+            Numbers or labels; the variance with what the targets say about it; and which numbers
+            are censored: the true ones are larger. None if none can be.
+        """
+        return y, variance, None
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """Log density of numbers y (nats), in the family that has these two moments."""
         return -0.5 * ((y - mean).square() / variance + (2 * math.pi * variance).log())
+
+    def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The probability of numbers up to y, in that family."""
+        return torch.special.ndtr((y - mean) / variance.sqrt())
+
+    def log_score(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Log p(y) of targets under predictions: their `log_density`, of censored ones log P(> y).
+
+        Args:
+            y: targets.
+            mean: of the numbers' predictions.
+            variance: the same, with the noise.
+        """
+        number, variance, censored = self.observed(y, variance)
+        found = self.log_density(number, mean, variance)
+        if censored is None:
+            return found
+        tiny = torch.finfo(mean.dtype).tiny
+        beyond = (1 - self.cdf(number, mean, variance)).clamp(min=tiny).log()
+        return torch.where(censored, beyond, found)
+
+    def ranks(self, y: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends of the ranks P(< number) to P(<= number) of targets in their predictions.
+
+        Those of draws from the predictions are evenly spread over 0 to 1. A censored number's end
+        at 1, and a count's are as far apart as it is probable. Sources: Czado, Gneiting & Held 2009
+        (Biometrics 65) for counts; Haider et al. 2020 (arXiv:1811.11347) for censored numbers.
+        """
+        number, variance, censored = self.observed(y, variance)
+        at = self.cdf(number, mean, variance)
+        below = self.cdf(number - 1, mean, variance) if self.is_count else at
+        return below, at if censored is None else at.where(~censored, 1.0)
 
 
 class Diagonal(Likelihood):
@@ -233,7 +284,19 @@ class Diagonal(Likelihood):
         return self.diagonal(f, y).clamp(min=torch.finfo(f.dtype).tiny).sqrt()
 
 
-class Classification(Likelihood):
+class _Labels(Likelihood):
+    """A likelihood of classes: a label for each loss term."""
+
+    kind = "classes"
+    has_labels = True
+    needs_targets = False
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """A label for each term."""
+        return f.shape[:-1]
+
+
+class Classification(_Labels):
     """A class index for each loss term, by the softmax of its C logits.
 
     Args:
@@ -245,8 +308,6 @@ class Classification(Likelihood):
     """
 
     name = "classification"
-    kind = "classes"
-    needs_targets = False
 
     def __init__(self, weights: Sequence[float] | None = None, smoothing: float = 0.0) -> None:
         """Check the options."""
@@ -267,10 +328,6 @@ class Classification(Likelihood):
     def num_vectors(self, C: int) -> int:
         """C − 1, the rank of diag(p) − ppᵀ."""
         return C - 1
-
-    def target_shape(self, f: Tensor) -> Sequence[int]:
-        """A label for each term."""
-        return f.shape[:-1]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless the labels fit the logits."""
@@ -311,21 +368,17 @@ class Classification(Likelihood):
             )
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """The loss log Σ_c exp f_c − f_y, without weights, (*terms, 1)."""
-        labels = y.long().expand(f.shape[:-1])[..., None]
-        return f.logsumexp(-1, keepdim=True) - f.gather(-1, labels)
-
-    def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """Σ ℓ over the labels that count."""
+        """The loss log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
         w = None if self._weights is None else self._weights.to(f)
-        return F.cross_entropy(
+        found = F.cross_entropy(
             f.flatten(0, -2),
             y.flatten().long(),
             w,
             ignore_index=IGNORED,
-            reduction="sum",
+            reduction="none",
             label_smoothing=self._smoothing,
         )
+        return found.view(*f.shape[:-1], 1)
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
@@ -376,12 +429,12 @@ class Classification(Likelihood):
         label = y.long().where(y != IGNORED, 0)
         return _less_one_hot(p.clone() if f.requires_grad else p, label)
 
-    def probabilities(self, f: Tensor) -> Tensor:
-        """The softmax of f."""
-        return torch.softmax(f, -1)
+    def log_probabilities(self, f: Tensor) -> Tensor:
+        """The log softmax of f."""
+        return torch.log_softmax(f, -1)
 
 
-class Ordinal(Diagonal):
+class Ordinal(Diagonal, _Labels):
     """One of K classes in an order, by one output f: p(y ≤ k) = s(c_k − f), s the logistic.
 
     Λ is the Fisher information. Source: McCullagh 1980, "Regression models for ordinal data".
@@ -391,7 +444,6 @@ class Ordinal(Diagonal):
     """
 
     name = "ordinal"
-    kind = "classes"
     has_probit = False
 
     def __init__(self, cuts: Sequence[float]) -> None:
@@ -400,10 +452,6 @@ class Ordinal(Diagonal):
             raise ValueError("cuts must ascend")
         self._ends = torch.tensor([-math.inf, *cuts, math.inf], dtype=torch.float64)
 
-    def target_shape(self, f: Tensor) -> Sequence[int]:
-        """A label for each term."""
-        return f.shape[:-1]
-
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless there is one output for each label."""
         if f.shape[-1] != 1:
@@ -411,7 +459,7 @@ class Ordinal(Diagonal):
         K = len(self._ends) - 1
         Classification().check(f.expand(*f.shape[:-1], K), y, may_ignore)
 
-    def _log_p(self, f: Tensor) -> Tensor:
+    def log_probabilities(self, f: Tensor) -> Tensor:
         """Log (s(c_k − f) − s(c_{k−1} − f)) without cancellation, (*terms, K)."""
         low, high = self._ends.to(f)[:-1], self._ends.to(f)[1:]
         width = torch.log1p(-(low - high).exp())
@@ -421,21 +469,18 @@ class Ordinal(Diagonal):
         """The loss −log p_y, 0 where the label does not count; (*terms, 1)."""
         # What is out of range is reported by `check`, perhaps later, and must not stop a GPU now.
         labels = y.long().clamp(0, len(self._ends) - 2).expand(f.shape[:-1])[..., None]
-        return -self._log_p(f).gather(-1, labels).where((y != IGNORED)[..., None], 0.0)
+        return -self.log_probabilities(f).gather(-1, labels).where((y != IGNORED)[..., None], 0.0)
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """E[(dℓ/df)²], over the classes."""
         low, high = self._ends.to(f)[:-1], self._ends.to(f)[1:]
         slopes = torch.sigmoid(f - high) - torch.sigmoid(low - f)
-        return (self._log_p(f).exp() * slopes.square()).sum(-1, keepdim=True)
+        return (self.log_probabilities(f).exp() * slopes.square()).sum(-1, keepdim=True)
 
     def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
         """Labels."""
-        return _drawn(self.probabilities(f).flatten(0, -2), generator).view(f.shape[:-1])
-
-    def probabilities(self, f: Tensor) -> Tensor:
-        """Of each class."""
-        return self._log_p(f).exp()
+        p = self.log_probabilities(f).exp()
+        return _drawn(p.flatten(0, -2), generator).view(f.shape[:-1])
 
 
 class Regression(Diagonal):
@@ -495,7 +540,7 @@ class RegressionPerOutput(Regression):
         """1/s², the Hessian at σ = 1."""
         return self.noise.to(f).square().reciprocal().expand_as(f)
 
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means f, σ²s² and the outputs' variance."""
         return f, (sigma.to(f) * self.noise.to(f)).square().expand_as(f), variance
 
@@ -530,14 +575,14 @@ class KnownNoise(Regression):
         """1/n², the Hessian."""
         return y.to(f).chunk(2, -1)[1].square().reciprocal()
 
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means f, no noise, and the outputs' variance."""
         return f, torch.zeros_like(f), variance
 
-    def observed(self, y: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    def observed(self, y: Tensor, variance: Tensor) -> Observed:
         """The numbers, and the variance with the noise that is known of them."""
         number, noise = y.chunk(2, -1)
-        return number, variance + noise.square()
+        return number, variance + noise.square(), None
 
 
 class Heteroscedastic(Diagonal):
@@ -573,7 +618,7 @@ class Heteroscedastic(Diagonal):
         mean, s = f.chunk(2, -1)
         return mean + (0.5 * s).exp() * _normal(s, generator)
 
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means m, E exp(s), and the means' variance."""
         (mean, s), (of_mean, of_s) = f.chunk(2, -1), variance.chunk(2, -1)
         return mean, (s + 0.5 * of_s).exp(), of_mean
@@ -586,7 +631,7 @@ class Poisson(Diagonal):
     """
 
     name = "poisson"
-    density = "counts"
+    is_count = True
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless the targets are counts."""
@@ -607,7 +652,7 @@ class Poisson(Diagonal):
         """Counts."""
         return torch.poisson(f.exp(), generator=generator)
 
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The moments of y where the rate is log-normal."""
         mean = (f + 0.5 * variance).exp()
         return mean, mean, mean.square() * variance.expm1()
@@ -616,6 +661,15 @@ class Poisson(Diagonal):
         """The negative binomial's; the Poisson distribution's where variance = mean."""
         r = mean.square() / (variance - mean).clamp(min=1e-6 * mean)
         return -_negative_binomial(y, mean, r)
+
+    def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The negative binomial's."""
+        with extra("statistics"):
+            from scipy import stats  # here, since importing it takes a second
+
+        spare = (variance - mean).clamp(min=1e-6 * mean)
+        found = stats.nbinom.cdf(y, mean.square() / spare, mean / (mean + spare))
+        return torch.as_tensor(found).to(mean)
 
 
 class NegativeBinomial(Poisson):
@@ -648,7 +702,7 @@ class NegativeBinomial(Poisson):
         rate = torch._standard_gamma(torch.full_like(f, self.r), generator=generator)
         return torch.poisson(rate * f.exp() / self.r, generator=generator)
 
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The moments of y where μ is log-normal."""
         mean, noise, of_mean = super().moments(f, variance, sigma)
         return mean, noise + (mean.square() + of_mean) / self.r, of_mean
@@ -665,7 +719,6 @@ class StudentT(Diagonal):
     """
 
     name = "student_t"
-    density = "t"
 
     def __init__(self, df: float = 4.0, scale: float = 1.0) -> None:
         """Check the options."""
@@ -688,7 +741,7 @@ class StudentT(Diagonal):
         gamma = torch._standard_gamma(shape, generator=generator) / (self.df / 2)
         return f + self.scale * _normal(f, generator) / gamma.sqrt()
 
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means f, s²ν/(ν − 2) and the outputs' variance."""
         noise = self.scale**2 * self.df / (self.df - 2)
         return f, torch.full_like(f, noise), variance
@@ -699,6 +752,85 @@ class StudentT(Diagonal):
         constant = math.lgamma((v + 1) / 2) - math.lgamma(v / 2)
         kernel = (v + 1) / 2 * torch.log1p((y - mean).square() / (v * scale))
         return constant - 0.5 * (math.pi * v * scale).log() - kernel
+
+    def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The t distribution's of this variance."""
+        with extra("statistics"):
+            from scipy import stats
+
+        scale = (variance * (self.df - 2) / self.df).sqrt()
+        return torch.as_tensor(stats.t.cdf((y - mean) / scale, self.df)).to(mean)
+
+
+class Weibull(Diagonal):
+    """The time t > 0 until an event, some of them censored: the event had not happened by then.
+
+    t has Weibull's distribution with shape k and scale exp(f): P(> t) = exp(−eᶻ), z = k (log t −
+    f), so that ℓ = eᶻ − d (z + log k) of log t, with d = 1 for an event and 0 if censored. Λ =
+    k² eᶻ is the Hessian, which is positive. Targets are [t, d]: the last axis has the C times and
+    then C ones or zeros. Predictions are of log t, in Gumbel's family.
+
+    Args:
+        shape: k; above 1 events become more frequent with time. The evidence tells shapes apart.
+    """
+
+    name = "weibull"
+    needs_targets = True
+
+    def __init__(self, shape: float = 1.0) -> None:
+        """Check the shape."""
+        if not 0 < shape < math.inf:
+            raise ValueError("shape must be positive")
+        self.shape = shape
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """Times, and whether they are of events."""
+        return *f.shape[:-1], 2 * f.shape[-1]
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless times are positive, and events 0 or 1."""
+        super().check(f, y)
+        t, d = y.chunk(2, -1)
+        if not (t > 0).all() or not ((d == 0) | (d == 1)).all():
+            raise ValueError(f"likelihood '{self}' needs times above 0, then 1 (event) or 0.")
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """The loss eᶻ − d (z + log k) of each output."""
+        t, d = y.to(f).chunk(2, -1)
+        z = self.shape * (t.log() - f)
+        return z.exp() - d * (z + math.log(self.shape))
+
+    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        """The diagonal k² eᶻ."""
+        t, _ = y.to(f).chunk(2, -1)
+        return self.shape**2 * (self.shape * (t.log() - f)).exp()
+
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """S ε, as what censors the times is not known."""
+        return self.drawn_root(f, y, generator)
+
+    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
+        """Of log t: f − γ/k with Euler's γ, π²/(6k²), and the outputs' variance."""
+        noise = torch.full_like(f, math.pi**2 / 6 / self.shape**2)
+        return f - EULER / self.shape, noise, variance
+
+    def observed(self, y: Tensor, variance: Tensor) -> Observed:
+        """Log t, and which are censored."""
+        t, d = y.chunk(2, -1)
+        return t.log(), variance, d == 0
+
+    def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Gumbel's z − eᶻ + log k of log t."""
+        z, k = self._z(y, mean, variance)
+        return z - z.exp() + k.log()
+
+    def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """1 − exp(−eᶻ) of log t."""
+        return -torch.special.expm1(-self._z(y, mean, variance)[0].exp())
+
+    def _z(self, y: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        k = math.pi / (6 * variance).sqrt()
+        return k * (y - mean) - EULER, k
 
 
 class Bernoulli(Diagonal):
@@ -725,9 +857,75 @@ class Bernoulli(Diagonal):
         """Zeros and ones."""
         return torch.bernoulli(torch.sigmoid(f), generator=generator)
 
-    def probabilities(self, f: Tensor) -> Tensor:
-        """The logistic function of f."""
-        return torch.sigmoid(f)
+    def log_probabilities(self, f: Tensor) -> Tensor:
+        """Of no, s(−f), and yes, s(f)."""
+        return F.logsigmoid(torch.stack([-f, f], -1))
+
+
+class Weighted(Likelihood):
+    """Another likelihood whose loss counts w times, with a weight w for each example or loss term.
+
+    The targets' last axis has what the other one takes (a label is one number), and then w. Λ is w
+    times the other's. Predictions and metrics are the other's, without weights. The normaliser of a
+    noise σ counts each term once, so that there the mean weight should be 1.
+
+    Args:
+        of: the other likelihood, as in "weighted(of='poisson')".
+    """
+
+    name = "weighted"
+
+    def __init__(self, of: str) -> None:
+        """Predict as the other likelihood does."""
+        self.of = of = likelihood_of(of)
+        for name in (
+            *("kind", "has_sigma", "has_probit", "is_count", "num_vectors", "predicted"),
+            *("log_probabilities", "moments", "log_density", "cdf", "sample"),
+        ):
+            setattr(self, name, getattr(of, name))
+
+    def target_shape(self, f: Tensor) -> Sequence[int]:
+        """One number more than the other's."""
+        shape = self.of.target_shape(f)
+        return (*shape, 2) if self.of.has_labels else (*shape[:-1], shape[-1] + 1)
+
+    def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
+        """Raise an error unless weights are positive or 0, and the rest is as the other needs."""
+        super().check(f, y)
+        of, w = self._parts(y)
+        if not (w >= 0).all():
+            raise ValueError(f"likelihood '{self}' needs weights of at least 0.")
+        if self.of.has_labels and not torch.equal(y[..., 0], of.to(y)):
+            raise ValueError(f"likelihood '{self}' needs whole numbers as labels.")
+        self.of.check(f, of)
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """The other's losses, w times."""
+        of, w = self._parts(y)
+        return w.to(f) * self.of.losses(f, of)
+
+    def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """The other's columns, √w times."""
+        of, w = self._parts(y)
+        yield from (w.to(f).sqrt() * column for column in self.of.root(f, of))
+
+    def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The other's, √w times."""
+        of, w = self._parts(y)
+        return w.to(f).sqrt() * self.of.drawn_root(f, of, generator)
+
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The other's, √w times."""
+        of, w = self._parts(y)
+        return w.to(f).sqrt() * self.of.drawn_gradient(f, of, generator)
+
+    def observed(self, y: Tensor, variance: Tensor) -> Observed:
+        """The other's."""
+        return self.of.observed(self._parts(y)[0], variance)
+
+    def _parts(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The other's targets, and weights (*terms, 1)."""
+        return y[..., 0].long() if self.of.has_labels else y[..., :-1], y[..., -1:]
 
 
 def likelihood_of(likelihood: str) -> Likelihood:

@@ -40,7 +40,7 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
 
 def counted_terms(y: Tensor, likelihood: str) -> Tensor | None:
     """A mask of the labels that count; None for targets that are not labels, which all count."""
-    return y != IGNORED if likelihood_of(likelihood).kind == "classes" else None
+    return y != IGNORED if likelihood_of(likelihood).has_labels else None
 
 
 def num_counted_terms(

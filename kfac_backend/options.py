@@ -105,7 +105,7 @@ class TargetOptions(Options):
     def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
         super().check(likelihood)
-        if likelihood_of(likelihood).kind == "classes":
+        if likelihood_of(likelihood).has_labels:
             return
         if self.marks_ignored:
             raise ValueError(

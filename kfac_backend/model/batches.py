@@ -301,9 +301,7 @@ class Targets:
             y = y.masked_fill(y == mark, IGNORED)
         if self._shifts is None and model is not None:
             self._shifts = self._shifts_inside(model, x, y)
-        mask = (
-            mask_of(x, self.options.dict_key_mask) if self._likelihood.kind == "classes" else None
-        )
+        mask = mask_of(x, self.options.dict_key_mask) if self._likelihood.has_labels else None
         if mask is not None and mask.shape == y.shape:
             hidden = ~mask.to(y.device)
         else:
@@ -347,7 +345,7 @@ class Targets:
         """
         if not takes_labels(model, x):
             return False
-        are_labels = self._likelihood.kind == "classes"
+        are_labels = self._likelihood.has_labels
         may_shift = are_labels and y.dim() > 1
         device = next(model.parameters()).device
         x, y = detached(x, device), y.to(device)

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
@@ -45,7 +44,8 @@ from marglik.prediction.links import (
     CalibrationFit,
     Link,
     deviations,
-    probit_outputs,
+    negative_log_scores,
+    variances_of,
 )
 from marglik.prediction.predictive import (
     ModelPredictive,
@@ -190,54 +190,28 @@ class HeldOut:
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
-        f, y, likelihood = self.f, self.targets, likelihood_of(self.likelihood)
+        f, of, weights = self.f, likelihood_of(self.likelihood), None
+        none, variance = torch.zeros_like(f), torch.zeros_like(f)
+        sampled = none[None]  # (S, M, C)
+        # Samples, or variances where there is a closed form.
         if self.is_sampled:
-            samples, weights = self.spread.movedim(1, 0), None  # (S, M, C)
-            variance = samples.var(0, correction=0)
+            sampled = self.spread.movedim(1, 0)
+        elif of.kind == "numbers" or (link == "probit" and of.has_probit):
+            variance = variances_of(self.spread)
         else:
-            is_variance = self.spread.dim() == 2
-            variance = self.spread if is_variance else self.spread.diagonal(dim1=1, dim2=2)
-            samples = weights = None
-        if likelihood.kind == "numbers":
+            sampled, weights = deviations(self.spread, of, noise)
 
-            def of_numbers(scale: Tensor | None, sigma: Tensor) -> Tensor:
-                outputs, of_outputs = f, torch.zeros_like(f)
-                if scale is not None and samples is None:
-                    of_outputs = scale * variance
-                elif scale is not None and samples is not None:
-                    outputs = f + scale.sqrt() * samples  # (S, M, C)
-                mean, noise, spread = likelihood.moments(outputs, of_outputs, sigma)
-                if outputs.dim() > f.dim():
-                    spread, mean, noise = mean.var(0, correction=0), mean.mean(0), noise.mean(0)
-                numbers, total = likelihood.observed(y, noise + spread)
-                return -likelihood.log_density(numbers, mean, total).sum(-1).mean()
-
-            return of_numbers
-        if samples is None and (
-            link == "mc" or not likelihood.has_probit
-        ):  # "probit" has a closed form
-            samples, weights = deviations(self.spread, self.likelihood, noise)
-        # Each term's log probabilities of its possible targets, and the share of each: a label is
-        # one of them; a Bernoulli output has two, so that y may lie between 0 and 1.
-        shares = torch.ones(1, 1).to(f)
-        if likelihood.kind == "binary":
-            shares = torch.cat([y.to(f), 1 - y.to(f)], -1)  # (M, 2C)
-
-        def log_p(outputs: Tensor) -> Tensor:
-            if likelihood.kind == "binary":
-                return torch.cat([logsigmoid(outputs), logsigmoid(-outputs)], -1)
-            return -likelihood.losses(outputs, y)  # (..., M, 1)
-
-        def loss(scale: Tensor | None, temperature: Tensor) -> Tensor:
+        def loss(scale: Tensor | None, sharp: Tensor) -> Tensor:
+            temperature, sigma = (1.0, sharp) if of.kind == "numbers" else (sharp, sharp)
             if scale is None:
-                terms = log_p(f / temperature)
-            elif samples is None:
-                terms = log_p(probit_outputs(f / temperature, scale / temperature**2 * variance))
+                outputs, of_outputs = f[None], none
             else:
-                of_samples = log_p((f + scale.sqrt() * samples) / temperature)
-                log_weights = -math.log(len(samples)) if weights is None else weights.log()
-                terms = (of_samples + log_weights).logsumexp(0)
-            return -(shares * terms).sum() / len(f)
+                outputs, of_outputs = f + scale.sqrt() * sampled, scale * variance
+            found = negative_log_scores(
+                outputs / temperature, of_outputs / temperature**2, self.targets, of, sigma,
+                None if scale is None else weights,
+            )  # fmt: skip
+            return found.sum() / len(f)
 
         return loss
 

@@ -111,7 +111,7 @@ def evaluate(
         ValueError: shifts or out-of-distribution data without images.
     """
     images = splits if isinstance(splits, ImageSplits) else None
-    is_classes = likelihood_of(likelihood).kind == "classes"
+    of = likelihood_of(likelihood)
     if images is None and (shift or ood is not None):
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
@@ -163,13 +163,13 @@ def evaluate(
                 shifted = predict_images(corrupt(images.test.images, kind, severity), predict)
                 of_shift = compute_metrics(shifted, images.test.labels, likelihood)
                 entry["metrics"] |= _prefixed(f"shift/{kind}/{severity}", of_shift)
-        if images is not None and is_classes:
+        if images is not None and of.kind == "classes":
             examples = _most_uncertain(prediction, images)
             uncertain = {"predictive": label, "examples": examples}
         entries[label] = entry | {"seconds": seconds}
 
     y = None if images is not None else splits.test[1]  # pyright: ignore
-    is_sequence = y is not None and is_classes and y.dim() > 1
+    is_sequence = y is not None and of.has_labels and y.dim() > 1
     return {
         "data": splits.name,
         "likelihood": likelihood,
@@ -272,12 +272,13 @@ def _entry_of_test(prediction: Prediction, targets: Tensor, likelihood: str) -> 
         "intervals": {},
         "reliability": reliability_curve(prediction, targets, likelihood),
     }
-    kind = likelihood_of(likelihood).kind
-    if kind != "numbers":
+    of = likelihood_of(likelihood)
+    if of.kind != "numbers":
         entry["entropy"] = _entropies(prediction, likelihood)
-    if kind == "classes":
-        entry["risk_coverage"] = risk_coverage_curve(prediction.mean, targets)
-        entry["classes"] = errors_by_class(prediction.mean, targets)
+    if of.kind == "classes":
+        labels, *_ = of.observed(targets, prediction.mean)
+        entry["risk_coverage"] = risk_coverage_curve(prediction.mean, labels)
+        entry["classes"] = errors_by_class(prediction.mean, labels)
     return entry
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, Moments, likelihood_of
 from kfac_backend.options import check_option, check_positive
 from kfac_backend.precision import at_least_float32
 
@@ -30,10 +30,11 @@ __all__ = [
     "Link",
     "Prediction",
     "deviations",
-    "predict_from_deviations",
+    "negative_log_scores",
     "predict_from_gaussian",
     "predict_from_outputs",
     "probit_outputs",
+    "variances_of",
 ]
 
 Link = Literal["probit", "mc"]
@@ -177,43 +178,16 @@ def predict_from_outputs(
     """
     of, outputs = likelihood_of(likelihood), at_least_float32(outputs)
     if of.kind == "numbers":
-        means, noises, _ = of.moments(outputs, torch.zeros_like(outputs), _tensor(sigma_noise))
-        return Prediction(means.mean(0), noises.mean(0), means.var(0, correction=0))
-    over_classes, p = of.kind == "classes", of.probabilities(outputs)
-    entropies = _entropy(p, over_classes)
+        return Prediction(*_moments(of, outputs, torch.zeros_like(outputs), _tensor(sigma_noise)))
+    p = of.log_probabilities(outputs).exp()
+    entropies = torch.special.entr(p).sum(-1)
     if weights is None:
         mean, aleatoric = p.mean(0), entropies.mean(0)
     else:
-        mean, aleatoric = (weights * p).sum(0), (weights * entropies).sum(0)
+        mean, aleatoric = (weights[..., None] * p).sum(0), (weights * entropies).sum(0)
     # The mutual information is not negative, except for rounding.
-    return Prediction(mean, aleatoric, (_entropy(mean, over_classes) - aleatoric).clamp(min=0))
-
-
-def predict_from_deviations(
-    f: Float[Tensor, "N *R C"],
-    deviations: Float[Tensor, "S N *R C"],
-    likelihood: str,
-    sigma_noise: float | Tensor = 1.0,
-    calibration: Calibration = Calibration(),  # noqa: B008
-    weights: Float[Tensor, "S 1 1"] | None = None,
-) -> Prediction:
-    """The prediction for outputs (f + √s d)/τ, each d with its weight.
-
-    Args:
-        f: the network's outputs.
-        deviations: d, at sampled parameters or at the nodes of a quadrature.
-        likelihood: how outputs become a distribution of targets.
-        sigma_noise: σ of regression.
-        calibration: s and τ; its σ replaces ``sigma_noise``.
-        weights: see `predict_from_outputs`.
-    """
-    sigma = sigma_noise if calibration.sigma_noise is None else calibration.sigma_noise
-    if calibration.covariance_scale == 0:  # the temperature-scaled MAP
-        return predict_from_outputs(f[None] / calibration.output_temperature, likelihood, sigma)
-    outputs = f + math.sqrt(calibration.covariance_scale) * deviations
-    return predict_from_outputs(
-        outputs / calibration.output_temperature, likelihood, sigma, weights
-    )
+    epistemic = (torch.special.entr(mean).sum(-1) - aleatoric).clamp(min=0)
+    return Prediction(mean if of.kind == "classes" else mean[..., 1], aleatoric, epistemic)
 
 
 def predict_from_gaussian(
@@ -251,19 +225,61 @@ def predict_from_gaussian(
         )
     f, covariance = at_least_float32(f), at_least_float32(covariance)
     scale, temperature = calibration.covariance_scale, calibration.output_temperature
-    variance = covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
+    f = f / temperature
+    variance = variances_of(covariance) * (scale / temperature**2)
     if of.kind == "numbers":
         sigma = sigma_noise if calibration.sigma_noise is None else calibration.sigma_noise
-        moments = of.moments(f / temperature, variance * (scale / temperature**2), _tensor(sigma))
-        return Prediction(*moments)
-    sampled, weights = deviations(covariance, likelihood, noise) if scale else (f[None], None)
-    found = predict_from_deviations(
-        f, sampled, likelihood, calibration=calibration, weights=weights
+        return Prediction(*of.moments(f, variance, _tensor(sigma)))
+    sampled, weights = (
+        deviations(covariance, of, noise) if scale else (torch.zeros_like(f[None]), None)
     )
+    found = predict_from_outputs(f + math.sqrt(scale) / temperature * sampled, of, 1.0, weights)
     if link == "mc" or not of.has_probit:
         return found
-    scaled = probit_outputs(f / temperature, variance * (scale / temperature**2))
-    return replace(found, mean=of.probabilities(scaled))
+    return replace(found, mean=predict_from_outputs(probit_outputs(f, variance)[None], of).mean)
+
+
+def negative_log_scores(
+    outputs: Float[Tensor, "S N C"],
+    variance: Float[Tensor, "N C"],
+    y: Tensor,
+    likelihood: str,
+    sigma_noise: Tensor,
+    weights: Float[Tensor, "S 1 1"] | None = None,
+) -> Tensor:
+    """−log p(y) of each target (nats) under the mixture of N(outputs, variance), differentiable.
+
+    Args:
+        outputs: see `predict_from_outputs`.
+        variance: of each output; for classes and yes or no by the link "probit".
+        y: targets; of yes or no also probabilities.
+        likelihood: see `predict_from_outputs`.
+        sigma_noise: σ of regression.
+        weights: see `predict_from_outputs`.
+    """
+    of = likelihood_of(likelihood)
+    if of.kind == "numbers":
+        mean, noise, spread = _moments(of, outputs, variance, sigma_noise)
+        return -of.log_score(y, mean, noise + spread)
+    log_p = of.log_probabilities(probit_outputs(outputs, variance))
+    log_weights = -math.log(len(outputs)) if weights is None else weights[..., None].log()
+    log_p = (log_p + log_weights).logsumexp(0) if len(outputs) > 1 else log_p[0]
+    if of.kind == "binary":
+        y, *_ = of.observed(y.to(log_p), variance)
+        return -(torch.stack([1 - y, y], -1) * log_p).sum(-1)
+    labels, *_ = of.observed(y, variance)
+    return -log_p.gather(-1, labels.long()[..., None])
+
+
+def _moments(of: Likelihood, outputs: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
+    """Of the mixture over outputs (S, N, C), each with this variance."""
+    mean, noise, spread = of.moments(outputs, variance.expand_as(outputs), sigma)
+    return mean.mean(0), noise.mean(0), spread.mean(0) + mean.var(0, correction=0)
+
+
+def variances_of(covariance: Float[Tensor, "N C *other"]) -> Float[Tensor, "N C"]:
+    """The variances in covariances (N, C, C), or those that are given, (N, C)."""
+    return covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
 
 
 def deviations(
@@ -277,8 +293,7 @@ def deviations(
     if likelihood_of(likelihood).kind == "binary":
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
         z, w = (torch.from_numpy(v).to(covariance)[:, None, None] for v in (nodes, weights))
-        variance = covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
-        return variance.clamp(min=0).sqrt() * z, w / w.sum()
+        return variances_of(covariance).clamp(min=0).sqrt() * z, w / w.sum()
     values, vectors = torch.linalg.eigh(covariance)
     # The symmetric root, since eigenvectors are not unique: their signs, and bases of repeated
     # eigenvalues, depend on rounding and so on the batch size.

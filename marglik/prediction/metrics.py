@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import Likelihood, likelihood_of
+from kfac_backend.likelihoods import likelihood_of
 from marglik.prediction.links import Prediction
 
 __all__ = [
@@ -57,10 +57,12 @@ def compute_metrics(prediction: Prediction, targets: Tensor, likelihood: str) ->
     Regression:
 
     - "reg/NLL": −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over
-      examples.
-    - "reg/RMSE": √ of the mean of (y − mean)² over all targets, in the targets' unit.
+      examples; of other likelihoods of numbers by their `log_score`.
+    - "reg/RMSE": √ of the mean of (y − mean)² over all targets, in the targets' unit. A censored
+      number counts only where it is above the mean.
     - "cal/coverage50", "cal/coverage90", "cal/coverage95": share of all targets within the central
-      interval of that level; calibrated predictives have 0.5, 0.9 and 0.95.
+      interval of that level; calibrated predictives have 0.5, 0.9 and 0.95. Of counts and censored
+      numbers, the share of their `ranks` that lies inside.
 
     Args:
         prediction: predictions for N examples.
@@ -94,11 +96,15 @@ def example_scores(prediction: Prediction, targets: Tensor, likelihood: str) -> 
     mean, y, variance = _checked(prediction, targets, likelihood)
     of = likelihood_of(likelihood)
     if of.kind == "numbers":
-        inside = _inside_intervals(of, mean, variance, y, tuple(COVERAGE_LEVELS.values()))
+        number, _, censored = of.observed(y, variance)
+        residual = number - mean
+        if censored is not None:
+            residual = torch.where(censored, residual.clamp(min=0), residual)
+        inside = _inside_intervals(*of.ranks(y, mean, variance), [*COVERAGE_LEVELS.values()])
         return {
-            "reg/NLL": -of.log_density(y, mean, variance).sum(dim=1),
-            "reg/RMSE": (y - mean).square(),
-            **dict(zip(COVERAGE_LEVELS, inside.double(), strict=True)),
+            "reg/NLL": -of.log_score(y, mean, variance).sum(dim=1),
+            "reg/RMSE": residual.square(),
+            **dict(zip(COVERAGE_LEVELS, inside, strict=True)),
         }
     tiny = torch.finfo(prediction.mean.dtype).tiny
     if of.kind == "binary":
@@ -128,8 +134,8 @@ def reliability_curve(prediction: Prediction, targets: Tensor, likelihood: str) 
     mean, y, variance = _checked(prediction, targets, likelihood)
     of = likelihood_of(likelihood)
     if of.kind == "numbers":
-        shares = _inside_intervals(of, mean, variance, y, LEVELS).double().mean(dim=(1, 2))
-        return {"levels": list(LEVELS), "coverage": shares.tolist(), "count": y.numel()}
+        shares = _inside_intervals(*of.ranks(y, mean, variance), LEVELS).mean(dim=(1, 2))
+        return {"levels": list(LEVELS), "coverage": shares.tolist(), "count": mean.numel()}
     if of.kind == "classes":
         confidence, predicted = mean.max(dim=1)
         return _bins(confidence, predicted == y)
@@ -165,30 +171,16 @@ def _calibration_error(bins: dict[str, list[Any]]) -> float:
     return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins["counts"])
 
 
-def _inside_intervals(
-    of: Likelihood, mean: Tensor, variance: Tensor, targets: Tensor, levels: Sequence[float]
-) -> Tensor:
-    """Whether each target lies within the central interval of each level, (levels, N, C) bool.
+def _inside_intervals(low: Tensor, high: Tensor, levels: Sequence[float]) -> Tensor:
+    """The share of each target's ranks low to high in the central interval of each level.
 
-    The interval of level q is mean ± Φ⁻¹((1 + q)/2) √variance, both ends included; of counts and of
-    Student's t it is between their quantiles (1 ∓ q)/2. Those of counts cover more than q.
+    Shape (levels, N, C). The interval of level q is (1 − q)/2 to (1 + q)/2, both ends included; of
+    a target with low = high the share is 0 or 1.
     """
-    if of.density != "normal":
-        with extra("statistics"):
-            from scipy import stats  # here, since importing it takes a second
-
-        m, v = mean.numpy(), variance.numpy()
-        if of.density == "counts":
-            spare = (v - m).clip(1e-6 * m)
-            found: Any = stats.nbinom(m**2 / spare, m / (m + spare))
-        else:
-            found = stats.t(of.df, m, (v * (of.df - 2) / of.df) ** 0.5)  # pyright: ignore
-        ends = [(found.ppf((1 - q) / 2), found.ppf((1 + q) / 2)) for q in levels]
-        y = targets.numpy()
-        return torch.stack([torch.from_numpy((a <= y) & (y <= b)) for a, b in ends])
-    distance = (targets - mean).abs() / variance.sqrt()  # (N, C), in σ
-    q = torch.tensor(list(levels), dtype=torch.float64)
-    return distance <= torch.special.ndtri((1 + q) / 2)[:, None, None]
+    q = torch.tensor(list(levels), dtype=torch.float64)[:, None, None]
+    width = high - low
+    shared = torch.minimum(high, (1 + q) / 2) - torch.maximum(low, (1 - q) / 2)
+    return torch.where(width > 0, shared.clamp(min=0) / width, (shared >= 0).double())
 
 
 def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
@@ -303,19 +295,21 @@ def _checked(
     of = likelihood_of(likelihood)
     kind, is_classes = of.kind, of.kind == "classes"
     variance = prediction.total.detach().cpu().double()
-    if kind == "numbers":
-        y, variance = of.observed(y.double(), variance.expand_as(mean))
-    if mean.dim() != 2 or not mean.numel() or y.shape != mean.shape[: 1 if is_classes else 2]:
+    y = y.double() if kind == "numbers" else y
+    # Numbers may have a noise of their own, which their variances lack so far.
+    seen, with_noise, _ = of.observed(y, variance.expand_as(mean) if kind == "numbers" else mean)
+    if mean.dim() != 2 or not mean.numel() or seen.shape != mean.shape[: 1 if is_classes else 2]:
         wanted = "(N, C) and (N,)" if is_classes else "(N, C) and (N, C)"
         raise ValueError(
-            f"Predictions have shape {tuple(mean.shape)}, targets {tuple(y.shape)}; expected "
+            f"Predictions have shape {tuple(mean.shape)}, targets {tuple(seen.shape)}; expected "
             f"{wanted}, of at least one example."
         )
     if kind == "numbers":
-        for name, values in (("means", mean), ("targets", y), ("variances", variance)):
+        for name, values in (("means", mean), ("targets", y), ("variances", with_noise)):
             _refuse(values[~values.isfinite()], f"The {name} include {{}}; expected finite ones.")
-        _refuse(variance[variance <= 0], "The variances include {}; expected positive ones.")
-        return mean, y, variance
+        _refuse(with_noise[with_noise <= 0], "The variances include {}; expected positive ones.")
+        return mean, y, variance.expand_as(mean)
+    y = seen
     rounding = max(1e-3, 4 * torch.finfo(prediction.mean.dtype).eps)
     is_p = (mean >= 0) & (mean <= 1 + rounding)  # NaN is neither
     sums = mean.sum(dim=1) if is_classes else mean.new_ones(1)

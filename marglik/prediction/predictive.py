@@ -26,7 +26,6 @@ from marglik.prediction.links import (
     Calibration,
     CalibrationFit,
     Prediction,
-    predict_from_deviations,
     predict_from_gaussian,
     predict_from_outputs,
 )
@@ -220,7 +219,9 @@ def laplace_predictive(
         def of_networks(x: Any) -> Prediction:
             f = outputs_of(model, x)
             spread = laplace.linearised_outputs(parameters, x) - f
-            return predict_from_deviations(f, spread, likelihood, sigma, calibration)
+            outputs = f + math.sqrt(calibration.covariance_scale) * spread
+            outputs = outputs / calibration.output_temperature
+            return predict_from_outputs(outputs, likelihood, calibration.sigma_noise or sigma)
 
         predict: Predictive = of_networks
     else:

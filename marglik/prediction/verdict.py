@@ -65,7 +65,7 @@ def verdict(
     # Positions of one example are not independent: they are averaged first. Where not all count,
     # the rows do not say which example they belong to.
     ys = [split_batch(batch, targets.dict_key_y)[1] for batch in batches]
-    own_axes = likelihood_of(likelihood).kind != "classes"
+    own_axes = not likelihood_of(likelihood).has_labels
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
     changes = {}
     if rows == len(next(iter(scores[0].values()))):

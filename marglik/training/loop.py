@@ -371,7 +371,7 @@ class OnlineTraining:
             "lr": self.optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - start,
         }
-        if self.learner.likelihood.kind == "classes":
+        if self.learner.likelihood.has_labels:
             record["accuracy"] = correct / terms if terms else 0.0
         if self.learner.limited:
             record["limited_weight_decay"] = sorted(self.learner.limited)
@@ -412,7 +412,7 @@ class OnlineTraining:
         if self.scheduler is not None:
             self.scheduler.step()
         correct = terms = torch.zeros_like(data_loss)
-        if likelihood.kind == "classes":
+        if likelihood.has_labels:
             counted = counted_terms(y, likelihood)
             right = likelihood.predicted(f) == y
             correct = (right if counted is None else right & counted).sum()

@@ -16,6 +16,7 @@ DART = "dart-v1.1.1-full-dev.json.gz"
 SHOWN = {
     "digits": ["conv1.weight", "calibrated", "cls/NLL"],
     "heteroscedastic": ["evidence", "on the left"],
+    "survival": ["33% of the times are censored", "cal/coverage50"],
     "uci_regression": ["made up", "σ =", "cal/coverage90"],
     "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
     "vision_transformer": ["expand: ", "reduce: ", "calibrated"],

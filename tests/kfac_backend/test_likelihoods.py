@@ -80,7 +80,13 @@ HESSIANS = {
     "classification(weights=[0.5, 2.0])": (F2, torch.tensor([0, 1, 1])),
     "classification(smoothing=0.2)": (F2, torch.tensor([0, 1, 1])),
     "classification(weights=[0.5, 2.0], smoothing=0.2)": (F2, torch.tensor([0, 1, 1])),
+    "weibull(shape=1.7)": (F1, torch.tensor([[0.4, 1.0], [2.0, 0.0], [1.5, 1.0]]).double()),
+    "weighted(of='classification')": (F2, torch.tensor([[0.0, 0.3], [1.0, 2.0], [1.0, 0.0]])),
+    "weighted(of='known_noise')": (
+        *(F1, torch.tensor([[0.1, 0.5, 0.4], [1.0, 2.0, 3.0], [-1.0, 1.5, 1.0]]).double()),
+    ),
 }
+"""Text -> outputs and targets."""
 
 
 @pytest.mark.parametrize("text", HESSIANS)
@@ -91,7 +97,8 @@ def test_root_is_that_of_the_hessian(text):
     expected = hessian(f, y, likelihood)
     assert_close(squared(likelihood.root(f, y)), expected)
     # Negative control: without its weights it is another.
-    plain = likelihood_of(likelihood.name if likelihood.options else "regression")
+    name = likelihood.name if likelihood.options else "regression"
+    plain = likelihood_of("regression" if name == "weighted" else name)
     found = squared(plain.root(f, y))
     changes = likelihood.options.keys() != {"smoothing"}  # which leaves the curvature as it is
     assert ((found - expected).norm() > 0.1 * expected.norm()) == changes
@@ -105,6 +112,44 @@ def test_weights_and_smoothing_are_those_of_pytorch():
     loss = torch.nn.CrossEntropyLoss(w, reduction="sum", label_smoothing=0.2)
     text = "classification(weights=[0.5, 2.0], smoothing=0.2)"
     assert_close(likelihood_of(text).loss(F2, y), loss(F2, y))
+
+
+def test_weights_count_examples_several_times():
+    """Integer weights are copies, for the loss, its gradient and Λ; and 0 leaves an example out."""
+    y, w = torch.tensor([[0.4], [2.0], [3.0]]).double(), torch.tensor([2, 0, 3])
+    found = likelihood_of("weighted(of='negative_binomial(r=2.0)')")
+    plain = likelihood_of("negative_binomial(r=2.0)")
+    weighted, copies = (
+        torch.cat([y, w[:, None]], 1),
+        (F1.repeat_interleave(w, 0), y.repeat_interleave(w, 0)),
+    )
+    assert_close(found.loss(F1, weighted), plain.loss(*copies))
+    assert (found.loss(F1, weighted) - plain.loss(F1, y)).abs() > 0.1
+    assert_close(squared(found.root(F1, weighted)).sum(0), squared(plain.root(*copies)).sum(0))
+    assert_close(found.gradient(F1, weighted).sum(0), plain.gradient(*copies).sum(0))
+
+
+def test_censored_times_have_the_probability_of_what_is_beyond():
+    """ℓ, log score and ranks of Weibull's times by scipy, as Gumbel's distribution of log t."""
+    t, d = (
+        torch.tensor([[0.4], [2.0], [1.5]]).double(),
+        torch.tensor([[1.0], [0.0], [1.0]]).double(),
+    )
+    y, likelihood = torch.cat([t, d], 1), likelihood_of("weibull(shape=1.7)")
+    of = stats.gumbel_l(F1.numpy(), 1 / 1.7)
+    log_t = t.log().numpy()
+    expected = torch.from_numpy(np.where(d == 1, of.logpdf(log_t), of.logsf(log_t)))
+    assert_close(likelihood.losses(F1, y), -expected)
+    mean, noise, _ = likelihood.moments(F1, torch.zeros_like(F1), torch.ones(()))
+    assert_close(mean, torch.from_numpy(of.mean()))
+    assert_close(noise, torch.from_numpy(of.var()))
+    assert_close(likelihood.log_score(y, mean, noise), expected)
+    low, high = likelihood.ranks(y, mean, noise)
+    assert_close(low, torch.from_numpy(of.cdf(log_t)))
+    assert_close(high, torch.where(d == 1, low, 1.0))
+    # Negative control: as if the second time were an event's.
+    events = torch.cat([t, torch.ones_like(t)], 1)
+    assert (likelihood.losses(F1, events) - likelihood.losses(F1, y))[1].abs() > 0.1
 
 
 @pytest.mark.parametrize("text", [*FISHERS, *HESSIANS])
@@ -129,6 +174,7 @@ MOMENTS = {
     "poisson": (F1, 1.0),
     "negative_binomial(r=1.7)": (F1, 1.0),
     "student_t(df=5.0, scale=0.7)": (F1, 1.0),
+    "weibull(shape=1.7)": (F1, 1.0),
 }
 
 
@@ -224,6 +270,7 @@ def test_likelihoods_are_their_text(text):
         ("student_t(df=__import__('os'))", "not understood"),
         ("classification(smoothing=1.0)", "smoothing in"),
         ("ordinal(cuts=[1, 0])", "ascend"),
+        ("weighted(of='gauss')", "choose one of 'classification'"),
     ],
 )
 def test_wrong_texts_are_named(text, message):
@@ -238,6 +285,9 @@ def test_wrong_texts_are_named(text, message):
         ("heteroscedastic", 4, torch.zeros(2, 4), "of shape (2, 2)"),
         ("poisson", 1, torch.tensor([[0.5], [1.0]]), "counts"),
         ("known_noise", 1, torch.zeros(2, 2), "positive"),
+        ("weibull", 1, torch.tensor([[1.0, 0.5], [1.0, 1.0]]), "1 (event) or 0"),
+        ("weighted(of='poisson')", 1, torch.tensor([[1.0, 1.0], [1.0, -1.0]]), "at least 0"),
+        ("weighted(of='classification')", 2, torch.tensor([[0.5, 1.0], [1.0, 1.0]]), "whole"),
         ("ordinal(cuts=[0.0])", 2, torch.zeros(2).long(), "one output"),
         ("ordinal(cuts=[0.0])", 1, torch.tensor([0, 2]), "out of range"),
         ("regression_per_output(noise=[1.0, 2.0])", 3, torch.zeros(2, 3), "not for 3"),
