@@ -104,6 +104,8 @@ for at in (-1.0, 0.0, 1.0):
     p = laplace_predictive(posterior)(torch.tensor([[at]]))
     curve = 1 - likelihood.cdf(times.log(), p.mean, p.total)
     (line,) = right.plot(times, curve, label=f"x = {at:.0f}")
-    right.plot(times, torch.exp(-((times / scale(torch.tensor(at))) ** 2)), "--", c=line.get_color())
+    right.plot(
+        times, torch.exp(-((times / scale(torch.tensor(at))) ** 2)), "--", c=line.get_color()
+    )
 right.set(xlabel="t", ylabel="share without the event (dashed: true)")
 right.legend()
