@@ -147,6 +147,17 @@ def test_beside_a_clone_the_installed_package_is_found(uv, clone, tmp_path):
     assert found.stdout.strip() == str(clone / "marglik" / "__init__.py")
 
 
+@pytest.mark.slow
+def test_the_index_can_show_the_readme(uv, built):
+    """Without links and pictures that only a clone has."""
+    check = [uv, "tool", "run", "twine", "check", "--strict", *map(str, built)]
+    subprocess.run(check, check=True, capture_output=True)
+    with zipfile.ZipFile(built[0]) as wheel:
+        (metadata,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+        shown = wheel.read(metadata).decode()
+    assert "## Two commands" in shown and set(re.findall(r"\]\((.{4})", shown)) == {"http"}
+
+
 @pytest.fixture(scope="module")
 def environment(uv, built, tmp_path_factory):
     """An environment with the wheel, what it depends on, and nothing else."""

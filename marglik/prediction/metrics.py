@@ -6,6 +6,7 @@ metrics begin with "cls/" (classification), "reg/" (regression), "cal/" (calibra
 (out-of-distribution detection). Risk-coverage and ROC curves have at most `POINTS` points.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from marglik.prediction.links import Prediction
 __all__ = [
     "SHARES",
     "compute_metrics",
+    "confidence_threshold",
     "example_scores",
     "out_of_distribution_metrics",
     "reliability_curve",
@@ -207,6 +209,36 @@ def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list
     number = min(len(risk), POINTS)  # evenly spaced, with the first and last
     kept = torch.linspace(0, len(risk) - 1, number, dtype=torch.float64).round().long()
     return {"coverage": _plain((kept + 1) / len(risk)), "risk": _plain(risk[kept])}
+
+
+def confidence_threshold(
+    confidence: Tensor, right: Tensor, risk: float = 0.05, level: float = 0.9
+) -> float:
+    """The lowest confidence from which on at most a share ``risk`` of the answers is wrong.
+
+    Held-out data show it with a probability of ``level`` (Clopper and Pearson's bound, numbers of
+    answers tested from few to many until one fails; Angelopoulos et al. 2021, arXiv:2110.01052).
+    Leave answers below it to someone else. Infinite where the data are too few to show any.
+
+    Args:
+        confidence: (N,) of held-out answers, higher is surer.
+        right: (N,) whether each is right.
+        risk: the share, between 0 and 1.
+        level: the probability, between 0 and 1.
+    """
+    with extra("statistics"):
+        from scipy.stats import beta
+    ordered, order = confidence.sort(descending=True)
+    wrong = (~right[order]).cumsum(0)
+    # The fewest answers that can pass are those that do with none wrong; with three times as many
+    # some may be. A test that fails ends the sequence, so that none needs a share of 1 - level.
+    kept, found = 3 * math.log(1 - level) / math.log(1 - risk), math.inf
+    while (k := int(kept)) <= len(order):
+        mistakes = int(wrong[k - 1])
+        if mistakes == k or beta.ppf(level, mistakes + 1, k - mistakes) > risk:
+            break
+        found, kept = float(ordered[k - 1]), max(1.1 * kept, k + 1)
+    return found
 
 
 def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any]]:

@@ -22,6 +22,7 @@ from marglik.prediction.metrics import (
     _bins,
     _calibration_error,
     compute_metrics,
+    confidence_threshold,
     errors_by_class,
     out_of_distribution_metrics,
     reliability_curve,
@@ -276,3 +277,29 @@ WRONG = [
 def test_wrong_inputs_are_named(metrics, given, error, message):
     with pytest.raises(error, match=message):
         metrics(*given)
+
+
+def test_confidence_threshold_keeps_its_promise():
+    """P(right|confidence c) is c, of density 2c: the threshold that the data alone fit breaks it."""
+    generator = torch.Generator().manual_seed(0)
+    broken = {"ours": 0, "empirical": 0}
+    for _ in range(200):
+        c = torch.rand(2000, generator=generator).sqrt()
+        right = torch.rand(2000, generator=generator) < c
+        ours = confidence_threshold(c, right, risk=0.1, level=0.9)
+        risks = (~right[c.argsort(descending=True)]).cumsum(0) / torch.arange(1, 2001)
+        last = int((risks <= 0.1).nonzero().max())
+        empirical = c.sort(descending=True).values[last].item()
+        assert empirical <= ours < 0.95  # a fifth of the answers at least
+        for name, t in (("ours", ours), ("empirical", empirical)):
+            broken[name] += 1 - 2 / 3 * (1 - t**3) / (1 - t**2) > 0.1
+    assert broken["ours"] <= 20 and broken["empirical"] > 80, broken
+
+
+def test_confidence_threshold_by_hand():
+    """Without a mistake 3 log(1 - level) / log(1 - risk) answers are asked for: 65."""
+    c = torch.linspace(1, 0.5, 100)
+    right = torch.ones(100, dtype=torch.bool)
+    assert confidence_threshold(c, right, risk=0.1, level=0.9) < 0.55
+    assert confidence_threshold(c[:64], right[:64], risk=0.1, level=0.9) == math.inf
+    assert confidence_threshold(c, ~right, risk=0.5, level=0.9) == math.inf
