@@ -280,7 +280,7 @@ def test_wrong_inputs_are_named(metrics, given, error, message):
 
 
 def test_confidence_threshold_keeps_its_promise():
-    """P(right|confidence c) is c, of density 2c: the threshold that the data alone fit breaks it."""
+    """P(right|confidence c) is c, of density 2c: the threshold of the data alone breaks it."""
     generator = torch.Generator().manual_seed(0)
     broken = {"ours": 0, "empirical": 0}
     for _ in range(200):
