@@ -125,11 +125,12 @@ class Calibration:
         )
         if self.covariance_scale == 0:
             return (
-                f"s = 0, {outputs}: the covariance did not help, so that epistemic uncertainty is "
-                "zero and regression's intervals are all as wide. For out-of-distribution scores "
-                "take the uncalibrated predictive"
+                f"{outputs}, and no width of the posterior (s = 0), since none helped: epistemic "
+                "uncertainty is zero, and regression's intervals are all as wide. For scores of "
+                "unusual inputs take the uncalibrated predictive"
             )
-        return f"covariances times {self.covariance_scale:.3g}, {outputs}"
+        none = " (in effect none)" if self.covariance_scale < 1e-3 else ""
+        return f"covariances times {self.covariance_scale:.3g}{none}, {outputs}"
 
 
 @dataclass(frozen=True)
