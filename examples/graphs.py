@@ -15,7 +15,7 @@ from matplotlib import pyplot
 
 from kfac_backend import kronecker_factors
 from marglik import calibrate, compute_metrics, map_predictive, marglik_training, predict_all
-from marglik.data import TensorBatches
+from marglik.data import Batches
 from marglik.graphs import Graphs
 from marglik.models import GraphNetwork
 
@@ -54,7 +54,7 @@ for name, block in list(factors.blocks.items())[:6]:
 # ## Training
 
 # %%
-loader = TensorBatches(x, y, 50, shuffle=True)
+loader = Batches(x, y, 50, shuffle=True)
 laplace, model, negative_evidences, losses = marglik_training(
     model, loader, n_epochs=20, marglik_frequency=5, n_hypersteps=50,
     optimizer_kwargs={"lr": 3e-3}, kfac_approx="reduce",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.extras import extra
-from marglik.data import TensorBatches
+from marglik.data import Batches
 from marglik.models import MLP
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction
@@ -106,7 +106,7 @@ class Estimator(BaseEstimator):
             )
 
         # Step 2: learn the weights, a weight decay for each tensor, and the noise of regression.
-        batches = TensorBatches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
+        batches = Batches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
         learner = PriorLearner(
@@ -127,7 +127,7 @@ class Estimator(BaseEstimator):
         if len(held):
             calibrate(self.posterior_, [(x[held], y[held])])
             found = self.posterior_.calibrations
-            self.posterior_.fit(TensorBatches(x, y, self.batch_size, device=x.device))
+            self.posterior_.fit(Batches(x, y, self.batch_size, device=x.device))
             self.posterior_.calibrations = found
         return self
 

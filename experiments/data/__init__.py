@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from marglik.data.images.image_set import ImageData
+from marglik.data.splits import DataSource
 
 __all__ = [
     "VARIABLE",
@@ -52,9 +52,9 @@ def specification(source: Source, **options: Any) -> dict[str, Any]:
     return {"class_path": "experiments.data.image_archive.CIFAR10Archive", "init_args": arguments}
 
 
-def images(source: Source, **options: Any) -> ImageData:
+def images(source: Source, **options: Any) -> DataSource:
     """The source of the images; options are those of `specification`."""
     from marglik.runs.build import build_from_spec  # imported here, since it takes seconds
 
     spec = specification(source, **options)
-    return build_from_spec(ImageData, spec, named=[spec["class_path"]])
+    return build_from_spec(DataSource, spec, named=[spec["class_path"]])

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.archives import unpacked
-from marglik.data.splits import check_fraction, check_seed
-from marglik.data.tensors import DataSource, TensorSplits
+from marglik.data.splits import DataSource, Splits, check_fraction
 from marglik.sizes import check_sizes
 
 __all__ = ["DART", "IGNORED"]
@@ -63,7 +62,6 @@ class DART(DataSource):
     ) -> None:
         check_sizes(context=context, num_train=num_train, num_test=num_test)
         check_fraction("validation", validation)
-        check_seed(seed)
         self.path = path
         self.context = context
         self.num_train = num_train
@@ -71,7 +69,7 @@ class DART(DataSource):
         self.seed = seed
         self.validation = validation
 
-    def load(self) -> TensorSplits:
+    def load(self) -> Splits:
         """Return the windows.
 
         Raises:
@@ -93,7 +91,7 @@ class DART(DataSource):
         validation = self._take(left, held_out, "validation") if self.validation else None
         rest = None if self.num_train is None else number - held_out
         train = self._take(left, rest, "num_train")
-        return TensorSplits(train, validation, test, "DART", BYTES, IGNORED)
+        return Splits(train, validation, test, "DART", BYTES, IGNORED)
 
     def _take(
         self, groups: Iterator[list[bytes]], number: int | None, argument: str

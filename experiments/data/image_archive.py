@@ -11,8 +11,7 @@ from torch import Tensor
 
 from experiments.data.archives import members
 from kfac_backend.files import read_tensors, sha256, write_tensors
-from marglik.data.images.image_set import ImageSet
-from marglik.data.images.sources import MEAN, STD, TwoPartData, decode_images
+from marglik.data.images import MEAN, STD, Part, TwoPartData, decode_images
 
 __all__ = ["CIFAR10Archive", "ImageArchive"]
 
@@ -41,7 +40,7 @@ class ImageArchive(TwoPartData):
         self.archive = Path(self.path).expanduser()
         self.name = self.name or self.archive.name.partition(".")[0]
 
-    def read(self, part: str) -> tuple[ImageSet, tuple[str, ...]]:
+    def read(self, part: str) -> Part:
         """All images of the part.
 
         Raises:
@@ -52,7 +51,7 @@ class ImageArchive(TwoPartData):
         if not cached.is_file():
             self._decode(part, cached)
         tensors, metadata = read_tensors(cached, what="decoded images")
-        return ImageSet(**tensors), tuple(json.loads(metadata["classes"]))
+        return (tensors["images"], tensors["labels"]), tuple(json.loads(metadata["classes"]))
 
     def _cached(self, part: str) -> Path:
         stat = self.archive.stat() if self.archive.is_file() else os.stat_result(range(10))

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from experiments.data.archives import members
-from marglik.data.splits import check_fraction, check_seed, stratified
-from marglik.data.tensors import DataSource, TensorSplits
+from marglik.data.splits import DataSource, Splits, check_fraction, stratified
 from marglik.graphs import Graphs
 from marglik.sizes import check_sizes
 
@@ -46,7 +45,6 @@ class NCI1(DataSource):
     ) -> None:
         check_fraction("test", test, zero=False)
         check_fraction("validation", validation)
-        check_seed(seed)
         check_sizes(num_train=num_train)
         self.path = path
         self.test = test
@@ -54,7 +52,7 @@ class NCI1(DataSource):
         self.num_train = num_train
         self.seed = seed
 
-    def load(self) -> TensorSplits:
+    def load(self) -> Splits:
         """Return the graphs.
 
         Raises:
@@ -77,7 +75,7 @@ class NCI1(DataSource):
             held, train = divide(train, size, f"validation={self.validation}")
             validation = graphs[held], labels[held]
         pairs = [(graphs[which], labels[which]) for which in (train, test)]
-        return TensorSplits(pairs[0], validation, pairs[1], "NCI1", classes)
+        return Splits(pairs[0], validation, pairs[1], "NCI1", classes)
 
 
 def _read(files: dict[str, bytes]) -> tuple[Graphs, Tensor, tuple[str, ...]]:

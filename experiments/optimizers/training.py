@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
-from marglik.data.batches import Splits, split_batches
-from marglik.data.tensors import SplitName
+from marglik.data.batches import split_batches
+from marglik.data.splits import SplitName, Splits
 from marglik.eval_mode import eval_mode
 from marglik.posterior.prior import parameter_kind
 from marglik.storage.provenance import environment

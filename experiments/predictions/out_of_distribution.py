@@ -32,17 +32,17 @@ from marglik.cli import main as marglik
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,
+    Batches,
     ClassSubset,
+    DataSource,
     Digits,
-    ImageBatches,
-    ImageData,
-    ImageSet,
-    ImageSplits,
     Noise,
+    Splits,
     corrupt,
     out_of_distribution_images,
 )
 from marglik.data.batches import split_batches
+from marglik.data.splits import tensors_in
 from marglik.posterior.posterior import Layers, Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrate
@@ -67,7 +67,7 @@ class Problem:
     title: str
     options: Callable[[int], Mapping[str, Any]]
     """Options of `marglik train`, by seed; a flag has no value."""
-    outside: Callable[[int], Mapping[str, ImageData]]
+    outside: Callable[[int], Mapping[str, DataSource]]
     """Out-of-distribution data by name, by seed."""
     seeds: int
     corrupted: int
@@ -161,26 +161,25 @@ def run(config: Config) -> dict[str, Any]:
     posterior, splits = _trained(config, problem)
     rows = rows_of(posterior, split_batches(splits, "validation", BATCH_SIZE), config.samples)
     predicted = time.perf_counter()
-    test = _some(splits.test, config.test)
-    few = _some(test, config.corrupted)
+    test, y = (part[_spread(len(part), config.test)] for part in tensors_in(splits.test))
+    few, y_few = (part[_spread(len(part), config.corrupted)] for part in (test, y))
 
     def predictions(images: Tensor) -> dict[str, Prediction]:
-        unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
-        batches = ImageBatches(unlabelled, splits.mean, splits.std, BATCH_SIZE)
+        batches = _batches(images, splits)
         return predict_rows(posterior, rows, (x for x, _ in batches), config.samples)
 
     found: dict[str, dict[str, Any]] = {
         name: asdict(row) | {"shift": {}, "ood": {}} for name, row in rows.items()
     }
-    inside = predictions(test.images)
+    inside = predictions(test)
     for name, prediction in inside.items():
-        found[name]["test"] = compute_metrics(prediction, test.labels, "classification")
-    sizes = {"train": len(splits.train), "test": len(test), "each corruption": len(few)}
+        found[name]["test"] = compute_metrics(prediction, y, "classification")
+    sizes = {"train": len(splits.train[1]), "test": len(test), "each corruption": len(few)}
     for kind in CORRUPTIONS:
         for severity in SEVERITIES:
-            shifted = predictions(corrupt(few.images, kind, severity))
+            shifted = predictions(corrupt(few, kind, severity))
             for name, prediction in shifted.items():
-                metrics = compute_metrics(prediction, few.labels, "classification")
+                metrics = compute_metrics(prediction, y_few, "classification")
                 found[name]["shift"][f"{kind}/{severity}"] = metrics
     distance = feature_distance(posterior.model, splits)
     distances = {}
@@ -188,7 +187,7 @@ def run(config: Config) -> dict[str, Any]:
         images = out_of_distribution_images(source, splits).images
         images = images[_spread(len(images), config.outside)]
         sizes[label] = len(images)
-        distances[label] = out_of_distribution_metrics(distance(test.images), distance(images))
+        distances[label] = out_of_distribution_metrics(distance(test), distance(images))
         for name, prediction in predictions(images).items():
             has_epistemic = rows[name].calibration.covariance_scale > 0
             found[name]["ood"][label] = {
@@ -255,7 +254,7 @@ def predict_rows(
 
 
 @torch.no_grad()
-def feature_distance(model: nn.Module, splits: ImageSplits) -> Callable[[Tensor], Tensor]:
+def feature_distance(model: nn.Module, splits: Splits) -> Callable[[Tensor], Tensor]:
     """How far images (N, ...) are from the nearest class, (N,): a Mahalanobis distance.
 
     Of the inputs of the last linear layer at length 1, with the classes' means and their common
@@ -265,16 +264,16 @@ def feature_distance(model: nn.Module, splits: ImageSplits) -> Callable[[Tensor]
 
     def features(images: Tensor) -> Tensor:
         seen: list[Tensor] = []
-        unlabelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64))
         hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            for x, _ in ImageBatches(unlabelled, splits.mean, splits.std, BATCH_SIZE):
+            for x, _ in _batches(images, splits):
                 model(x)
         finally:
             hook.remove()
         return nn.functional.normalize(torch.cat(seen).double(), dim=-1)
 
-    h, y = features(splits.train.images), splits.train.labels
+    x, y = tensors_in(splits.train)
+    h = features(x)
     means = torch.stack([h[y == c].mean(0) for c in range(int(y.max()) + 1)])
     precision = torch.linalg.pinv(torch.cov((h - means[y]).T), hermitian=True)
 
@@ -286,7 +285,7 @@ def feature_distance(model: nn.Module, splits: ImageSplits) -> Callable[[Tensor]
     return distance
 
 
-def _trained(config: Config, problem: Problem) -> tuple[Posterior, ImageSplits]:
+def _trained(config: Config, problem: Problem) -> tuple[Posterior, Splits]:
     """The posterior that `marglik train` made, and the data that it was trained on."""
     folder = f"runs/out_of_distribution/{config.name}"
     pairs = {**problem.options(config.seed), "seed": config.seed, "output": folder, "resume": None}
@@ -300,12 +299,15 @@ def _trained(config: Config, problem: Problem) -> tuple[Posterior, ImageSplits]:
     record = read_posterior(folder)
     model = build_from_spec(nn.Module, record["model"])
     source = record["data"]["source"]  # as we have just written it
-    splits = build_from_spec(ImageData, source, named=[source["class_path"]]).load()
+    splits = build_from_spec(DataSource, source, named=[source["class_path"]]).load()
     return load_posterior(folder, model, "cpu"), splits
 
 
-def _some(images: ImageSet, number: int) -> ImageSet:
-    return images.select(_spread(len(images), number))
+def _batches(images: Tensor, splits: Splits) -> Batches:
+    """Normalised as the data is, without labels."""
+    assert splits.mean is not None and splits.std is not None
+    no_labels = torch.zeros(len(images), dtype=torch.int64)
+    return Batches(images, no_labels, BATCH_SIZE, normalisation=(splits.mean, splits.std))
 
 
 def _spread(length: int, number: int) -> Tensor:

@@ -37,7 +37,7 @@ from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import CurvatureOptions, kronecker_factors
 from kfac_backend.optimizer import KFAC
 from marglik import Posterior
-from marglik.data import ImageBatches, ImageSet
+from marglik.data import Batches
 from marglik.models import GPT, VisionTransformer
 from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
@@ -165,12 +165,11 @@ def _add_epochs(
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (2 * batch_size, 3, 32, 32), generator=generator)
     labels = torch.randint(10, (2 * batch_size,), generator=generator)
-    images = ImageSet(pixels.to(torch.uint8), labels)
 
-    def loader() -> ImageBatches:
-        return ImageBatches(
-            images, (127.0,) * 3, (64.0,) * 3, batch_size,
-            shuffle=True, augment="crop_flip", channels_last=True,
+    def loader() -> Batches:
+        return Batches(
+            pixels.to(torch.uint8), labels, batch_size, shuffle=True,
+            normalisation=((127.0,) * 3, (64.0,) * 3), augment=True, channels_last=True,
         )  # fmt: skip
 
     def new() -> nn.Module:

@@ -49,7 +49,7 @@ from torch.func import stack_module_state
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.data import data_file
-from experiments.data.uci import FILE, UCI, StandardisedSplits
+from experiments.data.uci import FILE, UCI
 from experiments.studies import (
     markdown,
     mean_with_error,
@@ -59,7 +59,7 @@ from experiments.studies import (
     study,
 )
 from marglik import Hyperparameters, OnlineTraining, PriorGroups, PriorLearner
-from marglik.data import TensorBatches
+from marglik.data import Batches, Splits
 from marglik.models import MLP
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import compute_metrics
@@ -122,9 +122,9 @@ class Training:
         torch.manual_seed(seed)
         return MLP(num_features, (self.hidden,), 1, "tanh").double()
 
-    def batches(self, data: Pair, seed: int) -> TensorBatches:
+    def batches(self, data: Pair, seed: int) -> Batches:
         """Mini-batches of the training data, in a new order each epoch."""
-        return TensorBatches(*data, min(self.batch_size, len(data[1])), shuffle=True, seed=seed)
+        return Batches(*data, min(self.batch_size, len(data[1])), shuffle=True, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -279,9 +279,9 @@ def _float64() -> Any:
     return Fabric(accelerator="cpu", devices=1, precision="64-true")
 
 
-def _metrics(found: Gaussian, splits: StandardisedSplits, y: Tensor) -> dict[str, float]:
+def _metrics(found: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:
     """Test log likelihood (nats) and RMSE in the target's units, and the cost."""
-    mean, std = splits.target_mean, splits.target_std
+    mean, std = splits.target_scale or (0.0, 1.0)
     variance = found.variance * std**2
     prediction = Prediction(found.mean * std + mean, variance, torch.zeros_like(variance))
     metrics = compute_metrics(prediction, y * std + mean, "regression")

@@ -1,12 +1,11 @@
 """Data: where it comes from, how it is divided and changed, and how it becomes batches."""
 
-from marglik.data.batches import Batches, ImageBatches, Splits, TensorBatches, crop_and_flip
-from marglik.data.images.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
-from marglik.data.images.out_of_distribution import ClassSubset, Noise, out_of_distribution_images
-from marglik.data.images.sources import CIFAR10, SVHN, Digits, ImageFolder
-from marglik.data.tables import TableFile
-from marglik.data.tensors import DataSource, TensorFile, TensorSplits
+from marglik.data.batches import Batches, crop_and_flip
+from marglik.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from marglik.data.files import TableFile, TensorFile
+from marglik.data.images import CIFAR10, SVHN, ClassSubset, Digits, ImageFolder
+from marglik.data.out_of_distribution import Noise, out_of_distribution_images
+from marglik.data.splits import DataSource, Splits
 
 __all__ = [
     "CIFAR10",
@@ -17,17 +16,11 @@ __all__ = [
     "ClassSubset",
     "DataSource",
     "Digits",
-    "ImageBatches",
-    "ImageData",
     "ImageFolder",
-    "ImageSet",
-    "ImageSplits",
     "Noise",
     "Splits",
     "TableFile",
-    "TensorBatches",
     "TensorFile",
-    "TensorSplits",
     "corrupt",
     "crop_and_flip",
     "out_of_distribution_images",

@@ -1,16 +1,13 @@
 """Records of data: to recognise it later, and to bring other data into the same form."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from kfac_backend.files import sha256_of_tensors
-from marglik.data import ImageSet, ImageSplits, Splits
-from marglik.data.tensors import TensorSplits, described
+from marglik.data.splits import Splits, described, tensors_in
 from marglik.graphs import Graphs
 
-__all__ = ["as_trained", "data_record", "is_held_out", "tensors_in"]
+__all__ = ["as_trained", "data_record", "is_held_out"]
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -30,10 +27,9 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
     }
     if splits.classes is not None:
         record["classes"] = list(splits.classes)
-    if isinstance(splits, ImageSplits):
-        record |= {"mean": list(splits.mean), "std": list(splits.std)}
-    elif splits.target_scale is not None:
-        record["target_scale"] = list(splits.target_scale)
+    for name in ("mean", "std", "target_scale"):
+        if (values := getattr(splits, name)) is not None:
+            record[name] = list(values)
     return record | _form(splits)
 
 
@@ -70,7 +66,7 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
             f"network was trained on {len(classes)} of {record['name']} ({_some(classes)}). Pass "
             "data with the same classes (--data), or images of other classes as --ood."
         )
-    if isinstance(splits, ImageSplits):
+    if splits.are_images:
         return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
     return _with_targets_scaled(splits, record.get("target_scale"))
 
@@ -85,17 +81,9 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
     return record.get("train_sha256") == sha256_of_tensors(tensors_in(splits.train))
 
 
-def tensors_in(part: ImageSet | tuple[Tensor | Graphs, Tensor]) -> list[Tensor]:
-    """The tensors of a split: inputs first, the targets last."""
-    x, y = (part.images, part.labels) if isinstance(part, ImageSet) else part
-    if isinstance(x, Tensor):
-        return [x, y]
-    return [*(getattr(x, field.name) for field in fields(x)), y]
-
-
 def _form(splits: Splits) -> dict[str, Any]:
     """What a network depends on: (C, H, W) of images, features of graphs, columns of a table."""
-    if isinstance(splits, ImageSplits):
+    if splits.are_images:
         return {"image_shape": list(splits.image_shape)}
     if splits.columns is not None:
         return {"columns": list(splits.columns)}
@@ -103,7 +91,7 @@ def _form(splits: Splits) -> dict[str, Any]:
     return {"graphs": described(x)} if isinstance(x, Graphs) else {}
 
 
-def _with_targets_scaled(splits: TensorSplits, scale: list[float] | None) -> TensorSplits:
+def _with_targets_scaled(splits: Splits, scale: list[float] | None) -> Splits:
     """The data with its targets standardised by another mean and standard deviation."""
     own = splits.target_scale
     if own is None or scale is None or list(own) == scale:

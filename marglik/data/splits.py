@@ -1,22 +1,214 @@
-"""Stratified parts, what is held out, and the pixel statistics."""
+"""Data in memory, divided into training, validation and test examples; how parts are chosen."""
 
-from dataclasses import replace
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from marglik.data.images.image_set import ImageSplits
-from marglik.data.tensors import TensorSplits
+from kfac_backend.options import TargetOptions
+from marglik.graphs import Graphs
 
 __all__ = [
+    "DataSource",
+    "Inputs",
+    "Pair",
+    "SplitName",
+    "Splits",
     "check_fraction",
-    "check_seed",
+    "described",
     "hold_out",
     "pixel_statistics",
     "stratified",
+    "take",
+    "tensors_in",
 ]
+
+SplitName = Literal["train", "validation", "test"]
+
+Inputs = Tensor | Graphs
+"""N examples: a tensor (N, ...), or N graphs."""
+Pair = tuple[Any, Tensor]
+"""`Inputs` x and targets y, examples first."""
+
+
+class DataSource(ABC):
+    """A source of data, with a test set of its own."""
+
+    @abstractmethod
+    def load(self) -> "Splits":
+        """Return the data; the same arguments always give the same."""
+
+    def load_test(self) -> tuple[Pair, str]:
+        """Return the test examples and the name of the data, as for out-of-distribution data.
+
+        Sources that may lack training examples override it.
+        """
+        splits = self.load()
+        return splits.test, splits.name
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """A data set of any kind, divided: images, sequences, graphs, rows of a table.
+
+    Args:
+        train: inputs x (N, ...), or N graphs, and targets y (N, ...) to train on. Images are uint8
+            pixels (N, C, H, W), neither augmented nor normalised, with labels int64 (N,).
+        validation: the same for validation, disjoint from the training examples, or None.
+        test: the same for testing; nothing is chosen by it.
+        name: name of the data in tables and figures.
+        classes: class names; label k stands for ``classes[k]``. None if targets are not class
+            labels, or the number of classes is unknown.
+        ignore_index: label of targets that do not count, such as those of padding; None if all
+            count.
+        columns: names of the columns of a table; None for other data.
+        target_scale: mean and standard deviation by which targets of a table are standardised.
+        mean: of images, by which they are normalised: the mean of the training pixels per channel,
+            in 0..255. None for other data.
+        std: the standard deviation to it.
+
+    Raises:
+        ValueError: if a split has no examples, different numbers of inputs and targets, or values
+            that are not finite; if the splits differ in the shape or dtype of an example; if a
+            label has no class; or if images and their mean and std do not fit together.
+    """
+
+    train: Pair
+    validation: Pair | None
+    test: Pair
+    name: str
+    classes: tuple[str, ...] | None = None
+    ignore_index: int | None = None
+    columns: tuple[str, ...] | None = None
+    target_scale: tuple[float, float] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        for split, pair in splits.items():
+            if pair is None:
+                continue
+            x, y = pair
+            if len(x) != len(y):
+                raise ValueError(
+                    f"{self.name}: x_{split} has {len(x)} examples and y_{split} {len(y)}; each "
+                    "input needs one target."
+                )
+            for which, values, trained_on in zip("xy", pair, self.train, strict=True):
+                _check_values(f"{self.name}: {which}_{split}", values)
+                # A network that takes one split's examples must take the others', too.
+                if described(values) != described(trained_on):
+                    raise ValueError(
+                        f"{self.name}: {which}_{split} has examples of {described(values)}, but "
+                        f"{which}_train of {described(trained_on)}; all splits must agree."
+                    )
+            if self.classes is not None:
+                self._check_labels(f"y_{split}", y, len(self.classes))
+        if self.are_images:
+            self._check_images()
+
+    @property
+    def are_images(self) -> bool:
+        """Whether the inputs are images, which have a mean and a standard deviation."""
+        return self.mean is not None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every image."""
+        _, channels, height, width = tensors_in(self.train)[0].shape
+        return channels, height, width
+
+    @property
+    def targets(self) -> TargetOptions:
+        """How batches of this data give their targets."""
+        return TargetOptions(ignore_index=self.ignore_index)
+
+    @property
+    def num_terms(self) -> int:
+        """Number of test targets that count: for sequences, one per position."""
+        y = self.test[1]
+        return y.numel() if self.ignore_index is None else int((y != self.ignore_index).sum())
+
+    def _check_images(self) -> None:
+        x, y = self.train
+        mean, std = self.mean or (), self.std or ()
+        if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 4 or y.dim() != 1:
+            raise ValueError(
+                f"{self.name} has examples of {described(x)}; images are uint8 pixels (N, C, H, W) "
+                "with a label each."
+            )
+        if not len(mean) == len(std) == x.shape[1] or not all(s > 0 for s in std):
+            raise ValueError(
+                f"{self.name}: mean={mean}, std={std}: each of the {x.shape[1]} channels needs a "
+                "mean and a positive std. Where all pixels of a channel are equal, drop it."
+            )
+
+    def _check_labels(self, name: str, y: Tensor, num_classes: int) -> None:
+        labels = y if self.ignore_index is None else y[y != self.ignore_index]
+        if not labels.numel():
+            raise ValueError(
+                f"{self.name}: all labels of {name} are {self.ignore_index}, which do not count."
+            )
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= num_classes:
+            raise ValueError(
+                f"{self.name}: labels of {name} reach from {low} to {high}; with {num_classes} "
+                f"classes they must lie in 0..{num_classes - 1}."
+            )
+
+
+def described(values: Inputs) -> str:
+    """A description of an example that is the same for all data that a network could take."""
+    if isinstance(values, Graphs):
+        return (
+            f"graphs with {values.nodes.shape[1]} features per node and {values.edges.shape[1]} "
+            "per edge"
+        )
+    return f"shape {tuple(values.shape[1:])} and dtype {values.dtype}"
+
+
+def tensors_in(part: Pair) -> list[Tensor]:
+    """The tensors of a split: inputs first, the targets last."""
+    x, y = part
+    if isinstance(x, Tensor):
+        return [x, y]
+    return [*(getattr(x, field.name) for field in fields(x)), y]
+
+
+def take(part: Pair, which: Tensor) -> Pair:
+    """The examples with the given indices (M,), in that order."""
+    x, y = part
+    return x[which], y[which]
+
+
+def _check_values(name: str, values: Inputs) -> None:
+    if isinstance(values, Graphs):
+        try:
+            values.check()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        parts = {f"{name}, nodes": values.nodes, f"{name}, edges": values.edges}
+    else:
+        if values.dim() == 0 or not values.numel():
+            raise ValueError(
+                f"{name} is empty (shape {tuple(values.shape)}); it needs examples, along its "
+                "first axis."
+            )
+        parts = {name: values}
+    for part, tensor in parts.items():
+        bad = (~tensor.isfinite()).nonzero() if tensor.is_floating_point() else tensor[:0]
+        if len(bad):
+            raise ValueError(
+                f"{part} holds {len(bad)} value(s) that are NaN or infinite, the first in row "
+                f"{int(bad[0, 0])}; remove these examples, or fill them in."
+            )
+
+
+# How parts are chosen
 
 
 def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
@@ -26,16 +218,9 @@ def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
         raise ValueError(f"{argument}={value}: must be a fraction {allowed}.")
 
 
-def check_seed(seed: int) -> None:
-    """Raise a ValueError unless scikit-learn accepts the seed."""
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}.")
-
-
-AnySplits = TypeVar("AnySplits", ImageSplits, TensorSplits)
-
-
-def hold_out(splits: AnySplits, share: float, seed: int) -> tuple[AnySplits, Tensor]:
+def hold_out(
+    splits: Splits, share: float, seed: int, option: str = "held_out"
+) -> tuple[Splits, Tensor]:
     """The same data with a random part of the training examples as its validation set.
 
     Also returns the positions of those that remain, among all training examples.
@@ -47,12 +232,13 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> tuple[AnySplits, Ten
         splits: the data, without a validation set.
         share: share of the training examples, in (0, 1).
         seed: seed of the choice.
+        option: what asks for the split, for errors.
 
     Raises:
         ValueError: a share so small or so large that a part would be empty or lack a class.
     """
-    y = splits.train.labels if isinstance(splits, ImageSplits) else splits.train[1]
-    classes, size, cause = splits.classes or (), round(share * len(y)), f"held_out={share}"
+    y = splits.train[1]
+    classes, size, cause = splits.classes or (), round(share * len(y)), f"{option}={share}"
     # Sequences and labels that do not count belong to no class.
     if classes and y.dim() == 1 and bool(((y >= 0) & (y < len(classes))).all()):
         chosen, rest = stratified(y, size, classes, seed, cause)
@@ -60,13 +246,8 @@ def hold_out(splits: AnySplits, share: float, seed: int) -> tuple[AnySplits, Ten
         _check_sizes(len(y), size, 1, cause)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         chosen, rest = order[:size].sort().values, order[size:].sort().values
-    if isinstance(splits, ImageSplits):
-        images = splits.train
-        parts = images.select(rest), images.select(chosen)
-    else:
-        x, _ = splits.train
-        parts = (x[rest], y[rest]), (x[chosen], y[chosen])
-    return replace(splits, train=parts[0], validation=parts[1]), rest
+    train, validation = take(splits.train, rest), take(splits.train, chosen)
+    return replace(splits, train=train, validation=validation), rest
 
 
 def stratified(

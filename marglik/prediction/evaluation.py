@@ -21,16 +21,15 @@ from kfac_backend.ranks import Ranks
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,
-    ImageBatches,
-    ImageData,
-    ImageSet,
-    ImageSplits,
+    Batches,
+    DataSource,
     Splits,
     corrupt,
     out_of_distribution_images,
 )
 from marglik.data.batches import Shard, split_batches
-from marglik.data.images.out_of_distribution import OutOfDistributionImages
+from marglik.data.out_of_distribution import OutOfDistributionImages
+from marglik.data.splits import tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
@@ -75,7 +74,7 @@ def evaluate(
     likelihood: str,
     *,
     shift: bool = False,
-    ood: ImageData | OutOfDistributionImages | None = None,
+    ood: DataSource | OutOfDistributionImages | None = None,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
     progress: bool = False,
@@ -110,15 +109,14 @@ def evaluate(
     Raises:
         ValueError: shifts or out-of-distribution data without images.
     """
-    images = splits if isinstance(splits, ImageSplits) else None
     of = likelihood_of(likelihood)
-    if images is None and (shift or ood is not None):
+    if not splits.are_images and (shift or ood is not None):
         raise ValueError(
             f"{splits.name} holds no images; shift and ood are for images. Leave them out."
         )
-    if isinstance(ood, ImageData):
-        assert images is not None
-        ood = out_of_distribution_images(ood, images)
+    if isinstance(ood, DataSource):
+        ood = out_of_distribution_images(ood, splits)
+    *_, y = tensors_in(splits.test)
     shard = Shard(ranks.rank, ranks.size)
 
     def predict_split(name: Any, predict: Predictive) -> tuple[Prediction, Tensor]:
@@ -126,11 +124,9 @@ def evaluate(
         return predict_all(predict, batches, targets=splits.targets, progress=progress, ranks=ranks)
 
     def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
-        assert images is not None
-        unlabelled = ImageSet(pixels, torch.zeros(len(pixels), dtype=torch.int64))
-        batches = ImageBatches(
-            unlabelled, images.mean, images.std, batch_size, device=device, shard=shard
-        )
+        no_labels = torch.zeros(len(pixels), dtype=torch.int64)
+        options: Any = {"normalisation": (splits.mean, splits.std), "device": device}
+        batches = Batches(pixels, no_labels, batch_size, shard=shard, **options)
         return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
 
     scores = {} if scores is None else scores
@@ -157,25 +153,24 @@ def evaluate(
             entry["metrics"] |= _prefixed("validation", of_validation)
         if ood is not None:
             _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
-        if shift and images is not None:
+        if shift:
             shifts = list(product(CORRUPTIONS, SEVERITIES))
             for kind, severity in each_batch(shifts, "Shifted test sets", progress, unit="set"):
-                shifted = predict_images(corrupt(images.test.images, kind, severity), predict)
-                of_shift = compute_metrics(shifted, images.test.labels, likelihood)
+                pixels = corrupt(tensors_in(splits.test)[0], kind, severity)
+                of_shift = compute_metrics(predict_images(pixels, predict), y, likelihood)
                 entry["metrics"] |= _prefixed(f"shift/{kind}/{severity}", of_shift)
-        if images is not None and of.kind == "classes":
-            examples = _most_uncertain(prediction, images)
+        if splits.are_images and of.kind == "classes":
+            examples = _most_uncertain(prediction, splits)
             uncertain = {"predictive": label, "examples": examples}
         entries[label] = entry | {"seconds": seconds}
 
-    y = None if images is not None else splits.test[1]  # pyright: ignore
-    is_sequence = y is not None and of.has_labels and y.dim() > 1
+    is_sequence = of.has_labels and y.dim() > 1
     return {
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
-        "num_test": len(splits.test) if y is None else len(y),
-        "num_positions": splits.num_terms if is_sequence else None,  # pyright: ignore
+        "num_test": len(y),
+        "num_positions": splits.num_terms if is_sequence else None,
         "predictives": entries,
         "ood": None
         if ood is None
@@ -257,8 +252,6 @@ def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
 
     The rows of a prediction do not say which sequence they belong to.
     """
-    if isinstance(splits, ImageSplits):
-        return 1
     y = splits.test[1]
     counted = counted_terms(y, likelihood)
     alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
@@ -317,20 +310,21 @@ def _entropies(prediction: Prediction, likelihood: str) -> dict[str, list]:
     return {"edges": edges.tolist(), "test": [int(count) for count in counts]}
 
 
-def _most_uncertain(prediction: Prediction, splits: ImageSplits) -> list[dict[str, Any]]:
+def _most_uncertain(prediction: Prediction, splits: Splits) -> list[dict[str, Any]]:
+    (images, labels), classes = tensors_in(splits.test), splits.classes or ()
     entropy = prediction.entropy
     indices: Iterable[int] = entropy.argsort(descending=True, stable=True).tolist()
     probability, predicted = prediction.mean.max(dim=-1)
     return [
         {
             "index": i,
-            "label": splits.classes[int(splits.test.labels[i])],
-            "predicted": splits.classes[int(predicted[i])],
+            "label": classes[int(labels[i])],
+            "predicted": classes[int(predicted[i])],
             "probability": probability[i].item(),
             "entropy": entropy[i].item(),
             "aleatoric": prediction.aleatoric[i].item(),
             "epistemic": prediction.epistemic[i].item(),
-            "image": data_uri(splits.test.images[i]),
+            "image": data_uri(images[i]),
         }
         for i in list(indices)[:MOST_UNCERTAIN]
     ]

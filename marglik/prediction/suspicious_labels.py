@@ -102,7 +102,7 @@ def suspicious_labels(labels: Tensor, probabilities: Tensor) -> SuspiciousLabels
 class TrainingProbabilities:
     """p̄ of each training example, added up from the outputs of the training steps.
 
-    Steps see examples in random order, so batches must come with indices: those of `MemoryBatches`
+    Steps see examples in random order, so batches must come with indices: those of `Batches`
     (marglik's own data), and of DataLoaders, whose sampler is asked on the way. Where they cannot
     be known, nothing is kept, and `mean` says why.
 
@@ -234,6 +234,6 @@ def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
 
 
 def _is_in_memory(loader: Any) -> bool:
-    from marglik.data.batches import MemoryBatches  # here, since data of images loads Pillow
+    from marglik.data.batches import Batches  # here, since other data sets load Pillow
 
-    return isinstance(loader, MemoryBatches)
+    return isinstance(loader, Batches)

@@ -23,10 +23,8 @@ from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
 from kfac_backend.ranks import RankError, Ranks
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
-from marglik.data import DataSource, ImageSplits, Splits
 from marglik.data.batches import Shard, split_batches
-from marglik.data.record import tensors_in
-from marglik.data.tensors import described
+from marglik.data.splits import DataSource, Splits, described, tensors_in
 from marglik.eval_mode import eval_mode
 from marglik.models import Standardised
 from marglik.posterior.posterior import Posterior
@@ -282,14 +280,14 @@ def _identities(factors: KroneckerFactors) -> KroneckerFactors:
 
 
 def with_learned_augmentation(
-    model: nn.Module, splits: ImageSplits, provenance: Provenance
+    model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[LearnedAugmentation, Provenance]:
     """The network in a `LearnedAugmentation` for images, and how both are built again.
 
     All images are moved, turned, scaled and sheared, those with colours also recoloured and
     mirrored.
     """
-    has_colours = splits.train.images.shape[1] == 3
+    has_colours = splits.image_shape[0] == 3
     kinds = [Affine, Color, Flip] if has_colours else [Affine]
     spec = provenance.model
     if spec is not None:
@@ -306,7 +304,7 @@ def with_standardised_columns(
     model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[nn.Module, Provenance]:
     """For a table, the network in a `Standardised` by the training part, and how it is built."""
-    if isinstance(splits, ImageSplits) or splits.columns is None:
+    if splits.columns is None:
         return model, provenance
     x, _ = tensors_in(splits.train)
     std = x.std(0, correction=0)

@@ -12,7 +12,7 @@ from kfac_backend.files import file_sum
 from kfac_backend.ranks import Ranks
 from marglik import data as sources
 from marglik import models
-from marglik.data import DataSource, ImageData, Splits
+from marglik.data import DataSource, Splits
 from marglik.data.record import as_trained, is_held_out
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
@@ -51,7 +51,7 @@ def evaluate_run(
     methods: list[PredictiveMethod] | None = None,
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     shift: bool = False,
-    ood: ImageData | None = None,
+    ood: DataSource | None = None,
     output: str | None = None,
     accelerator: Accelerator = "auto",
     seed: int = 0,

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from marglik.augmentation import LearnedAugmentation
 from marglik.augmentation.learned import START
-from marglik.data import ImageSplits, Splits
-from marglik.data.record import tensors_in
+from marglik.data.splits import Splits, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
@@ -99,8 +98,9 @@ def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> d
         ]
         example = {"index": int(kept[here]), "label": names[0], "predicted": names[1]}
         examples.append(example | {"score": found.score[i].item()})
-        if isinstance(splits, ImageSplits):
-            examples[-1]["image"] = data_uri(splits.train.images[here], LARGEST_PICTURE)
+        if splits.are_images:
+            picture = tensors_in(splits.train)[0][here]
+            examples[-1]["image"] = data_uri(picture, LARGEST_PICTURE)
     return {
         "judged": len(found.index),
         "number": found.number,
@@ -112,7 +112,7 @@ def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> d
 @torch.no_grad()
 def augmentation_results(model: nn.Module, splits: Splits) -> dict[str, Any]:
     """The learned ranges, and some training images as the network sees them; {} without any."""
-    if not isinstance(model, LearnedAugmentation) or not isinstance(splits, ImageSplits):
+    if not isinstance(model, LearnedAugmentation):
         return {}
     ranges = {
         name: {"initial": START * largest, "learned": value, "largest": largest}
@@ -120,7 +120,7 @@ def augmentation_results(model: nn.Module, splits: Splits) -> dict[str, Any]:
             model.names, model.ranges.tolist(), model.largest.tolist(), strict=True
         )
     }
-    images = splits.train.images[:IMAGES_SHOWN].cpu()
+    images = tensors_in(splits.train)[0][:IMAGES_SHOWN].cpu()
     mean, std = (torch.tensor(of).view(-1, 1, 1) for of in (splits.mean, splits.std))
     # What the network sees is normalised; what people see is not.
     copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()

@@ -17,14 +17,10 @@ from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import ranges_of, set_ranges
-from marglik.data import Batches, DataSource, ImageData, ImageSplits, Splits
-from marglik.data.batches import Shard, split_batches
-from marglik.data.images.out_of_distribution import (
-    OutOfDistributionImages,
-    out_of_distribution_images,
-)
-from marglik.data.record import data_record, tensors_in
-from marglik.data.splits import hold_out
+from marglik.data.batches import Batches, Shard, split_batches
+from marglik.data.out_of_distribution import OutOfDistributionImages, out_of_distribution_images
+from marglik.data.record import data_record
+from marglik.data.splits import DataSource, Splits, hold_out, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
@@ -91,7 +87,7 @@ def train(
     prior: PriorConfig = PriorConfig(),  # noqa: B008
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
-    ood: ImageData | None = None,
+    ood: DataSource | None = None,
     likelihood: str = "classification",
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
@@ -153,7 +149,7 @@ def train(
         )
     splits = data.load()
     augments = run.augmentation != "none"
-    if not isinstance(splits, ImageSplits) and (augments or run.channels_last or ood):
+    if not splits.are_images and (augments or run.channels_last or ood):
         raise ValueError(
             f"{splits.name} holds no images; augmentation, channels_last and ood are for images. "
             "Leave them out."
@@ -161,7 +157,6 @@ def train(
     model, provenance = with_standardised_columns(model, splits, provenance)
     plain_model = model
     if run.augmentation == "learned":
-        assert isinstance(splits, ImageSplits)
         model, provenance = with_learned_augmentation(model, splits, provenance)
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     model = model.to(fabric.device)
@@ -339,7 +334,7 @@ def _identity(training: "Training", model: nn.Module, provenance: Provenance) ->
     return {
         "data": splits.name,
         "examples": {name: len(found[-1]) for name, found in tensors.items()},
-        "normalisation": [splits.mean, splits.std] if isinstance(splits, ImageSplits) else None,
+        "normalisation": [splits.mean, splits.std],
         "ood": None if ood is None else ood.name,
         "model": type(model).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
@@ -595,9 +590,7 @@ class Training:
     ) -> Batches:
         channels_last = self.run.channels_last
         if channels_last is None:  # faster on a GPU, where the splits are images
-            channels_last = self.fabric.device.type == "cuda" and isinstance(
-                self.splits, ImageSplits
-            )
+            channels_last = self.fabric.device.type == "cuda" and self.splits.are_images
         return split_batches(
             self.splits,
             split,

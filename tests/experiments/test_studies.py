@@ -34,7 +34,7 @@ from experiments.weight_decay import (
 )
 from experiments.weight_decay.training import convolutions, digits, no_norm
 from marglik.cli import main as marglik
-from marglik.data.tensors import TensorSplits
+from marglik.data import Splits
 from marglik.models import MLP
 from tests.experiments.data.text_and_graphs import nci1_texts, write_nci1
 from tests.experiments.tasks import Task, run_task
@@ -134,7 +134,7 @@ def blobs(n, seed=0):
     return x + 0.3 * torch.randn(n, 2, generator=generator), y
 
 
-SPLITS = TensorSplits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
+SPLITS = Splits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
 WRN = {"batch_size": 1, "width": 1, "repetitions": 1}
 
 

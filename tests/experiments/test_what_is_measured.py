@@ -202,7 +202,7 @@ def test_the_ensemble_is_a_mixture_and_metrics_are_in_the_targets_units():
     assert_close(found["ensemble of five"].variance, variance)
 
     class Splits:
-        target_mean, target_std = 30.0, 4.0
+        target_scale = 30.0, 4.0
 
     mean, variance = torch.tensor([[0.5], [1.0]]).double(), torch.tensor([[0.25], [1.0]]).double()
     y = torch.tensor([[0.0], [2.0]]).double()

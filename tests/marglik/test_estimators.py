@@ -10,7 +10,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
 from marglik import MarglikClassifier, MarglikRegressor, calibrate, marglik_training
-from marglik.data import TensorBatches
+from marglik.data import Batches
 
 N, COLUMNS = 240, 5
 random = np.random.RandomState(0)
@@ -46,7 +46,7 @@ def test_predictions_are_those_of_the_direct_calls(likelihood):
         stratify=targets if is_classes else None,
     )  # fmt: skip
     model = network(outputs)
-    loader = TensorBatches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
+    loader = Batches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
     laplace, *_ = marglik_training(
         model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2}
     )

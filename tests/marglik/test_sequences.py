@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.options import CurvatureOptions
-from marglik.data import TensorSplits
+from marglik.data import Splits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
 from marglik.prediction.calibration import calibrate
@@ -51,7 +51,7 @@ def data():
 
 
 def splits(classes=("a", "b", "c"), ignore_index=IGNORED):
-    return TensorSplits(data(), None, data(), "words", classes, ignore_index)
+    return Splits(data(), None, data(), "words", classes, ignore_index)
 
 
 def terms():

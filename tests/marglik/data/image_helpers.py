@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from marglik.data import ImageSet
-
 CLASSES = ("cat", "dog", "test")  # a class may have a split's name
 TRAIN, TEST = 10, 4  # images per class
 
@@ -76,9 +74,7 @@ def synthetic(counts, size=4, seed=0):
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     labels = labels[torch.randperm(len(labels), generator=generator)]
     shape = (len(labels), 3, size, size)
-    return ImageSet(
-        torch.randint(256, shape, generator=generator, dtype=torch.uint8), labels.contiguous()
-    )
+    return torch.randint(256, shape, generator=generator, dtype=torch.uint8), labels.contiguous()
 
 
 def splits_of(splits):
@@ -87,9 +83,8 @@ def splits_of(splits):
 
 def keys(images):
     """The images as a set of byte strings."""
-    return {image.numpy().tobytes() for image in images.images}
+    return {image.numpy().tobytes() for image in images[0]}
 
 
 def assert_same(images, other):
-    assert torch.equal(images.images, other.images)
-    assert torch.equal(images.labels, other.labels)
+    assert torch.equal(images[0], other[0]) and torch.equal(images[1], other[1])

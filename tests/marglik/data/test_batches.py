@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from marglik.data import ImageBatches, ImageSet, ImageSplits, TensorSplits, crop_and_flip
+from marglik.data import Batches, Splits, crop_and_flip
 from marglik.data.batches import Shard, split_batches
 
 MEAN, STD = (100.0, 120.0, 140.0), (50.0, 60.0, 70.0)
@@ -40,7 +40,7 @@ def normalised(images):
 def numbered(n, size=8):
     """Random images, image i labelled i."""
     pixels = torch.randint(256, (n, 3, size, size), dtype=torch.uint8)
-    return ImageSet(pixels, torch.arange(n))
+    return pixels, torch.arange(n)
 
 
 def concatenated(loader):
@@ -51,23 +51,23 @@ def concatenated(loader):
 @pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (16, [10])])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_are_the_normalised_images(batch_size, sizes, shuffle):
-    images = numbered(10)
-    loader = ImageBatches(images, MEAN, STD, batch_size, shuffle=shuffle)
+    images, labels = numbered(10)
+    loader = Batches(images, labels, batch_size, shuffle=shuffle, normalisation=(MEAN, STD))
     batches = list(loader)
     assert [len(x) for x, _ in batches] == [len(y) for _, y in batches] == sizes
     assert (len(loader), loader.num_examples, len(loader.dataset)) == (len(sizes), 10, 10)
     x, y = concatenated(batches)
-    torch.testing.assert_close(x, normalised(images.images[y]))
+    torch.testing.assert_close(x, normalised(images[y]))
     assert (y.tolist() == list(range(10))) == (not shuffle) and len(set(y.tolist())) == 10
 
 
 def test_augmentation_is_a_crop_and_flip_in_pixel_space_before_normalisation():
-    images = numbered(300)
-    loader = ImageBatches(images, MEAN, STD, 64, augment="crop_flip", seed=3)
-    same = ImageBatches(images, MEAN, STD, 64, augment="crop_flip", seed=3)
+    images, labels = numbered(300)
+    options = {"normalisation": (MEAN, STD), "augment": True, "seed": 3}
+    loader, same = (Batches(images, labels, 64, **options) for _ in range(2))
     top, left, flip = same._draw_distortions()
     x, _ = concatenated(loader)
-    expected = crop_and_flip_one_by_one(images.images, top, left, flip, 4)
+    expected = crop_and_flip_one_by_one(images, top, left, flip, 4)
     torch.testing.assert_close(x, normalised(expected))
     # Negative control: the padding is black, not the mean pixel.
     assert (x == normalised(torch.zeros(1, 3, 1, 1))).float().mean() > 0.2
@@ -80,8 +80,7 @@ def test_iterations_differ_and_seeds_repeat_them():
     images = numbered(60)
 
     def loader(seed):
-        options = {"shuffle": True, "augment": "crop_flip", "seed": seed}
-        return ImageBatches(images, MEAN, STD, 16, **options)
+        return Batches(*images, 16, shuffle=True, augment=True, seed=seed)
 
     first, same, other = loader(0), loader(0), loader(1)
     (x, y), (x_same, y_same) = concatenated(first), concatenated(same)
@@ -94,15 +93,15 @@ def test_iterations_differ_and_seeds_repeat_them():
     assert not torch.equal(x[y.argsort()], x2[y2.argsort()])  # the distortions differ, too
 
 
-SPLITS = ImageSplits(numbered(10), None, numbered(5), tuple("0123456789"), MEAN, STD, "pets")
+SPLITS = Splits(numbered(10), None, numbered(5), "pets", tuple("0123456789"), mean=MEAN, std=STD)
 X = torch.arange(22.0).view(11, 2)
-TENSORS = TensorSplits((X, X[:, :1]), None, (X[:3], X[:3, :1]), "waves")
+TENSORS = Splits((X, X[:, :1]), None, (X[:3], X[:3, :1]), "waves")
 
 
 def test_batches_of_any_splits():
     x, y = concatenated(split_batches(SPLITS, "test", 2))
-    torch.testing.assert_close(x, normalised(SPLITS.test.images))
-    assert torch.equal(y, SPLITS.test.labels)
+    torch.testing.assert_close(x, normalised(SPLITS.test[0]))
+    assert torch.equal(y, SPLITS.test[1])
     assert torch.equal(concatenated(split_batches(TENSORS, "test", 2))[0], X[:3])
     for splits in (SPLITS, TENSORS):
         with pytest.raises(ValueError, match=f"{splits.name} has no validation"):
@@ -142,7 +141,7 @@ def test_ranks_draw_one_order_and_the_same_distortions(options):
 def test_batches_are_the_same_on_the_gpu():
     images = numbered(60, size=32)
     loaders = [
-        ImageBatches(images, MEAN, STD, 16, shuffle=True, augment="crop_flip", device=device)
+        Batches(*images, 16, shuffle=True, augment=True, device=device)
         for device in ("cpu", "cuda")
     ]
     for (x, y), (x_gpu, y_gpu) in zip(*loaders, strict=True):

@@ -94,7 +94,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("marglik.data.tables.MOST_CATEGORIES", 10)
+    monkeypatch.setattr("marglik.data.files.MOST_CATEGORIES", 10)
     changes, message = WRONG[case]
     options = {key: changes[key] for key in ("target",) if key in changes}
     columns = {key: value for key, value in changes.items() if key not in options}

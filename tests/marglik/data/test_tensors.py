@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from marglik.data import Digits, ImageSet, ImageSplits, TensorFile, TensorSplits
+from marglik.data import Digits, Splits, TensorFile
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, data_record, is_held_out
 from marglik.data.splits import hold_out
@@ -86,18 +86,19 @@ def graphs(number, features=2):
 def of_graphs(number=6, features=2, **changes):
     pair = graphs(number, features), torch.arange(number) % 2
     options = {"train": pair, "validation": None, "test": pair, "name": "pairs"}
-    return TensorSplits(**options | {"classes": ("a", "b")} | changes)
+    return Splits(**options | {"classes": ("a", "b")} | changes)
 
 
 def of_words(**changes):
     pair = torch.randint(5, (6, 3)), torch.tensor([[0, 1, -1]] * 6)
     options = {"train": pair, "validation": None, "test": pair, "name": "words"}
-    return TensorSplits(**options | {"classes": ("a", "b"), "ignore_index": -1} | changes)
+    return Splits(**options | {"classes": ("a", "b"), "ignore_index": -1} | changes)
 
 
 def of_images(name="pets", classes=("cat", "dog"), shape=(1, 4, 4), mean=9.0):
-    part = ImageSet(torch.randint(256, (6, *shape), dtype=torch.uint8), torch.arange(6) % 2)
-    return ImageSplits(part, None, part, classes, (mean,) * shape[0], (3.0,) * shape[0], name)
+    part = torch.randint(256, (6, *shape), dtype=torch.uint8), torch.arange(6) % 2
+    scale = {"mean": (mean,) * shape[0], "std": (3.0,) * shape[0]}
+    return Splits(part, None, part, name, classes, **scale)
 
 
 def test_batches_of_graphs():
@@ -111,6 +112,14 @@ def test_batches_of_graphs():
 
 
 WRONG = {
+    "images of floating point": (
+        lambda: replace(of_images(), train=(torch.zeros(2, 1, 4, 4), torch.arange(2)),
+                        test=(torch.zeros(2, 1, 4, 4), torch.arange(2))),
+        r"pets has examples of shape \(1, 4, 4\) and dtype torch.float32; images are uint8",
+    ),
+    "a channel of equal pixels": (
+        lambda: replace(of_images(), std=(0.0,)), r"std=\(0.0,\): each of the 1 channels needs",
+    ),
     "a label without a class": (
         lambda: of_graphs(classes=("a",)), "labels of y_train reach from 0 to 1; with 1 classes",
     ),
@@ -146,24 +155,24 @@ def test_what_does_not_fit(case):
 def test_held_out_examples_keep_the_shares_of_classes():
     whole = Digits().load()
     parts, kept = hold_out(whole, 0.1, seed=3)
-    assert torch.equal(parts.train.images, whole.train.images[kept])
+    assert torch.equal(parts.train[0], whole.train[0][kept])
     assert parts.validation is not None
-    assert (len(parts.train), len(parts.validation)) == (1294, 144)
+    assert (len(parts.train[1]), len(parts.validation[1])) == (1294, 144)
     assert (parts.mean, parts.std, parts.test) == (whole.mean, whole.std, whole.test)
-    counts = parts.validation.labels.bincount()
-    assert (counts - whole.train.labels.bincount() / 10).abs().max() < 1
-    together = torch.cat([parts.train.images, parts.validation.images]).flatten(1)
-    assert torch.equal(together.unique(dim=0), whole.train.images.flatten(1).unique(dim=0))
+    counts = parts.validation[1].bincount()
+    assert (counts - whole.train[1].bincount() / 10).abs().max() < 1
+    together = torch.cat([parts.train[0], parts.validation[0]]).flatten(1)
+    assert torch.equal(together.unique(dim=0), whole.train[0].flatten(1).unique(dim=0))
     other, _ = hold_out(whole, 0.1, seed=4)
     assert other.validation is not None
-    assert not torch.equal(other.validation.images, parts.validation.images)
+    assert not torch.equal(other.validation[0], parts.validation[0])
 
 
 def test_held_out_tensors_and_graphs():
     x = torch.arange(40.0)[:, None]
     for classes in (None, ("no", "yes")):
         y = (x[:, 0] >= 30).long() if classes else x.clone()
-        whole = TensorSplits((x, y), None, (x, y), "numbers", classes)
+        whole = Splits((x, y), None, (x, y), "numbers", classes)
         parts, kept = hold_out(whole, 0.2, seed=0)
         (x_train, y_train), (x_held, y_held) = parts.train, parts.validation
         assert len(x_held) == 8 and sorted([*x_train[:, 0], *x_held[:, 0]]) == x[:, 0].tolist()
@@ -173,7 +182,7 @@ def test_held_out_tensors_and_graphs():
     parts, _ = hold_out(of_graphs(number=20), 0.2, seed=0)
     assert parts.validation is not None
     assert len(parts.validation[0]) == 4 and len(parts.train[0].nodes) == 32
-    few = TensorSplits((x[:4], x[:4]), None, (x, x), "numbers")
+    few = Splits((x[:4], x[:4]), None, (x, x), "numbers")
     with pytest.raises(ValueError, match=r"held_out=0.1: 4 .* into 0 and 4.*0 for none"):
         hold_out(few, 0.1, seed=0)
 
@@ -199,7 +208,7 @@ def test_records():
     pets = of_images()
     with_some = replace(pets, validation=pets.test)
     assert is_held_out(with_some, recorded(pets)) and not is_held_out(pets, recorded(pets))
-    other = replace(pets.train, labels=1 - pets.train.labels)
+    other = pets.train[0], 1 - pets.train[1]
     assert not is_held_out(replace(with_some, train=other), recorded(pets))
     assert not is_held_out(with_some, None)
 

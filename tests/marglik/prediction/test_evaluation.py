@@ -18,14 +18,13 @@ from marglik import KronLaplace
 from marglik.data import (
     CORRUPTIONS,
     SEVERITIES,
+    DataSource,
     Digits,
-    ImageData,
-    ImageSet,
-    ImageSplits,
     Noise,
-    TensorSplits,
+    Splits,
     corrupt,
 )
+from marglik.data.splits import take
 from marglik.prediction.evaluation import evaluate
 from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
@@ -69,7 +68,7 @@ def test_batches_that_are_mappings():
 # --- the record ---
 
 
-class Given(ImageData):
+class Given(DataSource):
     def __init__(self, splits):
         self.splits = splits
 
@@ -80,12 +79,12 @@ class Given(ImageData):
 @pytest.fixture(scope="module")
 def digits():
     whole = Digits(validation=0.1).load()
-    first = torch.arange(40)
+    first = slice(40)
     return replace(
         whole,
-        train=whole.train.select(torch.arange(200)),
-        validation=whole.validation.select(first),
-        test=whole.test.select(first),
+        train=take(whole.train, slice(200)),
+        validation=take(whole.validation, first),
+        test=take(whole.test, first),
     )
 
 
@@ -97,7 +96,7 @@ def normalised(images, splits):
 def predictives(digits):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    x, y = normalised(digits.train.images, digits), digits.train.labels
+    x, y = normalised(digits.train[0], digits), digits.train[1]
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(30):
         optimizer.zero_grad()
@@ -134,10 +133,9 @@ def test_form(record):
 
 def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
     test, validation = digits.test, digits.validation
-    sets = {"test": (test.images, test.labels)}
-    sets["validation"] = validation.images, validation.labels
+    sets = {"test": test, "validation": validation}
     for kind in CORRUPTIONS:
-        sets[f"shift/{kind}/5"] = corrupt(test.images, kind, 5), test.labels
+        sets[f"shift/{kind}/5"] = corrupt(test[0], kind, 5), test[1]
     for name, predict in predictives.items():
         found = record["predictives"][name]["metrics"]
         for split, (images, labels) in sets.items():
@@ -150,7 +148,7 @@ def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
 
 
 def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):
-    x, y = normalised(digits.test.images, digits), digits.test.labels
+    x, y = normalised(digits.test[0], digits), digits.test[1]
     scores = {n: example_scores(p(x), y, "classification") for n, p in predictives.items()}
     for name, entry in record["predictives"].items():
         ends = dict(entry["intervals"])
@@ -175,7 +173,7 @@ def test_sequences_of_several_lengths_have_no_intervals():
         return Prediction(rows, *[torch.zeros(rows.shape[:-1])] * 2)
 
     def found(labels):
-        splits = TensorSplits(*[(x, labels)] * 3, name="rows")
+        splits = Splits(*[(x, labels)] * 3, name="rows")
         return evaluate({"given": predict}, splits, "classification")["predictives"]["given"]
 
     scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification")["cls/NLL"]
@@ -189,10 +187,10 @@ def test_sequences_of_several_lengths_have_no_intervals():
 
 def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives):
     predict = predictives["Laplace, mc"]
-    turned = digits.test.images.rot90(1, (2, 3)).contiguous()
-    ood = Given(replace(digits, test=ImageSet(turned, digits.test.labels), name="turned"))
+    turned = digits.test[0].rot90(1, (2, 3)).contiguous()
+    ood = Given(replace(digits, test=(turned, digits.test[1]), name="turned"))
     found = evaluate({"mc": predict}, digits, "classification", ood=ood)
-    inside, outside = (predict(normalised(x, digits)) for x in (digits.test.images, turned))
+    inside, outside = (predict(normalised(x, digits)) for x in (digits.test[0], turned))
     expected, wrong = (
         out_of_distribution_metrics(getattr(inside, name), getattr(outside, name))
         for name in ("entropy", "epistemic")
@@ -206,9 +204,9 @@ def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives)
 @pytest.mark.parametrize("channels", [1, 4])
 def test_most_uncertain_images(channels):
     pixels = torch.randint(256, (16, channels, 5, 4), dtype=torch.uint8)
-    images = ImageSet(pixels, torch.arange(16) % 2)
-    scale = (0.0,) * channels, (1.0,) * channels
-    splits = ImageSplits(images, None, images, ("a", "b"), *scale, "n")
+    images = pixels, torch.arange(16) % 2
+    scale = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    splits = Splits(images, None, images, "n", ("a", "b"), **scale)
     predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(20 * channels, 2)))
     found = evaluate({"MAP": predict}, splits, "classification")
     examples, p = found["uncertain"]["examples"], predict(pixels.float())
@@ -229,7 +227,7 @@ def test_other_likelihoods(likelihood):
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     y = x[:, :2].sin() if likelihood == "regression" else (x[:, :3] > 0).float()
     train, validation, test = ((x[p], y[p]) for p in (slice(30), slice(30, 40), slice(40, 60)))
-    splits = TensorSplits(train, validation, test, name="tensors")
+    splits = Splits(train, validation, test, name="tensors")
     la = KronLaplace(nn.Linear(4, y.shape[1]), likelihood)
     la.fit([train])
     predict = laplace_predictive(la)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from marglik import OnlineTraining, PriorLearner, suspicious_labels
-from marglik.data import TensorBatches
+from marglik.data import Batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +47,7 @@ def without_some(batch):
 
 SET = TensorDataset(*data())
 SEEN = {
-    "marglik's own": lambda: TensorBatches(*data(), 8, shuffle=True),
+    "marglik's own": lambda: Batches(*data(), 8, shuffle=True),
     "workers": lambda: DataLoader(SET, 8, shuffle=True, drop_last=True, num_workers=2),
     "drawn with replacement": lambda: DataLoader(
         SET, 8, sampler=WeightedRandomSampler([1.0] * 30 + [0.0] * 30, 40)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.data import Digits, ImageData, TensorSplits
+from marglik.data import DataSource, Digits, Splits
 from marglik.models import MLP
 from marglik.runs.build import build_from_spec, check_model
 from marglik.runs.config import CurvatureConfig
@@ -27,7 +27,7 @@ def test_objects_as_the_command_line_makes_them():
         "class_path": "marglik.data.ClassSubset",
         "init_args": {"data": {"class_path": "marglik.data.Digits"}, "classes": ["3", "5"]},
     }
-    subset = build_from_spec(ImageData, nested)
+    subset = build_from_spec(DataSource, nested)
     assert isinstance(subset.data, Digits) and subset.classes == ("3", "5")
 
 
@@ -85,9 +85,9 @@ def test_a_file_imports_no_class_that_the_user_has_not_named(evil, tmp_path):
         subset({"class_path": evil}),
     ):
         with pytest.raises(ValueError, match="could not be built"):
-            build_from_spec((nn.Module, ImageData), spec)
+            build_from_spec((nn.Module, DataSource), spec)
     # A name where an object belongs stays a text.
-    assert build_from_spec(ImageData, subset(evil)).data == evil
+    assert build_from_spec(DataSource, subset(evil)).data == evil
     assert not (tmp_path / "ran").exists()
     with pytest.raises(ValueError, match=f"name it on the command line: --model {evil}"):
         build_from_spec(nn.Module, {"class_path": evil})
@@ -102,7 +102,7 @@ class Squeezed(nn.Linear):
 
 def test_a_network_that_fits_is_left_as_it_was_and_another_is_named():
     x = torch.randn(5, 3)
-    splits = TensorSplits((x, x[:, :1]), None, (x, x[:, :1]), "waves")
+    splits = Splits((x, x[:, :1]), None, (x, x[:, :1]), "waves")
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout()).train()
     before = [p.clone() for p in model.parameters()]
     check_model(model, splits, CurvatureConfig(fisher="mc"), "regression")

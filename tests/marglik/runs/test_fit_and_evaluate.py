@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from marglik.cli import main
-from marglik.data import ImageData
+from marglik.data import DataSource
 from marglik.data.batches import split_batches
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior, save_posterior
@@ -142,7 +142,7 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
         evaluated(tmp_path / "out")["in_sample"] in (tmp_path / "out" / "report.html").read_text()
     )
     posterior = load_posterior(run, MLP(64, (6,), 3))
-    splits = build_from_spec(ImageData, read_posterior(run)["data"]["source"]).load()
+    splits = build_from_spec(DataSource, read_posterior(run)["data"]["source"]).load()
     config = PredictiveConfig("probit", layers="last")
     by_hand = calibrate(posterior, split_batches(splits, "validation", 256), config).fit
     entry = evaluated(tmp_path / "out")["predictives"]["Laplace, probit, last layer"]

@@ -186,7 +186,8 @@ class WrongDigits(Digits):
 
     def load(self):
         splits = super().load()
-        splits.train.labels[::20] = (splits.train.labels[::20] + 1) % 10
+        labels = splits.train[1]
+        labels[::20] = (labels[::20] + 1) % 10
         return splits
 
 
@@ -200,7 +201,7 @@ def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     assert found["judged"] == results["num_data"] and 20 <= found["number"] <= 50
     # Positions in the data, of which a part was held out.
     assert sum(example["index"] % 20 == 0 for example in found["examples"]) >= 8
-    digits = Digits(test_fraction=0.6).load().train.labels
+    digits = Digits(test_fraction=0.6).load().train[1]
     first = next(e for e in found["examples"] if e["index"] % 20 == 0)
     assert first["label"] == str(int(digits[first["index"]] + 1) % 10)
     assert max(len(example["image"]) for example in found["examples"]) < 4000

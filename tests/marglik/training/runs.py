@@ -24,9 +24,8 @@ from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, PriorLearner, Schedule, marglik_training
 from marglik.augmentation import Affine, LearnedAugmentation
-from marglik.data import ImageBatches, TensorBatches
+from marglik.data import Batches
 from marglik.data.batches import Shard
-from marglik.data.images.image_set import ImageSet
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.loop import OnlineResult
 
@@ -134,9 +133,11 @@ def _loaders(options: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[An
     if options.get("images"):
         generator = torch.Generator().manual_seed(1)
         pixels = torch.randint(256, (20, 1, 8, 8), generator=generator, dtype=torch.uint8)
-        images = ImageSet(pixels, torch.randint(3, (20,), generator=generator))
-        make_batches = partial(ImageBatches, images, [128.0], [70.0], shuffle=True, seed=seed)
-        return make_batches(batch_size=8, augment="crop_flip"), make_batches(batch_size=5)
+        labels, scale = torch.randint(3, (20,), generator=generator), ((128.0,), (70.0,))
+        make_batches = partial(
+            Batches, pixels, labels, normalisation=scale, shuffle=True, seed=seed
+        )
+        return make_batches(batch_size=8, augment=True), make_batches(batch_size=5)
     dataset = Noisy(*data(options["likelihood"], 20, dtype))
     if options.get("sampler"):
         own = torch.Generator().manual_seed(seed)
@@ -190,10 +191,10 @@ def fabric_of_ranks() -> Fabric:
     return fabric
 
 
-def batches(likelihood: str, n: int, batch_size: int) -> TensorBatches:
+def batches(likelihood: str, n: int, batch_size: int) -> Batches:
     """This rank's shard, in the order of one process."""
     shard = Shard(Ranks().rank, Ranks().size)
-    return TensorBatches(*data(likelihood, n), batch_size, shuffle=True, seed=3, shard=shard)
+    return Batches(*data(likelihood, n), batch_size, shuffle=True, seed=3, shard=shard)
 
 
 def on_ranks(case: str, options: dict[str, Any], kind: str = "") -> dict[str, Any]:

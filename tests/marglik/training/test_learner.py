@@ -19,7 +19,7 @@ from marglik import (
     settling_rate,
     update_prior,
 )
-from marglik.data import TensorSplits
+from marglik.data import Splits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.train import Training
@@ -84,7 +84,7 @@ def test_all_entries_learn_the_same_decays_by_default():
         assert torch.equal(p, q)
 
     x, y = dataset().tensors
-    splits = TensorSplits((x, y), None, (x, y), "made")
+    splits = Splits((x, y), None, (x, y), "made")
     setup = Training(
         splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
         None, RunConfig(epochs=epochs, batch_size=8, progress=False),

@@ -1,25 +1,23 @@
-"""Images that a network was not trained on: noise, held-out classes, other data sets."""
+"""Images that a network was not trained on: noise, and the test images of other data sets."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
+from marglik.data.splits import DataSource, Splits, tensors_in
 from marglik.sizes import check_sizes
 
-__all__ = ["ClassSubset", "Noise", "OutOfDistributionImages", "out_of_distribution_images"]
+__all__ = ["Noise", "OutOfDistributionImages", "out_of_distribution_images"]
 
 NAME = "noise"
 MEAN = 127.5
 STD = ((256**2 - 1) / 12) ** 0.5  # of the uniform distribution over 0, 1, ..., 255
 
 
-class Noise(ImageData):
+class Noise(DataSource):
     """Images whose pixels are independent and uniform over 0..255; one class, "noise".
 
     This is the easiest out-of-distribution data. Since there is nothing to learn from it, training
@@ -44,65 +42,18 @@ class Noise(ImageData):
         self.image_size = image_size
         self.seed = seed
 
-    def load(self) -> ImageSplits:
+    def load(self) -> Splits:
         """Return the images."""
-        images = ImageSet(
-            self.draw(self.channels, self.image_size, self.image_size),
-            torch.zeros(self.num_images, dtype=torch.int64),
-        )
-        mean, std = (MEAN,) * self.channels, (STD,) * self.channels
-        return ImageSplits(images, None, images, (NAME,), mean, std, NAME)
+        pixels = self.draw(self.channels, self.image_size, self.image_size)
+        images = pixels, torch.zeros(self.num_images, dtype=torch.int64)
+        scale: Any = {"mean": (MEAN,) * self.channels, "std": (STD,) * self.channels}
+        return Splits(images, None, images, NAME, (NAME,), **scale)
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
         """Return ``num_images`` images of any shape, from the same seed."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.num_images, channels, height, width)
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-
-
-class ClassSubset(ImageData):
-    """The images of some classes of another source; label k is the k-th class in ``classes``.
-
-    Mean and standard deviation remain those of the whole data, so that images of the other classes
-    can be given to the network in the same normalisation.
-
-    Args:
-        data: the source.
-        classes: names of the classes to keep. A number stands for the name that is written like it.
-
-    Raises:
-        ValueError: if no class is named, a class is named twice, or a string is given instead of a
-            list.
-    """
-
-    def __init__(self, data: ImageData, classes: Sequence[str | int]) -> None:
-        names = tuple(str(name) for name in classes)  # YAML reads the name 1 as a number
-        if isinstance(classes, str) or not names or len(set(names)) < len(names):
-            raise ValueError(f"classes={classes!r}: pass a list of names, each of them once.")
-        self.data = data
-        self.classes = names
-
-    def load(self) -> ImageSplits:
-        """Return the images of these classes; raises a ValueError if the source lacks one."""
-        splits = self.data.load()
-        if unknown := [name for name in self.classes if name not in splits.classes]:
-            raise ValueError(f"{splits.name} has no class {unknown}, but {list(splits.classes)}.")
-        kept = torch.tensor([splits.classes.index(name) for name in self.classes])
-
-        def some(images: ImageSet) -> ImageSet:
-            # Which of the kept classes each image has; at most one.
-            is_class = images.labels[:, None] == kept  # (N, classes)
-            chosen = is_class.any(1)
-            return ImageSet(images.images[chosen], is_class[chosen].int().argmax(1))
-
-        return replace(
-            splits,
-            train=some(splits.train),
-            validation=None if splits.validation is None else some(splits.validation),
-            test=some(splits.test),
-            classes=self.classes,
-            name=f"{splits.name} ({', '.join(self.classes)})",
-        )
 
 
 class OutOfDistributionImages(NamedTuple):
@@ -116,7 +67,7 @@ class OutOfDistributionImages(NamedTuple):
     """How they were changed, such as "resized from 28x28x1 to 32x32x3", or None."""
 
 
-def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDistributionImages:
+def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistributionImages:
     """Return the test images of a source in the shape of other data.
 
     Images of another size are resized by torchvision (bilinear, with antialiasing, stretched where
@@ -129,21 +80,19 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
         like: the data that the network was trained on.
 
     Raises:
-        ValueError: if the source has no test images, or a number of channels that cannot be made
-            into that of ``like``.
+        ValueError: if the source has no images, or a number of channels that cannot be made into
+            that of ``like``.
     """
     # Resized, noise would be smooth, and easy to tell from noise.
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), NAME, None)
     test, name = source.load_test()
-    if not len(test):
-        raise ValueError(
-            f"{name} has no test images, so the OOD set is empty. Choose another source, or use "
-            "more images of this one."
-        )
-    shape, wanted = tuple(test.images.shape[1:]), like.image_shape
+    images = tensors_in(test)[0]
+    if images.dtype != torch.uint8 or images.dim() != 4:
+        raise ValueError(f"{name} holds no images; out-of-distribution data must be images.")
+    shape, wanted = tuple(images.shape[1:]), like.image_shape
     if shape == wanted:
-        return OutOfDistributionImages(test.images, name, None)
+        return OutOfDistributionImages(images, name, None)
     if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
         raise ValueError(
             f"{name} has images of {shape[0]} channels and {like.name} of {wanted[0]}; "
@@ -151,7 +100,7 @@ def out_of_distribution_images(source: ImageData, like: ImageSplits) -> OutOfDis
             "Choose another source, or convert its images beforehand."
         )
     # In parts, as floating point takes four times as much memory.
-    images = torch.cat([_reshaped(part, wanted) for part in test.images.split(256)])
+    images = torch.cat([_reshaped(part, wanted) for part in images.split(256)])
     change = "converted" if shape[1:] == wanted[1:] else "resized"
     before, after = (f"{height}x{width}x{channels}" for channels, height, width in (shape, wanted))
     return OutOfDistributionImages(images, name, f"{change} from {before} to {after}")

@@ -1,8 +1,8 @@
-"""Sources of images: scikit-learn's digits, CIFAR-10, SVHN and folders by torchvision."""
+"""Images: scikit-learn's digits, CIFAR-10 and SVHN by torchvision, folders; classes of them."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, ClassVar
@@ -13,20 +13,37 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kfac_backend.extras import extra
-from marglik.data.images.image_set import ImageData, ImageSet, ImageSplits
-from marglik.data.splits import check_fraction, check_seed, pixel_statistics, stratified
+from marglik.data.splits import (
+    DataSource,
+    Pair,
+    Splits,
+    check_fraction,
+    hold_out,
+    pixel_statistics,
+    stratified,
+    take,
+    tensors_in,
+)
 
-__all__ = ["CIFAR10", "SVHN", "Digits", "ImageFolder", "TwoPartData", "decode_images"]
+__all__ = [
+    "CIFAR10",
+    "SVHN",
+    "ClassSubset",
+    "Digits",
+    "ImageFolder",
+    "TwoPartData",
+    "decode_images",
+]
 
 FILE_OF_DIGITS = "datasets/data/digits.csv.gz"
 """Of scikit-learn."""
 
-Part = tuple[ImageSet, tuple[str, ...]]
-"""All images of a part, and the class names."""
+Part = tuple[Pair, tuple[str, ...]]
+"""All images of a part with their labels, and the class names."""
 
 
 @dataclass(eq=False)
-class Digits(ImageData):
+class Digits(DataSource):
     """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn.
 
     Pixels are scaled from 0..16 to 0..255 and rounded. The data has no test set, so a stratified
@@ -38,7 +55,7 @@ class Digits(ImageData):
         seed: seed of both splits.
 
     Raises:
-        ValueError: if a fraction or the seed is out of range.
+        ValueError: if a fraction is out of range.
     """
 
     test_fraction: float = 0.2
@@ -48,9 +65,8 @@ class Digits(ImageData):
     def __post_init__(self) -> None:
         check_fraction("test_fraction", self.test_fraction, zero=False)
         check_fraction("validation", self.validation)
-        check_seed(self.seed)
 
-    def load(self) -> ImageSplits:
+    def load(self) -> Splits:
         """Return the digits; raises a ValueError if a part would be too small."""
         # From the file of `sklearn.datasets.load_digits`: importing that takes seconds.
         package = find_spec("sklearn")
@@ -60,38 +76,30 @@ class Digits(ImageData):
         table = np.loadtxt(Path(package.origin).parent / FILE_OF_DIGITS, delimiter=",")  # (N, 65)
         pixels, labels = torch.from_numpy(table).split([64, 1], dim=1)
         pixels = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
-        images = ImageSet(pixels, labels.flatten().long())
+        whole = pixels, labels.flatten().long()
         classes = tuple(str(digit) for digit in range(10))
-        size, cause = round(self.test_fraction * len(images)), f"test_fraction={self.test_fraction}"
-        test, train = _divided(images, size, classes, self.seed, cause)
-        train, validation = _with_validation(train, self.validation, classes, self.seed)
-        mean, std = pixel_statistics(train.images)
-        return ImageSplits(train, validation, test, classes, mean, std, "digits")
-
-
-def _divided(
-    images: ImageSet, size: int | None, classes: tuple[str, ...], seed: int, cause: str
-) -> tuple[ImageSet, ImageSet]:
-    """A stratified random choice of ``size`` images, None for all of them, and the rest."""
-    if size in (None, len(images)):
-        return images, images.select(torch.arange(0))
-    chosen, rest = stratified(images.labels, size, classes, seed, cause)
-    return images.select(chosen), images.select(rest)
+        splits = Splits(whole, None, whole, "digits", classes)
+        parts, _ = hold_out(splits, self.test_fraction, self.seed, "test_fraction")
+        assert parts.validation is not None
+        splits = replace(parts, validation=None, test=parts.validation)
+        return _with_validation(splits, self.validation, self.seed)
 
 
 def _with_validation(
-    train: ImageSet, fraction: float, classes: tuple[str, ...], seed: int
-) -> tuple[ImageSet, ImageSet | None]:
-    """The training images without a validation set, and that, None for a fraction of 0."""
-    if not fraction:
-        return train, None
-    size, cause = round(fraction * len(train)), f"validation={fraction}"
-    validation, rest = _divided(train, size, classes, seed, cause)
-    return rest, validation
+    splits: Splits,
+    share: float,
+    seed: int,
+    statistics: Callable[[Tensor], tuple[tuple[float, ...], tuple[float, ...]]] = pixel_statistics,
+) -> Splits:
+    """The images with a validation set, unless its share is 0, and mean and std of the others."""
+    if share:
+        splits, _ = hold_out(splits, share, seed, "validation")
+    mean, std = statistics(tensors_in(splits.train)[0])
+    return replace(splits, mean=mean, std=std)
 
 
 @dataclass(eq=False, kw_only=True)
-class TwoPartData(ImageData):
+class TwoPartData(DataSource):
     """A data set with training and test images, of which a part may be used.
 
     A subclass has a ``name``, that of the data in tables and figures, and reads either part.
@@ -103,7 +111,7 @@ class TwoPartData(ImageData):
         seed: seed of the subsets and of the validation split.
 
     Raises:
-        ValueError: if the fraction or the seed is out of range.
+        ValueError: if the fraction is out of range.
     """
 
     validation: float = 0.0
@@ -114,7 +122,6 @@ class TwoPartData(ImageData):
 
     def __post_init__(self) -> None:
         check_fraction("validation", self.validation)
-        check_seed(self.seed)
 
     @abstractmethod
     def read(self, part: str) -> Part:
@@ -124,7 +131,7 @@ class TwoPartData(ImageData):
         """Mean and standard deviation per channel, by default those of the training images."""
         return pixel_statistics(images)
 
-    def load(self) -> ImageSplits:
+    def load(self) -> Splits:
         """Return the images.
 
         Raises:
@@ -139,25 +146,25 @@ class TwoPartData(ImageData):
                 "need the same classes; test images alone can be out-of-distribution data (--ood)."
             )
         # Greyscale images beside coloured ones are coloured, too.
-        channels = max(part.images.shape[1] for part in (train, test))  # 1 and 3, or equal
-        train, test = (
-            ImageSet(part.images.expand(-1, channels, -1, -1), part.labels)
-            for part in (train, test)
-        )
+        channels = max(pixels.shape[1] for pixels, _ in (train, test))  # 1 and 3, or equal
+        train, test = ((x.expand(-1, channels, -1, -1), y) for x, y in (train, test))
+        # Validation images come from the subset: they are not those that were left out.
         train, test = self._part(train, "max_train", classes), self._part(test, "max_test", classes)
-        # From the subset, so that validation images are not those that were left out.
-        train, validation = _with_validation(train, self.validation, classes, self.seed)
-        mean, std = self.statistics(train.images)
-        return ImageSplits(train, validation, test, classes, mean, std, self.name)
+        splits = Splits(train, None, test, self.name, classes)
+        return _with_validation(splits, self.validation, self.seed, self.statistics)
 
-    def load_test(self) -> tuple[ImageSet, str]:
+    def load_test(self) -> tuple[Pair, str]:
         """Return the test images and the name of the data; training images may be missing."""
         test, classes = self.read("test")
         return self._part(test, "max_test", classes), self.name
 
-    def _part(self, images: ImageSet, option: str, classes: tuple[str, ...]) -> ImageSet:
-        size = getattr(self, option)
-        return _divided(images, size, classes, self.seed, f"{option}={size}")[0]
+    def _part(self, images: Pair, option: str, classes: tuple[str, ...]) -> Pair:
+        """As many images as the option says, with the class shares of all; None for all."""
+        size, labels = getattr(self, option), images[1]
+        if size in (None, len(labels)):
+            return images
+        chosen, _ = stratified(labels, size, classes, self.seed, f"{option}={size}")
+        return take(images, chosen)
 
 
 @dataclass(eq=False)
@@ -173,7 +180,7 @@ class TorchvisionData(TwoPartData):
         seed: seed of the subsets and of the validation split.
 
     Raises:
-        ValueError: if the fraction or the seed is out of range.
+        ValueError: if the fraction is out of range.
     """
 
     root: str | Path = "data"
@@ -229,7 +236,7 @@ class CIFAR10(TorchvisionData):
 
         data = datasets.CIFAR10(self.root, train=part == "train", download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, H, W, C)
-        images = ImageSet(pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets))
+        images = pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets)
         return images, tuple(data.classes)
 
 
@@ -252,7 +259,7 @@ class SVHN(TorchvisionData):
 
         data = datasets.SVHN(self.root, split=part, download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
-        images = ImageSet(pixels.contiguous(), torch.from_numpy(data.labels))
+        images = pixels.contiguous(), torch.from_numpy(data.labels)
         return images, tuple(str(digit) for digit in range(10))
 
 
@@ -273,7 +280,7 @@ class ImageFolder(TwoPartData):
         name: name of the data in tables and figures; the folder's name if not given.
 
     Raises:
-        ValueError: if the fraction or the seed is out of range.
+        ValueError: if the fraction is out of range.
     """
 
     path: str | Path
@@ -304,7 +311,53 @@ class ImageFolder(TwoPartData):
         listed = datasets.ImageFolder(folder)
         paths = [Path(path) for path, _ in listed.samples]
         images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])
-        return ImageSet(images, torch.tensor(listed.targets)), tuple(listed.classes)
+        return (images, torch.tensor(listed.targets)), tuple(listed.classes)
+
+
+class ClassSubset(DataSource):
+    """The images of some classes of another source; label k is the k-th class in ``classes``.
+
+    Mean and standard deviation remain those of the whole data, so that images of the other classes
+    can be given to the network in the same normalisation.
+
+    Args:
+        data: the source.
+        classes: names of the classes to keep. A number stands for the name that is written like it.
+
+    Raises:
+        ValueError: if no class is named, a class is named twice, or a string is given instead of a
+            list.
+    """
+
+    def __init__(self, data: DataSource, classes: Sequence[str | int]) -> None:
+        names = tuple(str(name) for name in classes)  # YAML reads the name 1 as a number
+        if isinstance(classes, str) or not names or len(set(names)) < len(names):
+            raise ValueError(f"classes={classes!r}: pass a list of names, each of them once.")
+        self.data = data
+        self.classes = names
+
+    def load(self) -> Splits:
+        """Return the images of these classes; raises a ValueError if the source lacks one."""
+        splits = self.data.load()
+        there = splits.classes or ()
+        if unknown := [name for name in self.classes if name not in there]:
+            raise ValueError(f"{splits.name} has no class {unknown}, but {list(there)}.")
+        kept = torch.tensor([there.index(name) for name in self.classes])
+
+        def some(part: Pair) -> Pair:
+            # Which of the kept classes each image has; at most one.
+            is_class = part[1][:, None] == kept  # (N, classes)
+            chosen = is_class.any(1)
+            return take(part, chosen)[0], is_class[chosen].int().argmax(1)
+
+        return replace(
+            splits,
+            train=some(splits.train),
+            validation=splits.validation and some(splits.validation),
+            test=some(splits.test),
+            classes=self.classes,
+            name=f"{splits.name} ({', '.join(self.classes)})",
+        )
 
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")

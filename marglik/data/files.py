@@ -1,16 +1,90 @@
-"""Rows of a CSV or Parquet file: columns to predict from, and one to predict."""
+"""Data in files: tensors in safetensors or npz, and rows of a table in CSV or Parquet."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from kfac_backend.extras import extra
-from marglik.data.splits import check_fraction, check_seed, hold_out
-from marglik.data.tensors import DataSource, TensorSplits
+from marglik.data.splits import DataSource, Splits, check_fraction, hold_out
 
-__all__ = ["TableFile"]
+__all__ = ["TableFile", "TensorFile"]
+
+REQUIRED = ("x_train", "y_train", "x_test", "y_test")
+OPTIONAL = ("x_validation", "y_validation")
+
+
+class TensorFile(DataSource):
+    """Inputs and targets from a safetensors or npz file, for regression or several labels at once.
+
+    The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with
+    ``y_validation`` if there is a validation set. The first axis of each is the examples; other
+    axes and dtypes are free, but numbers of an npz file become float32, as networks are. Values are
+    used as they are, so standardise them before saving. Write the file with
+    ``safetensors.torch.save_file({"x_train": x, ...}, path)`` or ``numpy.savez(path, x_train=x,
+    ...)``. Nothing is unpickled, so that a file of unknown origin runs no code.
+
+    Args:
+        path: the file.
+        name: name of the data in tables and figures; the file's name if not given.
+    """
+
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
+        self.path = Path(path).expanduser()
+        self.name = name or self.path.stem
+
+    def load(self) -> Splits:
+        """Return the data.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is not a safetensors or npz file or damaged, if a tensor is missing,
+                unknown, empty or not finite, or if inputs and targets, or the splits, do not fit
+                together.
+        """
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"'{self.path}' is not a file. Give the path of a safetensors or npz file with "
+                f"{', '.join(REQUIRED)}."
+            )
+        try:
+            tensors = _read(self.path)
+        except (SafetensorError, OSError, ValueError, BadZipFile) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"'{self.path}' is not a safetensors or npz file, or damaged ({reason}). Write it "
+                "with safetensors.torch.save_file or numpy.savez; if it was transferred, fetch it "
+                "again."
+            ) from error
+        # All names must be known: a misspelt x_validation would silently be left out.
+        wanted = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
+        if tensors.keys() != wanted:
+            raise ValueError(
+                f"'{self.path}' holds {', '.join(sorted(tensors)) or 'nothing'}; it needs "
+                f"{', '.join(REQUIRED)}, and may have {' and '.join(OPTIONAL)}. Save, rename or "
+                "remove the others."
+            )
+        train, validation, test = (
+            (tensors[f"x_{split}"], tensors[f"y_{split}"]) if f"x_{split}" in wanted else None
+            for split in ("train", "validation", "test")
+        )
+        assert train is not None and test is not None
+        return Splits(train, validation, test, self.name)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".npz":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    with np.load(path, allow_pickle=False) as arrays:
+        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
 
 MOST_CATEGORIES = 100
 """Of a column of text, which becomes as many columns; more of them are probably names of rows."""
@@ -37,7 +111,7 @@ class TableFile(DataSource):
         name: name of the data in tables and figures; the file's name if not given.
 
     Raises:
-        ValueError: if a fraction or the seed is out of range.
+        ValueError: if a fraction is out of range.
     """
 
     path: str | Path
@@ -51,11 +125,10 @@ class TableFile(DataSource):
     def __post_init__(self) -> None:
         check_fraction("test_fraction", self.test_fraction, zero=False)
         check_fraction("validation", self.validation)
-        check_seed(self.seed)
         self.path = Path(self.path).expanduser()
         self.name = self.name or self.path.stem
 
-    def load(self) -> TensorSplits:
+    def load(self) -> Splits:
         """Return the data: inputs (N, columns) in float32, classes (N,) or numbers (N, 1).
 
         Raises:
@@ -92,12 +165,12 @@ class TableFile(DataSource):
             names, targets = tuple(map(str, found)), torch.tensor(codes, dtype=torch.int64)
         else:
             names, targets = None, torch.tensor(y.to_numpy(dtype="float64"))[:, None]
-        whole = TensorSplits((x, targets), None, (x, targets), self.name, names, columns=columns)
-        parts, _ = hold_out(whole, self.test_fraction, self.seed)
+        whole = Splits((x, targets), None, (x, targets), self.name, names, columns=columns)
+        parts, _ = hold_out(whole, self.test_fraction, self.seed, "test_fraction")
         assert parts.validation is not None
         splits = replace(parts, validation=None, test=parts.validation)
         if self.validation:
-            splits, _ = hold_out(splits, self.validation, self.seed)
+            splits, _ = hold_out(splits, self.validation, self.seed, "validation")
         return splits if is_class else _standardised(splits)
 
     def _frame(self) -> Any:
@@ -118,7 +191,7 @@ class TableFile(DataSource):
             raise ValueError(f"'{path}' cannot be read as {kind} ({reason}).") from error
 
 
-def _standardised(splits: TensorSplits) -> TensorSplits:
+def _standardised(splits: Splits) -> Splits:
     """The same with the mean of the training targets subtracted, divided by their deviation."""
     y = splits.train[1]
     mean, std = y.mean().item(), y.std(correction=0).item() or 1.0

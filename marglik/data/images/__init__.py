@@ -1,1 +1,0 @@
-"""Images with labels: where they come from, how they are read, checked and corrupted."""
