@@ -16,6 +16,9 @@ DART = "dart-v1.1.1-full-dev.json.gz"
 SHOWN = {
     "digits": ["conv1.weight", "calibrated", "cls/NLL"],
     "heteroscedastic": ["evidence", "on the left"],
+    "segmentation": ["Laplace, calibrated", "cal/ECE"],
+    "time_series": ["noise 0.2", "cal/coverage90"],
+    "alarm": ["own digits", "AUROC"],
     "survival": ["33% of the times are censored", "cal/coverage50"],
     "uci_regression": ["made up", "σ =", "cal/coverage90"],
     "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
