@@ -340,15 +340,15 @@ class Classification(_Labels):
                 f"shape {tuple(y.shape)}; here classes come last, ({last}). Return "
                 "f.movedim(1, -1)."
             )
-        if C < 2:
-            raise ValueError(
-                f"likelihood '{self}' needs at least two outputs, the model has one; "
-                "for one logit use likelihood='bernoulli'."
-            )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise TypeError(
                 f"Class labels have dtype {y.dtype}; likelihood '{self}' needs integers, "
                 "for example y.long(). Use 'regression' or 'bernoulli' for other targets."
+            )
+        if C < 2:
+            raise ValueError(
+                f"likelihood '{self}' needs at least two outputs, the model has one; "
+                "for one logit use likelihood='bernoulli'."
             )
         if y.shape != f.shape[:-1]:
             raise ValueError(

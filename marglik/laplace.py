@@ -75,6 +75,11 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
             for name, module in model.named_modules()
             if any(p.requires_grad for p in module.parameters(recurse=False))
         ]
+        if not listed:
+            raise ValueError(
+                "All parameters of the model are frozen, and have no posterior; set "
+                "requires_grad_(True) on those of its last layer."
+            )
         last = last_layer_name or listed[-1]
         # A copy that shares the numbers, with other layers frozen: the user's stay as they are.
         learned = {id(p) for p in model.get_submodule(last).parameters()}

@@ -105,6 +105,7 @@ class TableFile(DataSource):
         target: name of the column to predict; the last one if not given.
         classes: whether the target is a class; if not given, whether it is text, yes or no, or
             integers.
+        standardise: whether a target that is no class is standardised; not for counts (poisson).
         test_fraction: share of all rows that become the test set, in (0, 1).
         validation: share of the training rows that become the validation set, in [0, 1).
         seed: seed of both splits, which are stratified by class.
@@ -117,6 +118,7 @@ class TableFile(DataSource):
     path: str | Path
     target: str | None = None
     classes: bool | None = None
+    standardise: bool = True
     test_fraction: float = 0.2
     validation: float = 0.0
     seed: int = 0
@@ -150,10 +152,13 @@ class TableFile(DataSource):
                     f"'{self.path}': column {column!r} has {count} different texts, more than "
                     f"{MOST_CATEGORIES}. Drop it, or give it fewer values."
                 )
-        if (missing := int(y.isna().sum())) > 0:
-            raise ValueError(
-                f"'{self.path}': {missing} row(s) lack the target {target!r}; drop them."
-            )
+        for column, values in frame.items():
+            if (missing := int(values.isna().sum())) > 0:
+                what = "the target" if column == target else "column"
+                raise ValueError(
+                    f"'{self.path}': {missing} row(s) lack {what} {column!r}; drop them, or fill "
+                    "them in."
+                )
         with extra("tables"):
             import pandas
 
@@ -162,6 +167,12 @@ class TableFile(DataSource):
         is_class = y.dtype.kind != "f" if self.classes is None else self.classes
         if is_class:
             codes, found = pandas.factorize(y, sort=True)
+            if self.classes is None and y.dtype.kind in "iu" and len(found) > MOST_CATEGORIES:
+                raise ValueError(
+                    f"'{self.path}': the target {target!r} has {len(found)} different integers. "
+                    "Pass --data.classes false if they are numbers, true if they are classes (in "
+                    "Python classes=False or True)."
+                )
             names, targets = tuple(map(str, found)), torch.tensor(codes, dtype=torch.int64)
         else:
             names, targets = None, torch.tensor(y.to_numpy(dtype="float64"))[:, None]
@@ -171,7 +182,7 @@ class TableFile(DataSource):
         splits = replace(parts, validation=None, test=parts.validation)
         if self.validation:
             splits, _ = hold_out(splits, self.validation, self.seed, "validation")
-        return splits if is_class else _standardised(splits)
+        return _standardised(splits) if self.standardise and not is_class else splits
 
     def _frame(self) -> Any:
         path = Path(self.path)

@@ -222,6 +222,11 @@ def check_model(
         TypeError: outputs that are no tensor, class labels that are not integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
+    if splits.classes is not None and likelihood_of(likelihood).kind == "numbers":
+        raise ValueError(
+            f"{splits.name} has {len(splits.classes)} classes, but likelihood {likelihood!r} is "
+            "for numbers. If the target of a table is a number, pass --data.classes false."
+        )
     x, y = next(iter(split_batches(splits, "train", 2)))
     parameter, name = next(model.parameters(), torch.empty(0)), type(model).__name__
     x, y = x.to(parameter.device), y.to(parameter.device)

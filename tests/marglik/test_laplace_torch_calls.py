@@ -134,6 +134,8 @@ def test_the_last_layer_is_the_one_that_runs_last():
     batch = data("classification")
     with pytest.raises(ValueError, match="lists 'first' last, but 'last' runs last"):
         Laplace(Reversed(), "classification").fit([batch])
+    with pytest.raises(ValueError, match="All parameters of the model are frozen"):
+        Laplace(Reversed().requires_grad_(False), "classification")
     la = Laplace(Reversed(), "classification", last_layer_name="last")
     la.fit([batch])
     assert la.n_params == 18 and calibrate(la, [batch])(batch[0]).mean.shape == (30, 3)

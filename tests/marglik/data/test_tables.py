@@ -1,6 +1,7 @@
 """Rows of a file: what becomes of its columns, and a run on them from the command line."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_columns_become_numbers_and_targets_are_standardised(file):
     torch.testing.assert_close(*ordered)  # each row once
 
 
-def test_classes_are_text_or_integers_or_as_asked(tmp_path):
+def test_classes_are_text_or_integers_or_as_asked(tmp_path, capsys):
     frame().to_csv(tmp_path / "houses.csv", index=False)
     splits = TableFile(tmp_path / "houses.csv", target="town").load()
     assert splits.classes == ("A", "B", "C") and splits.target_scale is None
@@ -63,6 +64,27 @@ def test_classes_are_text_or_integers_or_as_asked(tmp_path):
     assert TableFile(tmp_path / "houses.csv", target="rooms").load().classes == tuple("12345")
     numbers = TableFile(tmp_path / "houses.csv", target="rooms", classes=False).load()
     assert numbers.classes is None and numbers.train[1].shape == (48, 1)
+    options = {"target": "rooms", "classes": False, "standardise": False}
+    counts = TableFile(tmp_path / "houses.csv", **options).load()  # as poisson takes them
+    assert counts.target_scale is None and set(counts.train[1].flatten().tolist()) == {
+        1,
+        2,
+        3,
+        4,
+        5,
+    }
+    assert not set(numbers.train[1].flatten().tolist()) & {1, 2, 3, 4, 5}  # the control
+    file = ["--data", "TableFile", "--data.path", str(tmp_path / "houses.csv"), "--model", "MLP"]
+    told = [
+        "--data.target",
+        "rooms",
+        "--likelihood",
+        "regression",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    assert main(["train", *file, *told]) == 2
+    assert "5 classes, but likelihood 'regression' is for numbers" in capsys.readouterr().err
 
 
 def test_other_rows_are_scaled_as_the_training_part_and_have_its_columns(tmp_path):
@@ -86,7 +108,10 @@ def test_other_rows_are_scaled_as_the_training_part_and_have_its_columns(tmp_pat
 WRONG = {
     "column": ({"target": "rent"}, "columns size, rooms, town, price; target .* not 'rent'"),
     "missing target": ({"price": [None] + [1.5] * (N - 1)}, r"1 row\(s\) lack the target 'price'"),
-    "missing number": ({"size": [None] + [1.5] * (N - 1)}, r"x_\w+ holds 1 value\(s\)"),
+    "missing number": ({"size": [None] + [1.5] * (N - 1)}, r"1 row\(s\) lack column 'size'"),
+    "missing text": ({"town": [None] + ["A"] * (N - 1)}, r"1 row\(s\) lack column 'town'"),
+    "infinite number": ({"size": [math.inf] + [1.5] * (N - 1)}, r"x_\w+ holds 1 value\(s\)"),
+    "many classes": ({"price": range(N)}, "'price' has 60 different integers.*classes false"),
     "one row of a class": ({"price": ["x"] + ["y"] * (N - 1)}, "class 'x' has 1 example"),
     "texts": ({"town": [f"{i} Long Street" for i in range(N)]}, "'town' has 60 different texts"),
 }
