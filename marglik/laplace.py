@@ -19,7 +19,6 @@ from torch.func import functional_call, jacrev
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.loss import check_targets, loss_sum
 from kfac_backend.model.batches import each_batch, split_batch, to_device
-from kfac_backend.model.calls import call_with
 from kfac_backend.options import CurvatureOptions, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior, last_layer, parameter_vector
@@ -253,7 +252,7 @@ class KroneckerLaplace(Posterior):
         """Samples of the network's outputs, (S, N, C)."""
         check_option("pred_type", pred_type, Literal["glm", "nn"])
         if pred_type == "nn":
-            return self._network_outputs(x, self.sample(n_samples, generator))
+            return self.network_outputs(self.sample(n_samples, generator), x)
         f, covariance = self.output_distribution(x)
         noise = torch.randn(
             f.shape[1], n_samples, generator=generator, device=f.device, dtype=f.dtype
@@ -267,18 +266,6 @@ class KroneckerLaplace(Posterior):
         """Samples of class probabilities, or of regression's outputs; arguments as above."""
         samples = self.functional_samples(*args, **keywords)
         return samples.softmax(-1) if self.likelihood == "classification" else samples
-
-    def _network_outputs(self, x: Any, samples: Tensor) -> Tensor:
-        model, params = self.model, self.params
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        x = to_device(x, samples.device)
-
-        def outputs(sample: Tensor) -> Tensor:
-            parts = sample.split([p.numel() for p in params])
-            named = {n: v.view_as(p) for n, v, p in zip(names, parts, params, strict=True)}
-            return call_with(model, named, x)
-
-        return torch.stack([in_eval_mode(model, outputs)(sample) for sample in samples])
 
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
@@ -397,13 +384,10 @@ class JacobianLaplace(KroneckerLaplace):
         return f, right @ J.mT
 
     def _jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         x = to_device(x, self._device)
 
         def outputs(vector: Tensor) -> tuple[Tensor, Tensor]:
-            parts = vector.split([p.numel() for p in self.params])
-            named = {n: v.view_as(p) for n, v, p in zip(names, parts, self.params, strict=True)}
-            f = functional_call(self.model, named, (x,))
+            f = functional_call(self.model, self.named(vector), (x,))
             return f, f
 
         at = parameter_vector(self.params).detach()

@@ -109,7 +109,7 @@ def test_dependencies_are_those_that_are_imported():
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
     optional = {"transformers", "asdl", "singd", "pytorch_optimizer", "ivon", "cleanlab"}
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
-    optional |= {"matplotlib", "peft", "torch_uncertainty"}
+    optional |= {"matplotlib", "peft"}
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional - peers == set()

@@ -1,5 +1,4 @@
-"""A fitted posterior with the interface of BoTorch or torch-uncertainty.
+"""A fitted posterior with the interface of another library, in a module that says what to install.
 
-Each library has a module of its own, which says what to install; nothing else needs them.
 `marglik.KronLaplace` has the interface of laplace-torch.
 """

@@ -12,8 +12,6 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
 from kfac_backend.laplace_torch.kron import EigenKron, FactorKron, laplace
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.batches import to_device
-from kfac_backend.model.calls import call_with
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import KfacApprox, check_positive
 from kfac_backend.precision import at_least_float32
@@ -195,14 +193,8 @@ class KronLaplace(Posterior, laplace.KronLaplace):  # pyright: ignore[reportInco
         **model_kwargs: Any,
     ) -> Tensor:
         """Outputs (S, N, C) of sampled networks, without writing samples into the model."""
-        x, sizes = to_device(X, self._device), [p.numel() for p in self.params]
-        outputs = []
-        for sample in self.sample(n_samples, generator):
-            named = zip(self.fitted_factors().blocks, self.params, sample.split(sizes), strict=True)
-            values = {name: part.view_as(p).to(p.dtype) for name, p, part in named}
-            f = call_with(self.model, values, x, keywords=model_kwargs)
-            outputs.append(at_least_float32(f if self.enable_backprop else f.detach()))
-        return torch.stack(outputs)
+        with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
+            return self.network_outputs(self.sample(n_samples, generator), X, **model_kwargs)
 
     def _nn_predictive_classification(
         self, X: Any, n_samples: int = 100, **model_kwargs: Any

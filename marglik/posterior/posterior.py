@@ -452,13 +452,34 @@ class Posterior:
             samples: parameter vectors θ, as `sample` returns them.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
         """
-        mean = at_least_float32(self.mean.detach())
-        parts = (samples - mean).split([p.numel() for p in self.params], dim=1)
-        changes = {
-            name: part.unflatten(1, p.shape)
-            for name, p, part in zip(self.fitted_factors().blocks, self.params, parts, strict=True)
-        }
+        changes = self.named(samples - at_least_float32(self.mean.detach()))
         return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x)
+
+    def network_outputs(
+        self, samples: Float[Tensor, "S P"], x: Any, **keywords: Any
+    ) -> Float[Tensor, "S N *R C"]:
+        """Outputs of the network itself at parameter vectors, which are not written into it.
+
+        Args:
+            samples: parameter vectors θ, as `sample` returns them.
+            x: inputs, a tensor or a mapping of tensors; moved to the model's device.
+            keywords: further arguments of the model.
+        """
+        x = to_device(x, self._device)
+
+        def outputs(sample: Tensor) -> Tensor:
+            named = zip(self.named(sample).items(), self.params, strict=True)
+            values = {name: value.to(p.dtype) for (name, value), p in named}
+            return at_least_float32(call_with(self.model, values, x, keywords=keywords))
+
+        return torch.stack([in_eval_mode(self.model, outputs)(sample) for sample in samples])
+
+    def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
+        """Parameter vectors as tensors in the shapes of the parameters, by name."""
+        parts = vectors.split([p.numel() for p in self.params], -1)
+        names = (name for name, p in self.model.named_parameters() if p.requires_grad)
+        named = zip(names, parts, self.params, strict=True)
+        return {name: part.reshape(*part.shape[:-1], *p.shape) for name, part, p in named}
 
     def output_distribution(
         self,
