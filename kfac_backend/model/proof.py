@@ -10,8 +10,8 @@ has its check:
   parameter for each example) computes something other than the layer itself.
 - `verify_independence` finds a layer that mixes the rows of different examples.
 
-A parameter that fails raises an error that names it, or, if the user asked for that, becomes a
-constant or gets the diagonal of its block (``unsupported``).
+A parameter that fails raises an error that names it, or, if it has no rule and the user asked for
+that, becomes a constant (``unsupported``).
 
 Life cycle. A pass makes one `Proof` when it is constructed. With each batch it asks
 `Proof.is_made`, and calls `Proof.make` if something is left to prove; a first batch of several
@@ -153,7 +153,7 @@ class Proof:
         """
         assignment = self.assignment
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
-        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
+        if assignment.operations.names or kinds & {"folded", "followed"}:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
@@ -253,22 +253,15 @@ class Proof:
         assignment, names = self.assignment, refusal.errors
         if assignment.unsupported == "error" or not names:
             raise NotImplementedError(str(refusal)) from refusal.__cause__
-        if assignment.unsupported == "freeze":
-            # "freeze" is for layers without a rule. A layer with one whose uses cannot be proved is
-            # more likely a mistake than a choice.
-            with_rule = [name for name in names if name not in assignment.unknown]
-            if with_rule:
-                raise NotImplementedError(names[with_rule[0]]) from refusal.__cause__
-            warnings.warn(
-                f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
-            )
-            self.assignment = assignment.with_constants(names)
-            return
-        self.assignment = replace(
-            assignment.without(names),
-            diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
-            divided=[d for d in assignment.divided if d not in refusal.divided],
+        # "freeze" is for layers without a rule. A layer with one whose uses cannot be proved is
+        # more likely a mistake than a choice.
+        with_rule = [name for name in names if name not in assignment.unknown]
+        if with_rule:
+            raise NotImplementedError(names[with_rule[0]]) from refusal.__cause__
+        warnings.warn(
+            f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
         )
+        self.assignment = assignment.with_constants(names)
 
 
 def _kind_of_inputs(model: nn.Module, x: Any) -> Any:
@@ -854,7 +847,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
                     "(requires_grad_(False))."
                 )
                 names = [names_of[id(p)] for p in own]
-                raise Refusal(dict.fromkeys(names, error), [d])
+                raise Refusal(dict.fromkeys(names, error))
 
         return hook
 

@@ -14,12 +14,12 @@ from kfac_backend.model.batches import examples
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layer_cases import CASES, case
-from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.networks import data, network
 from tests.kfac_backend.test_factor_derivatives import Moved
 
 THE_SAME_IN_BOTH_MODES = (
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
-    "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
+    "PReLU", "PReLU twice", "own parameters", "two norms, one weight",
 )  # fmt: skip
 ON_FOUR_RANKS = (
     "Conv1d", "LayerNorm", "attention", "two linear layers", "language model", "padded tokens",
@@ -63,9 +63,8 @@ def of_layers(ranks: Ranks) -> dict[str, Tensor]:
         y = torch.arange(N) % 2
         for mode in MODES[:1] if name in THE_SAME_IN_BOTH_MODES else MODES:
             factors = kronecker_factors(
-                model, shard(x, y, ranks), "classification",
-                unsupported="diagonal", kfac_approx=mode,
-            )  # fmt: skip
+                model, shard(x, y, ranks), "classification", kfac_approx=mode
+            )
             found |= tensors(f"{name}, {mode}", factors)
     return found
 
@@ -82,13 +81,6 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     ):
         factors = kronecker_factors(model, shard(x, y, ranks), "classification", **options)
         found |= tensors(str(options), factors)
-    one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 4), OwnNorm(4)).double()
-    found |= tensors(
-        "a diagonal",
-        kronecker_factors(
-            one, shard(x, x.flatten(1)[:, :4], ranks), "regression", unsupported="diagonal"
-        ),
-    )
     batches = shard(x, y, ranks)
     factors = kronecker_factors(model, batches, "classification")
     corrected = corrected_factors(factors, model, batches)

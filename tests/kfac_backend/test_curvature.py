@@ -162,25 +162,6 @@ def test_unsupported_freeze_leaves_out_with_a_warning():
     assert list(factors.blocks) == ["first.weight", "first.bias", "last.weight", "last.bias"]
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_unsupported_diagonal_is_the_exact_diagonal(fisher):
-    model = WithAffineNorm().double()
-    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
-    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
-    factors = kronecker_factors(
-        model, batches, "classification", unsupported="diagonal", fisher=fisher
-    )
-    if fisher == "exact":
-        expected = oracles.dense_ggn_blocks(model, x, "classification")
-    else:
-        expected = oracles.empirical_fisher_blocks(model, x, y, "classification")
-    for name in ("norm.weight", "norm.bias"):
-        assert_close(factors.to_dense(name), torch.diag(expected[name].diagonal()))
-    model.norm.requires_grad_(False)
-    plain = kronecker_factors(model, batches, "classification", fisher=fisher)
-    assert_close(factors.to_dense("first.weight"), plain.to_dense("first.weight"))
-
-
 def test_layers_that_take_no_part_have_a_zero_block():
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     model.forward = lambda x: model["used"](x)

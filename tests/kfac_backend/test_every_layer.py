@@ -36,7 +36,7 @@ ALIKE = {
     "LayerNorm, as many channels as columns", "LayerNorm in a derived layer",
     "RMSNorm over channels",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
-    "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
+    "PReLU", "PReLU twice", "own parameters", "two norms, one weight",
 }  # fmt: skip
 
 pytestmark = [
@@ -76,11 +76,8 @@ def test_blocks_are_those_of_the_definition(name, fisher):
         exact = {} if isinstance(x, Mapping) else empirical_fisher_blocks(model, x, y, likelihood)
     data = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
     for mode in MODES:
-        options = {"kfac_approx": mode, "fisher": fisher, "unsupported": "diagonal"}
+        options = {"kfac_approx": mode, "fisher": fisher}
         factors = kronecker_factors(model, data, likelihood, **options)
-        if name == "no rule":
-            exact["layer.weight"] = exact["layer.weight"].diag().diag()
-            exact["layer.bias"] = exact["layer.bias"].diag().diag()
         expected = exact | kfac_blocks_from_uses(uses, hessians, mode)
         assert fisher == "empirical" or set(expected) == set(factors.blocks)
         assert_blocks(factors, expected)
@@ -100,7 +97,7 @@ def test_every_way_gives_the_same_blocks(name, mode):
             else (examples(x, part), y[part])
             for part in parts
         ]
-        options = {"kfac_approx": mode, "unsupported": "diagonal", **options}
+        options = {"kfac_approx": mode, **options}
         return kronecker_factors(model, data, "classification", **options)
 
     all_of_it = slice(None)
