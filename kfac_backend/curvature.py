@@ -27,7 +27,6 @@ from kfac_backend.block_assembly import (
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.gram import add_waiting
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
     IGNORED,
@@ -524,4 +523,6 @@ class CurvaturePass:
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         """Called when a part's last vector has been propagated back, with outputs and targets."""
-        add_waiting(gram for rule in self._rules.values() for gram in rule.grams())
+        for rule in self._rules.values():
+            for gram in rule.grams():
+                gram.end_part()

@@ -12,10 +12,11 @@ hangs fail after the timeout of the process group.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -32,9 +33,6 @@ __all__ = ["PassSums", "ProcessGroupOption", "RankError", "Ranks", "share_out", 
 
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
-
-BUCKET = 32 * 2**20
-"""Bytes up to which tensors are sent together; a larger tensor is sent alone."""
 
 
 class RankError(RuntimeError):
@@ -100,11 +98,10 @@ class Ranks:
                 once.
             what: the work that is being done, for errors.
         """
-        group, once = self._group, list({id(tensor): tensor for tensor in tensors}.values())
+        group, once = self._group, {id(tensor): tensor for tensor in tensors}.values()
         if self.size > 1:
-            self._send(
-                [(once, lambda flat: dist.all_reduce(flat, group=group, async_op=True))], what
-            )
+            start = partial(dist.all_reduce, group=group, async_op=True)
+            self._send([(tensor, start) for tensor in once], what)
 
     def owners(self, costs: Sequence[float]) -> list[int]:
         """The rank that does each piece of work, see `share_out`; not collective."""
@@ -121,16 +118,9 @@ class Ranks:
         group = self._group
         if group is None or self.size == 1:
             return
-
-        def from_rank(owner: int) -> Callable[[Tensor], Any]:
-            source = dist.get_global_rank(group, owner)
-            return lambda flat: dist.broadcast(flat, source, group=group, async_op=True)
-
-        of_ranks = [
-            ([t for t, o in zip(tensors, owners, strict=True) if o == owner], from_rank(owner))
-            for owner in range(self.size)
-        ]
-        self._send(of_ranks, what)
+        sources = [dist.get_global_rank(group, owner) for owner in owners]
+        starts = [partial(dist.broadcast, src=s, group=group, async_op=True) for s in sources]
+        self._send(zip(tensors, starts, strict=True), what)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
         """A generator of this rank alone, seeded by the state of one that all ranks have alike.
@@ -149,27 +139,15 @@ class Ranks:
         there = dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if there else None
 
-    def _send(
-        self, parts: Sequence[tuple[Sequence[Tensor], Callable[[Tensor], Any]]], what: str
-    ) -> None:
-        """Run a collective call on each bucket of tensors, in place."""
+    def _send(self, tensors: Iterable[tuple[Tensor, Callable[[Tensor], Any]]], what: str) -> None:
+        """Run each tensor's collective call on it, in place."""
         with self._named_errors(what), torch.no_grad():
-            waiting = []  # all buckets are started before the first is waited for
-            for tensors, start in parts:
-                for bucket in _buckets(tensors):
-                    alone = len(bucket) == 1
-                    flat = (
-                        bucket[0].contiguous()
-                        if alone
-                        else torch.cat([t.flatten() for t in bucket])
-                    )
-                    waiting.append((start(flat), flat, bucket))
-            for work, flat, bucket in waiting:
+            # All are started before the first is waited for.
+            sent = [(start(flat := tensor.contiguous()), flat, tensor) for tensor, start in tensors]
+            for work, flat, tensor in sent:
                 work.wait()
-                split = flat.flatten().split([tensor.numel() for tensor in bucket])
-                for tensor, part in zip(bucket, split, strict=True):
-                    if tensor.data_ptr() != part.data_ptr():
-                        tensor.copy_(part.view(tensor.shape))
+                if flat is not tensor:
+                    tensor.copy_(flat)
 
     @contextmanager
     def _named_errors(self, what: str) -> Iterator[None]:
@@ -235,6 +213,17 @@ class PassSums:
         self.map(lambda tensor: found.append(tensor) or tensor)
         return found
 
+    def apart(self) -> "PassSums":
+        """The sums without shared memory: a copy takes the place of what comes a second time."""
+        seen: set[int] = set()
+
+        def alone(tensor: Tensor) -> Tensor:
+            known = tensor.data_ptr() in seen
+            seen.add(tensor.data_ptr())
+            return tensor.clone() if known else tensor
+
+        return self.map(alone)
+
     def with_counts_of(self, of_ranks: "Sequence[PassSums]") -> "PassSums":
         """These tensors with the sums of all ranks' counts."""
         counts = ("num_data", "num_loss_terms", "loss")
@@ -261,8 +250,6 @@ class _Message(NamedTuple):
     sums: PassSums | None
     """The rank's counts, with its tensors on the meta device, which have shapes but no
     entries; None without data."""
-    first_of: list[int]
-    """For each tensor, the index of the first one that is the same object."""
 
 
 def sum_over_ranks(
@@ -285,23 +272,18 @@ def sum_over_ranks(
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     messages = ranks.gather(_message(sums, model, same), what)
     _check(messages, what)
-    with_data = [(m.sums, m.first_of) for m in messages if m.sums is not None]
+    with_data = [message.sums for message in messages if message.sums is not None]
     if not with_data:
         return sums
-    # Step 2: all ranks need the same tensors. One without data takes zeros in the others' shapes.
-    first, first_of = with_data[0]
+    # Step 2: all ranks need the same number of tensors. One without data takes zeros in the others'
+    # shapes. Whether a weight and its bias share their B depends on the batches: none does here.
+    device = next(model.parameters()).device
     if not sums.num_data:
-        device = next(model.parameters()).device
-        zeros = [torch.zeros_like(tensor, device=device) for tensor in first.tensors()]
-        rest = iter(zeros[i] for i in first_of)
-        sums = first.map(lambda _: next(rest))
-    if any(other != first_of for _, other in with_data):
-        # One rank has two tensors where another shares one between a weight and its bias: whether
-        # B is shared depends on the batches. All must reduce the same number, so all get two.
-        sums = sums.map(torch.clone)
-    # Step 3: the sums, in large buckets. The counts came with the messages.
+        sums = with_data[0].map(lambda tensor: torch.zeros_like(tensor, device=device))
+    sums = sums.apart()
+    # Step 3: the sums of all tensors. The counts came with the messages.
     ranks.sum_(sums.tensors(), what)
-    return sums.with_counts_of([of_rank for of_rank, _ in with_data])
+    return sums.with_counts_of(with_data)
 
 
 def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:
@@ -313,13 +295,8 @@ def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Mess
     }
     norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
     by_name = dict(zip(trainable, norms.tolist(), strict=True))
-    if not sums.num_data:
-        return _Message(same, by_name, None, [])
-    positions: dict[int, int] = {}
-    first_of = [positions.setdefault(id(tensor), i) for i, tensor in enumerate(sums.tensors())]
-
-    shapes = sums.map(lambda t: torch.empty_like(t, device="meta"))
-    return _Message(same, by_name, shapes, first_of)
+    shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
+    return _Message(same, by_name, shapes)
 
 
 def _check(messages: Sequence[_Message], what: str) -> None:
@@ -361,14 +338,3 @@ def _check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
                     f"{other.get(name)!r} on rank {rank}. All must run the same program, on the "
                     "same model."
                 )
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of tensors of one dtype and device, of at most `BUCKET` bytes or one tensor."""
-    begun: dict[tuple, list[Tensor]] = {}
-    for tensor in tensors:
-        kind = tensor.dtype, tensor.device
-        if kind in begun and sum(t.nbytes for t in begun[kind]) + tensor.nbytes > BUCKET:
-            yield begun.pop(kind)
-        begun.setdefault(kind, []).append(tensor)
-    yield from begun.values()

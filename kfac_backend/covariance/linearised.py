@@ -36,7 +36,7 @@ def linearised_outputs(
     own = {name: model.get_parameter(name).detach() for name in changes}
     device = next(model.parameters()).device
     with (
-        torch.inference_mode(False), torch.no_grad(), full_float32(), plain_attention.held(),
+        torch.inference_mode(False), torch.no_grad(), full_float32(), plain_attention(),
     ):  # fmt: skip
         x = detached(x, device)
         N, size = num_examples(x), make_plan(model, x, device).part_size

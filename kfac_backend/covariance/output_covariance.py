@@ -199,7 +199,7 @@ class OutputCovariance:
                 f"x has shape {tuple(x.shape)}; sets of inputs (T, q, ...) are needed, with at "
                 "least one input: x[None] for a single set."
             )
-        with self._restored(), plain_attention.held():
+        with self._restored(), plain_attention():
             q, differentiable = x.shape[1], torch.is_grad_enabled() and x.requires_grad
             flat = (x.clone() if x.is_inference() else x).flatten(0, 1)
             flat = flat if differentiable else flat.detach()

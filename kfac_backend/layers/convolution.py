@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -107,11 +107,20 @@ class ConvTransposeRule(ImageRule):
     transposed = True
     same_gradients = False
 
+    @classmethod
+    def check(cls, layer: Any) -> None:
+        """Refuse padding by which the kernel also fits where there is no input pixel."""
+        if any(p >= s for p, s in zip(layer.output_padding, layer.stride, strict=True)):
+            raise NotImplementedError(
+                f"{layer} has an output_padding of at least its stride; use a smaller one, or "
+                "freeze it (requires_grad_(False))."
+            )
+
     def make_sums(self) -> None:
         """A and B of the weight; of the bias B alone."""
         super().make_sums()
-        # Size of an input image -> size of its output, () while that has not been seen. Gradients
-        # come to `example_gradients` without it, with their pixels in one axis.
+        # Size of an input image -> size of its output. Gradients come to `example_gradients`
+        # without it, with their pixels in one axis.
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def inputs(self, a: Tensor) -> Tensor:
@@ -124,32 +133,11 @@ class ConvTransposeRule(ImageRule):
 
     def axes(self, b: Tensor) -> tuple[Window, ...]:
         """How the kernel meets the axes of output gradients, as if they were convolved."""
-        layer, axes = self.layer, []
-        for size, kernel, stride, dilation, padding, surplus in zip(
-            b.shape[2:],
-            layer.kernel_size,
-            layer.stride,
-            layer.dilation,
-            layer.padding,
-            layer.output_padding,
-            strict=True,
-        ):
-            window = Window(size, kernel, stride, dilation, padding, padding, "constant")
-            if surplus >= stride:  # the kernel fits where there is no input pixel
-                window = replace(window, most_positions=window.positions - surplus // stride)
-            axes.append(window)
-        inputs = tuple(window.positions for window in axes)
-        if inputs not in self._sizes:
-            raise NotImplementedError(
-                f"{layer} made an output of shape {tuple(b.shape)}, which does not follow from its "
-                "output_padding. Where that is at least the stride, call it without output_size."
-            )
-        return tuple(axes)
-
-    def add_input(self, use: Use) -> None:
-        """Add one use's input."""
-        self._sizes.setdefault(tuple(use.a.shape[2:]), ())
-        super().add_input(use)
+        layer = self.layer
+        of_axes = zip(
+            b.shape[2:], layer.kernel_size, layer.stride, layer.dilation, layer.padding, strict=True
+        )
+        return tuple(Window(*axis, axis[-1], "constant") for axis in of_axes)
 
     def gradient_gram(self) -> Gram:
         """The Gram matrix of patches for expand, of their sums for reduce."""
@@ -168,13 +156,12 @@ class ConvTransposeRule(ImageRule):
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
         """The gradients at the output's pixels, from which those of both parameters follow."""
         inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
-        if self._sizes.setdefault(inputs, outputs) not in ((), outputs):
+        if self._sizes.setdefault(inputs, outputs) != outputs:
             raise NotImplementedError(
                 f"{self.layer} makes outputs of sizes {self._sizes[inputs]} and {outputs} from "
                 f"inputs of size {inputs}; covariances support one output_size. Use separate "
                 "layers."
             )
-        self._sizes[inputs] = outputs
         return super().position_gradients(use, b)
 
     def example_gradients(

@@ -241,7 +241,7 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
     symmetric = SYMMETRIC if device == "cpu" else 1.0
     positions = examples * y.positions * x.positions
     cost = {"unfold": symmetric * positions * features**2 + overhead}
-    if y.stride == x.stride == 1 and None is y.most_positions is x.most_positions:
+    if y.stride == x.stride == 1:
         # The pixels of each product, whose factors have a column for each channel.
         heights = [max(0, len(y.content) - dy * y.dilation) for dy in range(y.kernel)]
         border = [size * len(keys) for size, keys in _border(y, x).products.items()]

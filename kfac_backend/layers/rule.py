@@ -98,7 +98,7 @@ class FactorSum:
         if self.uses <= 1:
             self.gram.add(sums, fresh=True)
         else:
-            self._wait(self.gram.entries(at_least_float32(sums)))
+            self._wait(at_least_float32(sums))
 
     def add_input_sums(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool

@@ -31,8 +31,6 @@ class Window:
     """Entries of padding behind it."""
     padding_mode: str
     """As F.pad calls it: "constant" (zeros), "reflect", "replicate" or "circular"."""
-    most_positions: int | None = None
-    """An upper limit of R, where the kernel fits more often than the layer applies it."""
 
     @property
     def padded(self) -> int:
@@ -46,9 +44,8 @@ class Window:
 
     @property
     def positions(self) -> int:
-        """R, how many times the kernel fits, or ``most_positions`` if that is less."""
-        fits = (self.padded - self.reach) // self.stride + 1
-        return fits if self.most_positions is None else min(fits, self.most_positions)
+        """R, how many times the kernel fits."""
+        return (self.padded - self.reach) // self.stride + 1
 
     @property
     def content(self) -> range:
@@ -107,7 +104,7 @@ def patches(
 ) -> Float[Tensor, "G N R d_in"]:
     """The patch of each position, d_in = channels per group × kernel, for any number of axes."""
     number, seen = len(axes), pad(a, *axes)
-    if number == 2 and all(window.most_positions is None for window in axes):
+    if number == 2:
         y, x = axes
         unfolded = F.unfold(
             seen,
@@ -119,7 +116,6 @@ def patches(
     # Each step leaves an axis's positions in its place and appends its offsets as a last axis.
     for axis, window in enumerate(axes, start=2):
         seen = seen.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
-        seen = seen.narrow(axis, 0, window.positions)
     by_group = seen.unflatten(1, (groups, -1)).movedim(2, -1 - number)  # (N, G, *R, c, *kernel)
     return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from kfac_backend.model.checks import check_output, is_out_of_memory
@@ -301,25 +301,9 @@ _eager: Setting[Any] = Setting(
 )
 
 
-def _attentions() -> tuple[bool, ...]:
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
-
-
-def _set_attentions(enabled: tuple[bool, ...]) -> None:
-    cuda.enable_flash_sdp(enabled[0])
-    cuda.enable_mem_efficient_sdp(enabled[1])
-    cuda.enable_cudnn_sdp(enabled[2])
-    cuda.enable_math_sdp(enabled[3])
-
-
-plain_attention = Setting(_attentions, _set_attentions, (False, False, False, True))
-"""Attention by its plain formula: fused attention, also on a CPU, can neither be differentiated
-twice nor under vmap."""
+def plain_attention() -> AbstractContextManager[object]:
+    """Attention by its plain formula: others can neither be differentiated twice nor mapped."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}

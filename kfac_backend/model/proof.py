@@ -22,10 +22,10 @@ which runs of a layer work on an input that all examples share or on several row
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.model.batches import Plan, counting, example_shapes, examples, make_plan
+from kfac_backend.model.batches import Plan, counting, examples, make_plan
 from kfac_backend.model.calls import (
     DtypesInUse,
     call_with,
@@ -43,10 +43,11 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     noise_like,
     num_examples,
+    restoration,
 )
 from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
-from kfac_backend.model.rule_assignment import DividedLayer, Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.precision import Setting
 
 __all__ = ["Proof"]
@@ -71,8 +72,7 @@ class Proof:
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
         self._model, self._initial = model, assignment
-        self._structure: list[Any] | None = None  # of the model, when all was proved
-        self._inputs: Any = None  # what the inputs were then
+        self._structure: tuple[list[Any], list[Any]] | None = None  # when all was proved
         self._uses_verified = self._independence_verified = False
         self.holds_for_masks = False
         """Whether `make_for_masks` has proved its part."""
@@ -91,11 +91,11 @@ class Proof:
         """Ask for the proof again, at other values of the parameters: `make` makes less of it.
 
         Returns:
-            False if the model may have changed otherwise, so that another proof must be made.
+            False if the model has other modules, modes or parameters: then it needs another proof.
         """
         if self._structure is None:
             return not self._uses_verified  # nothing is proved yet, or only a part
-        if not _is_same(self._structure, _structure(self._model)):
+        if self._structure[1] != _structure(self._model)[1]:
             return False
         self._uses_verified = self._independence_verified = self.holds_for_masks = False
         return True
@@ -116,9 +116,8 @@ class Proof:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
             NotImplementedError: what the hooks cannot follow, by name.
         """
-        inputs = _kind_of_inputs(self._model, x)
         if self._structure is not None:
-            if inputs == self._inputs and self._holds_again(x, N, ignored):
+            if self._holds_again(x, N, ignored):
                 return
             self.assignment, self._structure = self._initial, None
         if N is not None and num_examples(x) == N:
@@ -143,13 +142,13 @@ class Proof:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
         if self._independence_verified:
-            self._structure, self._inputs = _structure(self._model), inputs
+            self._structure = _structure(self._model)
 
     def _holds_again(self, x: Any, N: int | None, ignored: Tensor | None) -> bool:
-        """Prove on two examples what other values of the parameters can change; False if it fails.
+        """Prove on two examples that the assignment still holds; False if it does not.
 
-        How batches split, and which runs share an input, follows from the structure. It does not
-        follow that a gate is zero, behind which examples mix or a parameter is used.
+        Other numbers may have opened a gate, behind which examples mix or a parameter is used.
+        How batches split is not tried again, nor which runs share an input.
         """
         assignment = self.assignment
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
@@ -264,64 +263,13 @@ class Proof:
         self.assignment = assignment.with_constants(names)
 
 
-def _kind_of_inputs(model: nn.Module, x: Any) -> Any:
-    """What a proof relies on besides the model: the shapes of an example, dtypes and autocast."""
-    device = next(model.parameters()).device.type
-    values = x.values() if isinstance(x, Mapping) else [x]
-    dtypes = [getattr(value, "dtype", type(value)) for value in values]
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return example_shapes(x), dtypes, autocast
-
-
-class _Kind(NamedTuple):
-    """What a tensor is besides its numbers."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-LARGEST_STRUCTURE = 100_000
-"""Objects that a model may hold, if its proof is to be remembered."""
-
-
-def _structure(model: nn.Module) -> list[Any] | None:
-    """All that a model's modules hold, to be compared by `_is_same`; None if it is too much.
-
-    These are the objects themselves, so that none is replaced by another at the same address.
-    """
-    found: list[Any] = []
-    ahead: list[Any] = [model]
-    seen: set[int] = set()
-    while ahead:
-        value = ahead.pop()
-        found.append(value)
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            found.append(_Kind(value.shape, value.dtype, value.device, value.requires_grad))
-        elif isinstance(value, Mapping):
-            ahead += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set | frozenset):
-            ahead += value
-        elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
-            ahead += [type(value), *vars(value).values()]
-            found.append(isinstance(value, nn.Module) and type(value).forward)
-        if len(found) > LARGEST_STRUCTURE:
-            return None
-    return found
-
-
-def _is_same(before: list[Any] | None, now: list[Any] | None) -> bool:
-    """Whether a model's structure is the same; equal numbers and strings are."""
-    if before is None or now is None or len(before) != len(now):
-        return False
-    return all(
-        a is b or (type(a) is type(b) and isinstance(a, int | float | str | _Kind) and a == b)
-        for a, b in zip(before, now, strict=True)
-    )
+def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """A model's modules and parameters, and what is to be compared of them: all but numbers."""
+    modules = list(model.modules())
+    parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    kinds: list[Any] = [(id(module), module.training) for module in modules]
+    kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
+    return [*modules, *parameters], kinds  # the objects too, as a dead one's id is given again
 
 
 class _Mixed(NotImplementedError):
@@ -810,91 +758,63 @@ _without_cudnn: Setting[bool] = Setting(
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
-    """Prove that layers computed by parts have the outputs and derivatives of their own forward.
+    """Prove that layers computed by parts leave the model's output and their gradients as they are.
 
     Raises:
-        NotImplementedError: parts that compute something else, by the layer's name.
+        Refusal: parts that compute something else, by the layer's name.
     """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
-    if not divided:
-        return
-    parameters = {
-        name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
+    names = {id(p): name for name, p in model.named_parameters()}
+    messages = {
+        d: {
+            names[id(p)]: f"Layer '{d.name}' ({type(d.layer).__name__}) computes something other "
+            f"than {type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
+            "parts). Register parts for its class (register_rule), or freeze it "
+            "(requires_grad_(False))."
+            for p in d.layer.parameters()
+            if p.requires_grad
+        }
+        for d in divided
     }
-    names_of = {id(p): name for name, p in parameters.items()}
-
-    def check(d: DividedLayer) -> Callable[..., Any]:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            own = [p for p in layer.parameters() if p.requires_grad]
-            modes = [(m, m.training) for m in layer.modules()]
-            used = DtypesInUse()
-            layer.train(False)  # in train mode the two forwards would draw different dropout masks
-            try:
-                args, kwargs = _without_graph(args), _without_graph(kwargs)
-                with used, _without_cudnn.held():
-                    should = _numbers_of(type(layer).forward(layer, *args, **kwargs))
-                does = _numbers_of(d.by_parts.forward(layer, d.parts, *args, **kwargs))
-            except TypeError:  # a derived class with other arguments: two tensors that differ
-                should, does = torch.empty(0), torch.empty(1)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
-            if not _same_with_derivatives(should, does, own, used.tolerance):
-                error = (
-                    f"Layer '{d.name}' ({type(layer).__name__}) computes something other than "
-                    f"{type(d.by_parts).__name__} (an overridden forward, other options, or wrong "
-                    "parts). Register parts for its class (register_rule), or freeze it "
-                    "(requires_grad_(False))."
-                )
-                names = [names_of[id(p)] for p in own]
-                raise Refusal(dict.fromkeys(names, error))
-
-        return hook
-
-    handles = [d.layer.register_forward_hook(check(d), with_kwargs=True) for d in divided]
+    restore = restoration(model)
     try:
-        with torch.enable_grad():
-            call_with(model, parameters, x)
+        model.eval()  # in train mode the two forwards would draw different dropout masks
+        verify_gradients(model, assignment, x, dict(ChainMap(*messages.values())), by_parts=False)
+    except Refusal:
+        # All at once is cheaper; one after the other shows whose output is another.
+        for d in divided:
+            alone = replace(assignment, divided=[d])
+            verify_gradients(model, alone, x, messages[d], by_parts=False)
+        raise
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _same_with_derivatives(
-    should: Tensor, does: Tensor, parameters: Sequence[Tensor], tolerance: float
-) -> bool:
-    """Whether two outputs agree, and their gradients in some parameters from one random vector."""
-    if should.requires_grad != does.requires_grad or not close(should, does, tolerance):
-        return False
-    if not parameters or not should.requires_grad:
-        return not parameters
-    u = noise_like(does)
-    # Some may be unused, where only a part of a layer's parameters is trainable.
-    first, second = (
-        torch.autograd.grad(f, parameters, u, allow_unused=True, materialize_grads=True)
-        for f in (should, does)
-    )
-    return all(close(a, b, tolerance) for a, b in zip(first, second, strict=True))
+        restore()
 
 
 def verify_gradients(
-    model: nn.Module, assignment: RuleAssignment, x: Any, messages: Mapping[str, str]
+    model: nn.Module,
+    assignment: RuleAssignment,
+    x: Any,
+    messages: Mapping[str, str],
+    by_parts: bool = True,
 ) -> None:
     """Prove that the uses which were found are all uses of some parameters.
 
     The output must not change: own parameters are replaced by a copy for each example, and so are
-    expressions of followed parameters. And the gradients from all uses, by their rules and summed
-    over the examples, must equal autograd's.
+    expressions of followed parameters; layers run by their parts. And the gradients from all uses,
+    by their rules and summed over the examples, must equal autograd's.
 
     Args:
         model: the model.
         assignment: its tracked layers.
         x: some examples.
         messages: the parameters -> the message if that does not hold.
+        by_parts: whether autograd's gradients are of layers by parts, too, or of their own forward.
 
     Raises:
         Refusal: parameters for which it does not hold.
     """
+    if not messages:
+        return
     # The random gradient u is propagated back twice: by the rules, and by autograd to the leaves.
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in messages}
     sums = {name: torch.zeros_like(leaf).flatten() for name, leaf in leaves.items()}
@@ -914,7 +834,8 @@ def verify_gradients(
                 part += gradient.to(part)
 
     with torch.enable_grad():
-        with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
+        forwards = explicit_forwards(assignment) if by_parts else _without_cudnn.held()
+        with forwards, forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
         u = noise_like(f)
         # With hooks and copies the output must be the same, and so must the gradients by the rules.
@@ -951,25 +872,3 @@ def no_copies(names: list[str]) -> str:
         "elementwise, give register_parameters the shape as which they are broadcast, or freeze "
         "them (requires_grad_(False))."
     )
-
-
-def _numbers_of(output: Any) -> Tensor:
-    """All numbers that a layer returned, in tuples or packed sequences too, as one vector."""
-    if isinstance(output, Tensor):
-        return output.flatten()
-    return torch.cat([_numbers_of(part) for part in output if part is not None])
-
-
-def _without_graph(arguments: Any) -> Any:
-    """Arguments as constants. A tensor that is passed twice stays one: attention tests for that."""
-    known: dict[int, Tensor] = {}
-
-    def constant(value: Any) -> Any:
-        if isinstance(value, tuple):
-            parts = [constant(part) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        return known.setdefault(id(value), value.detach()) if isinstance(value, Tensor) else value
-
-    if isinstance(arguments, dict):
-        return {key: constant(value) for key, value in arguments.items()}
-    return constant(arguments)
