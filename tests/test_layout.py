@@ -158,7 +158,8 @@ with suppress(SystemExit):
     "commands": "import marglik.cli, marglik.runs.train",
     "training, fitting and evaluating": """
 run, model = sys.argv[1], "--model MLP --model.in_features 64 --model.hidden [4]".split()
-options = "--epochs 1 --prior.every 1 --prior.steps 1 --ood.num_images 20 --no_progress".split()
+options = "--epochs 1 --prior.every 1 --prior.steps 1 --ood.num_images 20".split()
+options += ["--no_progress", "--no_baseline"]
 with warnings.catch_warnings():
     warnings.simplefilter("default")  # other packages' at work are none of ours
     assert main(["train", "--config", "digits", *model, *options, "--output", run]) == 0

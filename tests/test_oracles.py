@@ -18,16 +18,12 @@ from tests.oracles import (
     kfac_from_uses,
     layer_blocks,
     loss_hessian,
-    loss_hessians,
     nearest_kronecker,
 )
 from tests.positions import positions_of
 from tests.random_numbers import error, normal
-from tests.taps import reference_blocks, uses_of
 
 close = torch.testing.assert_close
-OTHER = {"expand": "reduce", "reduce": "expand"}
-MODES = list(OTHER)
 
 
 class Mean(nn.Module):
@@ -235,46 +231,6 @@ def test_ragged_examples_by_hand():
         kfac_from_uses([Use(a, b)], one, "auto")
 
 
-def deep(taps, x, W: Tensor) -> Tensor:
-    return taps.linear(taps.linear(x, W, None, ("W", "")), W, None, ("W", ""))
-
-
-@pytest.mark.parametrize("approx", MODES)
-def test_uses_in_depth_are_not_exact_even_for_one_example(approx):
-    W, x = normal(2, 2), normal(1, 2, seed=1)
-    exact = dense_ggn_of(lambda p: x @ p["W"].T @ p["W"].T, {"W": W}, "regression")
-    found = reference_blocks(deep, [(x_n, W) for x_n in x], "regression", approx)["W"]
-    a, b = torch.stack([x[0], W @ x[0]]), torch.stack([W, torch.eye(2).double()])
-    if approx == "reduce":
-        a, b = a.mean(0, keepdim=True), b.sum(0, keepdim=True)
-    close(found, torch.kron(torch.einsum("rci,rcj->ij", b, b), a.T @ a / len(a)))
-    assert error(found, exact) > 0.1
-
-
-def language_model(taps, tokens, W: Tensor) -> Tensor:
-    """Embedding weight (V, d) that is the weight of the output layer, too."""
-    return taps.linear(taps.embedding(tokens, W, "W").tanh(), W, None, ("W", ""))
-
-
-@pytest.mark.parametrize("approx", MODES)
-def test_opposite_orientations_are_the_nearest_product_to_the_sum(approx):
-    W, tokens = normal(4, 2), torch.tensor([[0, 1, 3], [2, 1, 1]])
-    uses, outputs = uses_of(language_model, [(t, W) for t in tokens])
-    embedding, linear = uses[("W", 0)]
-    assert embedding.input_first and not linear.input_first
-    hessians = loss_hessians(outputs, "classification")
-    B1, A1 = kfac_from_uses([embedding], hessians, approx)
-    B2, A2 = kfac_from_uses([linear], hessians, approx)
-    total = torch.kron(A1, B1) + torch.kron(B2, A2)
-    found = reference_blocks(language_model, [(t, W) for t in tokens], "classification", approx)[
-        "W"
-    ]
-    close(found, torch.kron(*nearest_kronecker([(A1, B1), (B2, A2)])))
-    assert error(found, total) < min(
-        error(torch.kron(A1, B1), total), error(torch.kron(B2, A2), total)
-    )
-
-
 def test_nearest_product_is_semidefinite_and_no_other_is_nearer():
     pairs = [(normal(3, 2, seed=k), normal(2, 2, seed=10 + k)) for k in range(3)]
     blocks = [(M @ M.T, K @ K.T) for M, K in pairs]
@@ -291,36 +247,6 @@ def test_nearest_product_is_semidefinite_and_no_other_is_nearer():
     rearranged = total.reshape(3, 2, 3, 2)
     close(torch.einsum("iajb,ab->ij", rearranged, S) / S.pow(2).sum(), F)
     close(torch.einsum("iajb,ij->ab", rearranged, F) / F.pow(2).sum(), S)
-
-
-def graph(taps, x, W: Tensor, aggregation: str, ragged: bool) -> Tensor:
-    f = taps.linear(x, W, None, ("W", ""), ragged=ragged)
-    scales = {"sum": 1.0, "mean": 1 / len(x), "root": 1 / math.sqrt(len(x))}
-    return scales[aggregation] * f.sum(0) if aggregation != "none" else f
-
-
-AGGREGATIONS = {  # (aggregation, ragged) -> the mode that is exact
-    ("none", True): "expand",  # one loss term for each node
-    ("mean", False): "reduce",
-    ("root", True): "reduce",
-    **dict.fromkeys([("sum", False), ("sum", True), ("mean", True), ("root", False)], "neither"),
-}
-
-
-@pytest.mark.parametrize("setting", AGGREGATIONS)
-def test_ragged_modes_are_exact_in_their_settings_only(setting):
-    W, graphs = normal(2, 3), [normal(size, 3, seed=size) for size in (1, 4, 2)]
-    scales = {"sum": lambda V: 1.0, "mean": lambda V: 1 / V, "root": lambda V: V**-0.5}
-
-    def outputs(p, x):
-        f = x @ p["W"].T
-        return scales[setting[0]](len(x)) * f.sum(0)[None] if setting[0] in scales else f
-
-    exact = sum(dense_ggn_of(lambda p, x=x: outputs(p, x), {"W": W}, "regression") for x in graphs)
-    for mode in MODES:
-        found = reference_blocks(graph, [(x, W, *setting) for x in graphs], "regression", mode)
-        assert (error(found["W"], exact) < 1e-12) == (mode == AGGREGATIONS[setting])
-        assert mode == AGGREGATIONS[setting] or error(found["W"], exact) > 0.1
 
 
 # --- evidences ---

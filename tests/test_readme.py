@@ -187,9 +187,9 @@ def test_commands_are_those_of_the_programs(page, capsys):
 
 
 def test_commands_after_make_train_run_as_they_stand(capsys, monkeypatch):
-    """But for the epochs of training, and with a quarter of the digits."""
+    """But for the epochs of training, and with an eighth of the digits."""
     digits = datasets.load_digits()
-    few = SimpleNamespace(images=digits.images[::4], target=digits.target[::4])
+    few = SimpleNamespace(images=digits.images[::8], target=digits.target[::8])
     monkeypatch.setattr(datasets, "load_digits", lambda: few)
     found = commands((ROOT / "docs/after-training.md").read_text())
     of_digits = [c[1:] for c in found if c[0] == "marglik" and "digits" in " ".join(c)]

@@ -32,7 +32,7 @@ from experiments.weight_decay import (
     presets,
     weight_decay_study,
 )
-from experiments.weight_decay.training import convolutions, digits, no_norm
+from experiments.weight_decay.training import convolutions, digits, mlp, no_norm
 from marglik.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
@@ -138,6 +138,10 @@ SPLITS = Splits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
 WRN = {"batch_size": 1, "width": 1, "repetitions": 1}
 
 
+def few_digits():
+    return tuple(part[:200] for part in digits())
+
+
 class Blobs:
     def __init__(self, seed=0):
         pass
@@ -237,10 +241,12 @@ def small_learned_ranges(patch):
     for name in ("digits, ±45°", "CIFAR-10 (JPEG), 1,000"):
         data = learned_ranges.PROBLEMS[name]
         # Digits in three colours stand in for the photos.
-        images = (lambda: (digits()[0].expand(-1, 3, -1, -1), digits()[1])) if data.colour else None
+        images = few_digits
+        if data.colour:
+            images = lambda: (few_digits()[0].expand(-1, 3, -1, -1), few_digits()[1])  # noqa: E731
         small = replace(
-            data, examples=50, held_out=20, epochs=2, data=images or data.data,
-            network=(lambda: convolutions(no_norm, "pooled", 3)) if images else data.network,
+            data, examples=50, held_out=20, epochs=2, data=images,
+            network=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.network,
         )  # fmt: skip
         patch.setitem(learned_ranges.PROBLEMS, name, small)
     patch.setattr(learned_ranges, "SHARES", (0.5,))
@@ -286,8 +292,9 @@ def small_weight_decay_study(patch):
         "MEMBERS": 2,
     }.items():
         patch.setattr(weight_decay_study, name, value)
-    problem = weight_decay_study.PROBLEMS["digits, MLP"]
-    small = replace(problem, training=replace(problem.training, epochs=6))
+    network = lambda: mlp(64, 10, no_norm, hidden=8)  # noqa: E731
+    training = replace(weight_decay_study.PROBLEMS["digits, MLP"].training, make=network, epochs=6)
+    small = weight_decay_study.Problem(few_digits, training, held_out=60)
     patch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
     # IVON's package comes with [bench] alone.
     patch.setattr(weight_decay_study.Ways, "ivon", lambda ways, *pair: ways.swag(1e-3))

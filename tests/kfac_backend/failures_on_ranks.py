@@ -1,18 +1,14 @@
 """What goes wrong on one of two ranks, and what each is told; see `tests.worlds`."""
 
 import os
-import signal
-import sys
 import time
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_backend import kronecker_factors
-from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import data, network
 
@@ -75,30 +71,3 @@ def late(seconds: float) -> tuple[str, float]:
     if ranks.rank == 1:
         time.sleep(seconds)
     return told(lambda: ranks.gather(0, "a test")), time.monotonic() - start
-
-
-def main(fault: str) -> None:
-    """A program under torchrun, whose rank 1 fails in its 15th forward pass."""
-    dist.init_process_group("gloo")
-    model, (x, y) = network(), data(8)
-    optimizer = KFAC(model, "classification")
-    calls = []
-
-    def fail(*_) -> None:
-        calls.append(1)
-        if len(calls) == 15 and dist.get_rank() == 1:
-            if fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("a fault of rank 1")
-
-    model.register_forward_pre_hook(fail)
-    for _ in range(30):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-        optimizer.step()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -84,23 +84,6 @@ def test_images_of_different_sizes_weigh_by_their_positions():
     assert_close(A, rows.mT @ rows / len(rows))
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
-def test_empirical_fisher_of_scalars_and_biases_is_the_outer_product(likelihood):
-    model, (x, y) = network(), data()
-    if likelihood != "classification":
-        y = torch.rand(7, 3, dtype=torch.float64)
-    expected = oracles.empirical_fisher_blocks(model, x, y, likelihood)
-    factors = kronecker_factors(
-        model, [(x, y)], likelihood, kfac_approx="reduce", fisher="empirical"
-    )
-    for name in ("0.bias", "1.bias", "3.bias", "4.scale", "5.bias", "10.bias"):
-        assert_close(factors.to_dense(name), expected[name])
-    # With one example K-FAC of the last layer is the outer product as well.
-    one = kronecker_factors(model, [(x[:1], y[:1])], likelihood, fisher="empirical")
-    expected = oracles.empirical_fisher_blocks(model, x[:1], y[:1], likelihood)
-    assert_close(one.to_dense("10.weight"), expected["10.weight"])
-
-
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_monte_carlo_fisher_converges_to_the_exact_one(kfac_approx):
     model, (x, y) = network(), data(3)

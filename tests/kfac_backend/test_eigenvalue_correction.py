@@ -65,10 +65,11 @@ EXACT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_diagonal_of_the_exact_block(name, kfac_approx):
+def test_equals_the_diagonal_of_the_exact_block(name):
+    """In the basis of one of the modes, which is all that they differ in."""
     model, x = case(name)
+    kfac_approx = MODES[len(name) // 3 % 2]
     likelihood = LIKELIHOODS[len(name) % 3]
     y = targets(model(x).detach(), likelihood)
     batches = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]

@@ -1,5 +1,7 @@
 """Errors and Ctrl-C in a pass or a covariance: the model is afterwards what it was."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +10,24 @@ from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.model.calls import call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from tests.interrupts import everything_of
 from tests.kfac_backend.covariance.posteriors import precision_of
+
+
+def everything_of(model: nn.Module) -> dict[str, Any]:
+    """What must be the same afterwards: values, objects and their types, flags, hooks, modes."""
+    found: dict[Any, Any] = {"grad mode": torch.is_grad_enabled()}
+    for name, module in model.named_modules():
+        found[name, "mode"] = module.training
+        found[name, "forward"] = vars(module).get("forward")
+        for key, value in vars(module).items():
+            if key.endswith(("_hooks", "_with_kwargs", "_always_called")):
+                found[name, key] = dict(value)
+        for local, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                flags = type(tensor), tensor.requires_grad, tensor.grad is None, tensor.dtype
+                found[name, local] = id(tensor), *flags
+                found[name, local, "values"] = tensor.detach().flatten().tolist()
+    return found
 
 
 @pytest.fixture

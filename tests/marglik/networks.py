@@ -19,37 +19,6 @@ class WithBilinear(nn.Module):
         return self.product(x.flatten(1), x.flatten(1))
 
 
-class TwiceLinear(nn.Module):
-    """Applies one layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(64, 64), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, 1, 8, 8) as logits (N, 10)."""
-        return self.out(self.fc(self.fc(x.flatten(1))))
-
-
-class WithBatchNorm(nn.Sequential):
-    """Normalises its features."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
-
-
-class ReturnsTuple(nn.Module):
-    """Returns its features as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, 1, 8, 8) as logits (N, 10) and features (N, 64)."""
-        return self.fc(x.flatten(1)), x.flatten(1)
-
-
 def randomised(model: nn.Module) -> nn.Module:
     """The model in float64, with random biases and norms too, so that each parameter matters."""
     torch.manual_seed(0)

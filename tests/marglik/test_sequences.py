@@ -186,6 +186,10 @@ def test_each_position_is_predicted_by_its_own_covariance(laplace, method, layer
     x, _ = data()
     f, covariance = laplace.output_distribution(x, layers)
     assert covariance.shape == (N, R, C, C)
+    mask, order = torch.rand(N, R) < 0.5, torch.tensor([2, 0])  # as answers of multiple choice
+    chosen = laplace.output_distribution(x, layers, positions=mask, classes=order)
+    wanted = f[mask][:, order], covariance[mask][:, order][:, :, order]
+    assert_close(chosen, wanted)
     noise = torch.randn(50, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = predict_from_gaussian(
         f.flatten(0, 1), covariance.flatten(0, 1), "classification", method, noise

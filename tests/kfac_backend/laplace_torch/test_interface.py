@@ -46,32 +46,6 @@ def fitted(data=None, model=None, likelihood="classification", *, backend=KfacGG
     return la
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "backend", "kfac_approx"),
-    [("classification", KfacGGN, "expand"), ("regression", KfacEF, "reduce")],
-)
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-@pytest.mark.parametrize("subset", ["all", "last_layer"])
-def test_fits_tunes_and_predicts(subset, structure, backend, likelihood, kfac_approx):
-    data = loader(likelihood)
-    la = fitted(
-        data, None, likelihood, backend=backend, subset_of_weights=subset, prior_precision=30.0,
-        hessian_structure=structure, backend_kwargs={"kfac_approx": kfac_approx},
-    )  # fmt: skip
-    before = la.log_marginal_likelihood()
-    la.optimize_prior_precision(n_steps=20, init_prior_prec=30.0)
-    assert la.log_marginal_likelihood() > before
-    x = data.dataset.tensors[0][:5]
-    for pred_type, link in [("glm", "probit"), ("glm", "mc"), ("glm", "bridge"), ("nn", "mc")]:
-        prediction = la(x, pred_type=pred_type, link_approx=link, n_samples=10)
-        if likelihood == "classification":
-            assert_close(prediction.sum(-1), torch.ones(5).double(), atol=1e-6, rtol=0)
-        else:
-            mean, variance = prediction
-            assert mean.shape == (5, 3)
-            assert (torch.as_tensor(variance).diagonal(dim1=-2, dim2=-1) >= 0).all()
-
-
 @pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize(
     ("backend", "peer", "likelihood"),

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import (
-    MODES,
     OTHER,
     assert_blocks,
     randomize,
@@ -33,13 +32,6 @@ def tokens_of(*shape: int, vocabulary: int = 5, seed: int = 0) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def labels_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return tokens_of(*model(tokens).shape[:-1], vocabulary=2, seed=1)
-
-
-PADDINGS = {"none": {}, "first": {"padding_idx": 0}}
-
-
 @pytest.mark.parametrize(("mode", "pool"), [("expand", False), ("reduce", True)])
 def test_exact_in_its_setting(mode, pool):
     model, tokens = randomize(Tokens(pool, linear=True)), tokens_of(4, 3)
@@ -48,22 +40,6 @@ def test_exact_in_its_setting(mode, pool):
     assert_blocks(kronecker_factors(model, [(tokens, y)], "regression", kfac_approx=mode), exact)
     other = kronecker_factors(model, [(tokens, y)], "regression", kfac_approx=OTHER[mode])
     assert error(other.to_dense("embed.weight"), exact["embed.weight"]) > 0.1
-
-
-def test_padding_is_what_makes_the_difference():
-    plain, padded = (randomize(Tokens(True, **PADDINGS[p])) for p in ("none", "first"))
-    tokens = tokens_of(3, 4)
-    tokens[:, 0] = 0
-    y = labels_of(plain, tokens)
-    for mode in MODES:
-        first, second = (
-            kronecker_factors(m, [(tokens, y)], "classification", kfac_approx=mode)
-            for m in (plain, padded)
-        )
-        kept = slice(3, None)  # tokens that are no padding
-        blocks = [f.to_dense("embed.weight")[kept, kept] for f in (first, second)]
-        assert error(*blocks) > 0.05
-        assert_blocks(first, {k: second.to_dense(k) for k in second.blocks if "head" in k})
 
 
 def test_tokens_in_floating_point():

@@ -68,15 +68,6 @@ def decoded_by_pil(files, split, mode="RGB"):
     return torch.from_numpy(pixels), torch.tensor(labels)
 
 
-def synthetic(counts, size=4, seed=0):
-    """counts[k] random images of class k, all different, in random order."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    labels = labels[torch.randperm(len(labels), generator=generator)]
-    shape = (len(labels), 3, size, size)
-    return torch.randint(256, shape, generator=generator, dtype=torch.uint8), labels.contiguous()
-
-
 def splits_of(splits):
     return [s for s in (splits.train, splits.validation, splits.test) if s is not None]
 

@@ -39,23 +39,6 @@ def test_predictives_of_laplace_torch(options):
     assert_close(*probabilities)
 
 
-def test_regression_and_samples_of_laplace_torch():
-    ours, theirs, x = pair("regression", sigma_noise=0.4)
-    assert_close(ours(x), theirs(x))
-    assert_close(ours(x, diagonal_output=True), theirs(x, diagonal_output=True))
-    for likelihood in ("regression", "classification"):
-        ours, theirs, x = pair(likelihood)
-        for draw in ("functional_samples", "predictive_samples"):
-            for options in ({}, {"diagonal_output": True}):
-                samples = [
-                    getattr(la, draw)(x, generator=torch.Generator().manual_seed(0), **options)
-                    for la in (ours, theirs)
-                ]
-                assert_close(*samples)
-    with pytest.raises(pytest.fail.Exception):  # needs covariances between inputs
-        pair("regression")[0](x, joint=True)
-
-
 def test_backprop_takes_laplace_torchs_way():
     la, x = fitted(enable_backprop=True)
     x = x[:2].clone().requires_grad_()

@@ -79,8 +79,11 @@ def test_no_grid_point_is_better(likelihood, link):
     assert_close(fit.nll, float(nll(data, link, fit.calibration)), rtol=1e-6, atol=1e-6)
     assert (fit.map_calibration.covariance_scale, fit.num_terms) == (0, 60)
     best = fit.nll + cost(fit.calibration) / 60
-    for scale in [0.0, *torch.logspace(-3, 2, 7).tolist()]:
-        for value in torch.logspace(-1, 1, 7).tolist():
+    s, sharpness = fit.calibration.covariance_scale, fit.calibration.output_temperature
+    sharpness = fit.calibration.sigma_noise or sharpness
+    near = (0.95, 0.99, 1.01, 1.05)
+    for scale in [0.0, *torch.logspace(-3, 2, 7).tolist(), *(s * by for by in near)]:
+        for value in [*torch.logspace(-1, 1, 7).tolist(), *(sharpness * by for by in near)]:
             sharp = (1.0, value) if likelihood == "regression" else (value,)
             tried = Calibration(scale, *sharp)
             assert nll(data, link, tried) + cost(tried) / 60 >= best - 1e-9  # nats

@@ -1,7 +1,5 @@
 """`marglik fit`, `evaluate` and `report`: posteriors of trained networks, metrics, pages."""
 
-import shutil
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -176,13 +174,3 @@ def test_a_class_of_ones_own(trained, checkpoint, tmp_path, monkeypatch, capsys)
     message = refusal(capsys, "evaluate", "a")
     assert "name it on the command line: --model my_net_of_test.MyNet" in message
     evaluate(tmp_path / "a", "--model", "my_net_of_test.MyNet")
-
-
-def test_a_damaged_posterior_is_one_line(run, capsys):
-    factors = run / "posterior.safetensors"
-    factors.write_bytes(factors.read_bytes()[:-4])
-    assert "posterior.safetensors is missing, or not" in refusal(capsys, "evaluate", str(run))
-    (run / "posterior.json").unlink()
-    assert "(posterior.json is missing)" in refusal(capsys, "evaluate", str(run))
-    shutil.rmtree(run)
-    assert "does not exist" in refusal(capsys, "evaluate", str(run))

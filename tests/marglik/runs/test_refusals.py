@@ -19,26 +19,14 @@ TRAINS = {
         ["--prior.structure", "{conv: 'conv*', rest: '*'}"],
         "Prior group 'conv' ('conv*') matches no parameter",
     ),
-    "a mode of no layer": (
-        ["--curvature.kfac_approx", "{head: expand, '*': reduce}"],
-        "The pattern 'head' of kfac_approx fits no layer; there are layers.1",
-    ),
     "model of another size": (
         ["--model.in_features", "9"],
         "cannot take shape (1, 8",
     ),
     "missing folder": (IMAGES, "images/train' is not a folder"),
-    "too few to hold out": (
-        ["--data.data.validation", "0", "--held_out", "0.001"],
-        "would be divided into 0 and 268; both parts need at least 3",
-    ),
     "a layer without a rule": (
         ["--model", "tests.marglik.networks.WithBilinear", "--data", "Digits"],
         "(Bilinear) has no K-FAC rule. Supported: ",
-    ),
-    "a tuple": (
-        ["--model", "tests.marglik.networks.ReturnsTuple", "--data", "Digits"],
-        "The model returned tuple",
     ),
 }
 
@@ -61,9 +49,7 @@ FITS = {
     "no such checkpoint": (["--checkpoint", "/no/such.pt"], "No checkpoint at /no/such.pt"),
     "another network": (["--model.hidden", "[9]"], "'layers.1.weight' has shape (6, 64) there"),
     "other classes": (["--data", "marglik.data.Digits"], "has 10 classes; set --model.num_classes"),
-    "another likelihood": (["--likelihood", "regression"], "'regression' needs the same shape"),
     "a bound that is maximised": (["--curvature.corrected", "true"], "makes the evidence a lower"),
-    "empty batches": (["--batch_size", "0"], "batch_size must be at least 1, not 0"),
     "the folder that would be cleared": (["--output", "."], "net.safetensors is in the output"),
 }
 

@@ -15,12 +15,9 @@ from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import (
     Hyperparameters,
     OnlineTraining,
-    Posterior,
     PriorGroups,
     PriorLearner,
     Schedule,
-    map_predictive,
-    predict_all,
 )
 from marglik.training.loaders import MergedBatches, count_examples
 from marglik.training.optimizers import KfacConfig, OptimizerConfig, build_optimizer
@@ -369,54 +366,6 @@ def test_a_loader_that_does_not_keep_its_word():
 
 
 # --- its loaders ---
-
-
-class Counting:
-    """A loader that notes what each pass over it was given."""
-
-    def __init__(self, loader):
-        self.loader, self.passes = loader, []
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-    def __len__(self):
-        return len(self.loader)
-
-    def __iter__(self):
-        taken = []
-        self.passes.append(taken)
-        batches = iter(self.loader)  # now, as a DataLoader does, and not with the first batch
-
-        def each():
-            for x, y in batches:
-                taken.extend(x[:, 0].tolist())
-                yield x, y
-
-        return each()
-
-
-PASSES = {  # passes over all of the data, after those that look at a first batch
-    "fit": (lambda model, loader: Posterior(model, "classification").fit(loader), 1, 0),
-    "predictions": (lambda model, loader: predict_all(map_predictive(model), loader), 1, 0),
-    "online training": (
-        lambda model, loader: training(
-            model=model, delta=1.0, loader=loader, learns=True, schedule=Schedule(2, every=2)
-        ).run(), 3, 1,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_each_pass_iterates_once(name):
-    run, expected, looks = PASSES[name]
-    torch.manual_seed(0)
-    x = torch.arange(32.0).reshape(8, 4)
-    loader = Counting(DataLoader(TensorDataset(x, torch.arange(8) % 2), 3, shuffle=True))
-    run(nn.Linear(4, 2), loader)
-    assert len(loader.passes) == looks + expected
-    for taken in loader.passes[looks:]:
-        assert sorted(taken) == [4.0 * i for i in range(8)]
 
 
 @pytest.mark.parametrize(("drop_last", "expected"), [(False, 8), (True, 6)])

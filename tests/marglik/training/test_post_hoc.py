@@ -88,16 +88,16 @@ class Problem:
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "structure"),
+    ("likelihood", "structure", "temperature"),
     [
-        ("classification", "scalar"),
-        ("regression", "layerwise"),
-        ("bernoulli", "kind"),
-        ("classification", "rules"),
+        ("classification", "scalar", 0.4),
+        ("regression", "layerwise", 1.0),
+        ("bernoulli", "kind", 2.0),
+        ("classification", "rules", 1.0),
     ],
 )
-def test_the_gradient_is_zero_at_the_top(likelihood, structure):
-    problem = Problem(likelihood)
+def test_the_gradient_is_zero_at_the_top(likelihood, structure, temperature):
+    problem = Problem(likelihood, temperature)
     start = dict.fromkeys(GROUPS[structure], 1.0)
     # Negative control: it is not at the start.
     assert problem.gradient((start, GROUPS[structure])).abs().max() > 0.1
