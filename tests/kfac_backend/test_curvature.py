@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import (
