@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.preconditioner import KfacPreconditioner
 from kfac_backend.options import check_option
@@ -70,6 +71,7 @@ class KFAC(Optimizer):
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
         **preconditioning: Any,
     ) -> None:
+        check_module(model)
         check_option("base", base, BaseOptimizer)
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]

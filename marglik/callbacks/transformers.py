@@ -11,6 +11,7 @@ prior.posterior  # fitted, with the learned weight decays
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from torch import nn
@@ -36,6 +37,8 @@ __all__ = ["MarginalLikelihood"]
 
 FOLDER = "marglik_prior"
 """Folder of the prior's state, in each checkpoint of the trainer."""
+MOST_LOGGED = 10
+"""Weight decays that are logged one by one; the trainer prints what it logs."""
 ROUNDING = 1e-6
 """Tolerance of the trainer's epoch, a float that rounding may put above a whole number."""
 
@@ -44,7 +47,8 @@ class MarginalLikelihood(TrainerCallback):
     """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
 
     After some epochs, and at the end, it updates the prior by the evidence on the training data,
-    and logs the evidence and the new weight decays through ``trainer.log``. Each checkpoint of the
+    and logs the evidence and the new weight decays through ``trainer.log``; of more than ten groups
+    the smallest, the median and the largest (``learner.record`` has all). Each checkpoint of the
     trainer gets a folder with its state; checkpoints hold the parameters of the steps, the model
     holds their average when the training ends (not with ``load_best_model_at_end``, which chooses
     a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required.
@@ -169,6 +173,12 @@ class MarginalLikelihood(TrainerCallback):
         self._log(self.learner.end_of_training())
 
     def _log(self, found: dict[str, float]) -> None:
+        decays = {name: v for name, v in found.items() if name.startswith("weight_decay/")}
+        if len(decays) > MOST_LOGGED:
+            *_, largest = values = sorted(decays.values())
+            few = {"smallest": values[0], "median": median(values), "largest": largest}
+            found = {name: v for name, v in found.items() if name not in decays}
+            found |= {f"weight_decay/{name}": value for name, value in few.items()}
         if found:
             self._trainer.log({f"prior/{name}": value for name, value in found.items()})
 

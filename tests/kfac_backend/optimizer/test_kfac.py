@@ -149,3 +149,8 @@ def test_fabric_with_accumulation_and_clipping(precision):
     rough = {"rtol": 1e-4, "atol": 1e-6} if precision == "32-true" else {"rtol": 0.2, "atol": 5e-3}
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(p, q, **rough)
+
+
+def test_parameters_in_place_of_the_model_are_named():
+    with pytest.raises(TypeError, match="The model is <generator .*; a torch.nn.Module is needed"):
+        KFAC(network().parameters(), "classification")  # pyright: ignore[reportArgumentType]

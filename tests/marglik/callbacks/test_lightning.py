@@ -63,8 +63,17 @@ def trainer(callback, epochs=EPOCHS, **options):
     )  # fmt: skip
 
 
-def test_decays_are_those_of_online_training_to_the_bit():
-    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+class Whole(Classifier):
+    """The module itself returns logits."""
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_decays_are_those_of_online_training_to_the_bit(whole):
+    own, module = (None, Whole()) if whole else ("net", Classifier())
+    prior = MarginalLikelihood("classification", network=own, **OPTIONS)
     trainer(prior).fit(module, loader())
     model = network()
     decays, evidence = online_training(model, sgd(model))
