@@ -14,10 +14,10 @@ from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layers.torch_layers import NAMED, RIGHT, around
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_against_brute_force(name, kfac_approx):
+def test_right_against_brute_force(name):
     model, x = around(RIGHT, name)
+    kfac_approx = MODES[len(name) % 2]  # which are the same where there is one position
     factors = kronecker_factors(
         model, [(x, torch.zeros(1).long())], "classification", kfac_approx=kfac_approx
     )

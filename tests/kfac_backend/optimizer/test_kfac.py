@@ -52,12 +52,11 @@ def test_is_the_preconditioner_and_torchs_optimiser(base):
     assert not torch.allclose(plain[8].weight, ours[8].weight)
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_it_trains(kfac_approx):
+def test_it_trains():
     """The loss falls, and faster than that of the base optimiser with the same learning rate."""
     x, y = data(40)
     model, plain = network(), network()
-    optimizer = KFAC(model, "classification", 0.01, options=OPTIONS, kfac_approx=kfac_approx)
+    optimizer = KFAC(model, "classification", 0.01, options=OPTIONS, kfac_approx="reduce")
     losses = train(model, optimizer, 40, x, y)
     base = torch.optim.SGD(plain.parameters(), 0.01, momentum=0.9, nesterov=True)
     assert losses[-1] < 0.5 * losses[0] and losses[-1] < train(plain, base, 40, x, y)[-1]
