@@ -262,14 +262,15 @@ def negative_log_scores(
     if of.kind == "numbers":
         mean, noise, spread = _moments(of, outputs, variance, sigma_noise)
         return -of.log_score(y, mean, noise + spread)
-    log_p = of.log_probabilities(probit_outputs(outputs, variance))
+    log_p = of.log_probabilities(probit_outputs(outputs, variance))  # (S, N, K) or (S, N, C, 2)
+    y, *_ = of.observed(y, variance)
+    if of.kind == "classes":  # before the mixture, so that it is one of N numbers
+        log_p = log_p.gather(-1, y.long()[..., None].expand(*log_p.shape[:-1], 1))
+        shares = torch.ones_like(log_p[0])
+    else:
+        shares = torch.stack([1 - y, y], -1)
     log_weights = -math.log(len(outputs)) if weights is None else weights[..., None].log()
-    log_p = (log_p + log_weights).logsumexp(0) if len(outputs) > 1 else log_p[0]
-    if of.kind == "binary":
-        y, *_ = of.observed(y.to(log_p), variance)
-        return -(torch.stack([1 - y, y], -1) * log_p).sum(-1)
-    labels, *_ = of.observed(y, variance)
-    return -log_p.gather(-1, labels.long()[..., None])
+    return -(shares * (log_p + log_weights).logsumexp(0)).sum(-1)
 
 
 def _moments(of: Likelihood, outputs: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
