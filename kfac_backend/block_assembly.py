@@ -10,7 +10,6 @@ embedding that is also its output layer.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Mode, PassOptions
 
 __all__ = [
-    "Part",
     "assemble_blocks",
     "check_memory",
     "collect_sums",
@@ -33,14 +31,6 @@ __all__ = [
 
 LARGE = 8192
 """Rows above which an error message calls a weight large."""
-
-
-class Part(NamedTuple):
-    """One layer's sums of a parameter, additive over the data."""
-
-    slot: tuple[int, int]
-    """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
-    sums: BlockSums
 
 
 def make_rules(
@@ -124,21 +114,21 @@ def check_memory(
     )
 
 
-def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[Part]]:
+def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[BlockSums]]:
     """Parameter name -> the sums of each layer that has it; ``rules`` is empty afterwards."""
-    parts: dict[str, list[Part]] = {}
+    found: dict[str, list[BlockSums]] = {}
     # A rule may hold as much again as its sums, so each is dropped before the next one's are made.
     while rules:
         tracked, rule = rules.popitem()
         for local, sums in rule.block_sums().items():
-            part = Part(tracked.slots.get(local, (0, 1)), sums)
-            parts.setdefault(tracked.parameters[local], []).append(part)
-    return parts
+            of_slot = sums._replace(slot=tracked.slots.get(local, (0, 1)))
+            found.setdefault(tracked.parameters[local], []).append(of_slot)
+    return found
 
 
-def assemble_blocks(parts: Mapping[str, list[Part]]) -> dict[str, KroneckerBlock]:
+def assemble_blocks(sums: Mapping[str, list[BlockSums]]) -> dict[str, KroneckerBlock]:
     """Parameter name -> block, A a mean over its terms; the sums become the blocks in place."""
-    return {name: _block(name, of_name) for name, of_name in parts.items()}
+    return {name: _block(name, of_name) for name, of_name in sums.items()}
 
 
 def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
@@ -193,11 +183,11 @@ def _kind(rule: Rule, local: str) -> tuple:
     return (type(rule), local)
 
 
-def _block(name: str, parts: list[Part]) -> KroneckerBlock:
+def _block(name: str, of_uses: list[BlockSums]) -> KroneckerBlock:
     """The block of a parameter, from all its slots or from both ways in which it is used."""
-    if len(parts) > 1 and parts[0].slot[1] > 1:
-        return _packed(name, parts)
-    blocks = [_one_block(name, part.sums) for part in parts]
+    if len(of_uses) > 1 and of_uses[0].slot[1] > 1:
+        return _packed(name, of_uses)
+    blocks = [_one_block(name, sums) for sums in of_uses]
     return blocks[0] if len(blocks) == 1 else nearest_kronecker(blocks)
 
 
@@ -211,11 +201,10 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     return KroneckerBlock(name, B, A, 0 if A is None else sums.num_terms)
 
 
-def _packed(name: str, parts: list[Part]) -> KroneckerBlock:
+def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:
     """The blocks of several maps as the groups of the tensor that holds them."""
-    ordered = sorted(parts, key=lambda part: part.slot[0])
-    assert [part.slot[0] for part in ordered] == list(range(parts[0].slot[1]))
-    sums = [part.sums for part in ordered]
+    sums = sorted(of_slots, key=lambda of_slot: of_slot.slot[0])
+    assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
     B = torch.cat([s.B for s in sums])
     inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:

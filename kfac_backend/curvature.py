@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.block_assembly import (
-    Part,
     assemble_blocks,
     check_memory,
     collect_sums,
@@ -27,6 +26,7 @@ from kfac_backend.block_assembly import (
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
     IGNORED,
@@ -414,7 +414,7 @@ class CurvaturePass:
             torch.rand((), generator=common, device=common.device)
         return sums
 
-    def _sums(self) -> tuple[dict[str, list[Part]], dict[str, Tensor]]:
+    def _sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """This process's sums, taken out of the rules: those of blocks, and others by name."""
         return collect_sums(self._rules), {}
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.block_assembly import Part
 from kfac_backend.blocks.block import CorrectedBlock, decompose_on_ranks
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
 from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Use
+from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.capture import unknown_examples
 from kfac_backend.model.checks import check_module
@@ -157,7 +157,7 @@ class CorrectionPass(CurvaturePass):
         self.reset()
         return replace(factors, blocks=blocks)
 
-    def _sums(self) -> tuple[dict[str, list[Part]], dict[str, Tensor]]:
+    def _sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """The second moments."""
         return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
 

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.block_assembly import Part
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Rule
 from kfac_backend.layers.gram import Gram
-from kfac_backend.layers.rule import FactorSum
+from kfac_backend.layers.rule import BlockSums, FactorSum
 from kfac_backend.loss import loss_sum
 from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.calls import plain_attention
@@ -143,7 +142,7 @@ class FactorGradientPass(CurvaturePass):
         scale = self._factors.num_data / sums.num_data
         return [scale * sums.others[str(k)] for k in range(len(self._tensors))]
 
-    def _sums(self) -> tuple[dict[str, list[Part]], dict[str, Tensor]]:
+    def _sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         return {}, {str(k): gradient for k, gradient in enumerate(self._gradients)}
 
     def add(self, x: Any, y: Any) -> None:

@@ -183,7 +183,7 @@ class PassSums:
     """A pass's sums over the data that one process, or all of them, have seen."""
 
     blocks: dict[str, list[Any]]
-    """Parameter name -> the sums of its layers, each a `block_assembly.Part`."""
+    """Parameter name -> the sums of its layers, each a `layers.rule.BlockSums`."""
     others: dict[str, Tensor]
     """Name -> a sum of any shape, such as a diagonal."""
     kfac_approx: KfacApprox
@@ -197,13 +197,13 @@ class PassSums:
     def map(self, change: Callable[[Tensor], Tensor]) -> "PassSums":
         """The sums with each tensor replaced."""
 
-        def of_part(part: Any) -> Any:
-            B, A = (None if F is None else change(F) for F in (part.sums.B, part.sums.A))
-            return part._replace(sums=part.sums._replace(B=B, A=A))
+        def of_layer(sums: Any) -> Any:
+            A = None if sums.A is None else change(sums.A)
+            return sums._replace(B=change(sums.B), A=A)
 
         return replace(
             self,
-            blocks={name: [of_part(part) for part in parts] for name, parts in self.blocks.items()},
+            blocks={name: list(map(of_layer, layers)) for name, layers in self.blocks.items()},
             others={name: change(tensor) for name, tensor in self.others.items()},
         )
 
@@ -229,13 +229,12 @@ class PassSums:
         counts = ("num_data", "num_loss_terms", "loss")
         totals: Any = {name: sum(getattr(one, name) for one in of_ranks) for name in counts}
 
-        def of_part(part: Any, *same: Any) -> Any:
-            number = sum(one.sums.num_terms for one in same)
-            return part._replace(sums=part.sums._replace(num_terms=number))
-
         blocks = {
-            name: list(map(of_part, parts, *(one.blocks[name] for one in of_ranks)))
-            for name, parts in self.blocks.items()
+            name: [
+                sums._replace(num_terms=sum(one.blocks[name][i].num_terms for one in of_ranks))
+                for i, sums in enumerate(layers)
+            ]
+            for name, layers in self.blocks.items()
         }
         return replace(self, blocks=blocks, **totals)
 

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram import DenseGram, Gram, is_tall, mirror_upper_half_, tall_product
-from kfac_backend.layers.window import Window, pad
+from kfac_backend.layers.window import Window, pad, patch_rows
 from kfac_backend.precision import at_least_float32
 
 __all__ = ["PatchGram", "cheapest_way"]
@@ -91,7 +91,7 @@ class PatchGram(Gram):
             row *= window.positions * window.kernel
         size = max(1, PATCH_BYTES.get(image.device.type, PATCH_BYTES["cuda"]) // row)
         for some in image.split(size):
-            self.add(_patch_rows(some, self.groups, axes))
+            self.add(patch_rows(some, self.groups, *axes))
 
     def add(self, rows: Float[Tensor, "G M kc"], fresh: bool = False) -> None:
         """Add patches, whose features are in the order (*kernel, channels)."""
@@ -366,25 +366,3 @@ def _num_frequencies(x: Window) -> int:
 def _zeros_behind(x: Window) -> int:
     """The number of zeros between lines: the largest shift between two offsets."""
     return x.reach - 1
-
-
-def _patch_rows(
-    image: Float[Tensor, "N C *sizes"], groups: int, axes: tuple[Window, ...]
-) -> Float[Tensor, "G M kc"]:
-    """The patches of all positions, features in the order (*kernel, channels)."""
-    # With channels last a patch is copied in long runs, which takes a third of the time.
-    P = pad(image, *axes).movedim(1, -1).contiguous()  # (N, *sizes, C)
-    N, C = len(P), P.shape[-1] // groups
-    of_image, *of_axes, of_channel = P.stride()
-    patches = P.as_strided(
-        (groups, N, *(w.positions for w in axes), *(w.kernel for w in axes), C),
-        (
-            C * of_channel,
-            of_image,
-            *(step * w.stride for step, w in zip(of_axes, axes, strict=True)),
-            *(step * w.dilation for step, w in zip(of_axes, axes, strict=True)),
-            of_channel,
-        ),
-    )
-    rows = N * math.prod(w.positions for w in axes)
-    return patches.reshape(groups, rows, C * math.prod(w.kernel for w in axes))

@@ -5,11 +5,11 @@ the batch axis second. A model declares this in its own forward, around the call
 must not be guessed from the data: a zero gradient, say, does not mean that a row is padding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Literal
 
 import torch
@@ -133,40 +133,9 @@ Run = SharedAxes | Literal["examples", "folded", "followed", "constant"]
 """
 
 
-@dataclass(frozen=True, eq=False)
-class _Declared:
-    """What a model declared, turned into `Rows` only when a curvature pass reads it.
-
-    The checks of the index wait for the GPU. Training runs the same forward and must not wait.
-    """
-
-    index: Tensor
-    num_examples: int
-    by_roots: bool
-    of_positions: bool
-    weights: Tensor | None = None
-
-    @cached_property
-    def rows(self) -> Rows:
-        index, N = self.index, self.num_examples
-        if index.dtype not in (torch.int64, torch.int32):
-            raise TypeError(
-                f"The examples of rows have dtype {index.dtype}; they must be integers."
-            )
-        flat = index.detach().flatten().long()
-        smallest, largest = (int(v) for v in torch.aminmax(flat)) if len(flat) else (0, -1)
-        if smallest < -1 or largest >= N:
-            raise ValueError(
-                f"A row belongs to example {smallest if smallest < -1 else largest}, but there are "
-                f"{N} examples; numbers must be 0 to N - 1, or -1 for rows that do not count."
-            )
-        known = torch.where(flat < 0, N, flat)
-        shape = tuple(index.shape)
-        weights = None if self.weights is None else self.weights.expand(shape).flatten()
-        return Rows(shape, known, N, smallest >= 0, self.by_roots, self.of_positions, weights)
-
-
-_current: ContextVar[_Declared | None] = ContextVar("kfac_backend.layers.rows", default=None)
+_current: ContextVar[Callable[[], Rows] | None] = ContextVar("rows", default=None)
+"""Returns what a model declared. The checks of the index wait for the GPU, so that they are made
+only when a curvature pass asks: training runs the same forward and must not wait."""
 
 
 def folded_rows(M: int, N: int, device: torch.device) -> Rows | None:
@@ -185,7 +154,7 @@ def current_rows() -> Rows | None:
         ValueError: a number outside of -1..N-1.
     """
     declared = _current.get()
-    return None if declared is None else declared.rows
+    return None if declared is None else declared()
 
 
 @contextmanager
@@ -217,7 +186,7 @@ def examples_of_rows(
     """
     declared = None
     if index is not None:
-        declared = _Declared(index, num_examples, by_roots, False, weights)
+        declared = partial(_checked, index, num_examples, by_roots, weights)
     with _declared(declared):
         yield
 
@@ -241,7 +210,8 @@ def counted_positions(mask: Tensor) -> Iterator[None]:
             f"The mask has dtype {mask.dtype}; it must be boolean, for example mask.bool()."
         )
     numbers = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1))
-    with _declared(_Declared(torch.where(mask, numbers, -1), len(mask), False, True)):
+    index = torch.where(mask, numbers, -1)
+    with _declared(partial(_checked, index, len(mask), of_positions=True)):
         yield
 
 
@@ -279,9 +249,31 @@ def rows_of_sequences(
 
 
 @contextmanager
-def _declared(declared: _Declared | None) -> Iterator[None]:
-    token = _current.set(declared)
+def _declared(rows: Callable[[], Rows] | None) -> Iterator[None]:
+    token = _current.set(rows and cache(rows))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def _checked(
+    index: Tensor,
+    N: int,
+    by_roots: bool = False,
+    weights: Tensor | None = None,
+    of_positions: bool = False,
+) -> Rows:
+    """The rows of an index with -1 for those that do not count, if all its numbers are right."""
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"The examples of rows have dtype {index.dtype}; they must be integers.")
+    flat = index.detach().flatten().long()
+    smallest, largest = (int(v) for v in torch.aminmax(flat)) if len(flat) else (0, -1)
+    if smallest < -1 or largest >= N:
+        raise ValueError(
+            f"A row belongs to example {smallest if smallest < -1 else largest}, but there are "
+            f"{N} examples; numbers must be 0 to N - 1, or -1 for rows that do not count."
+        )
+    known = torch.where(flat < 0, N, flat)
+    weights = None if weights is None else weights.expand(index.shape).flatten()
+    return Rows(tuple(index.shape), known, N, smallest >= 0, by_roots, of_positions, weights)

@@ -57,15 +57,17 @@ class Use:
 
 
 class BlockSums(NamedTuple):
-    """The sums of one parameter's block, before scaling; the factor over its rows comes first."""
+    """A layer's sums of one parameter's block, additive over the data, before scaling."""
 
     B: Tensor
-    """Sum over the data (G, d_out, d_out)."""
+    """The factor over the parameter's rows, a sum over the data (G, d_out, d_out)."""
     A: Tensor | None = None
     """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
     without an input factor."""
     num_terms: int = 0
     """The number of terms in A."""
+    slot: tuple[int, int] = (0, 1)
+    """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
 
 
 class FactorSum:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Window", "pad", "patch_sums", "patches", "windows"]
+__all__ = ["Window", "pad", "patch_rows", "patch_sums", "patches", "windows"]
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,28 @@ def patches(
             stride=(y.stride, x.stride),
         )  # (N, C·k1·k2, R)
         return unfolded.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
-    # Each step leaves an axis's positions in its place and appends its offsets as a last axis.
-    for axis, window in enumerate(axes, start=2):
+    by_group = _met(seen, 2, axes).unflatten(1, (groups, -1)).movedim(2, -1 - number)
+    return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)  # from (N, G, *R, c, *kernel)
+
+
+def patch_rows(
+    a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
+) -> Float[Tensor, "G M kc"]:
+    """The patches of all images as rows, features in the order (*kernel, channels).
+
+    In that order a patch is copied in long runs, which takes a third of the time.
+    """
+    number, last = len(axes), pad(a, *axes).movedim(1, -1).contiguous()
+    by_group = _met(last, 1, axes).unflatten(1 + number, (groups, -1)).movedim(1 + number, 0)
+    in_order = by_group.movedim(2 + number, -1)  # (G, N, *R, *kernel, c)
+    return in_order.flatten(2 + number).flatten(1, 1 + number)
+
+
+def _met(seen: Tensor, first: int, axes: tuple[Window, ...]) -> Tensor:
+    """A view of an image: an axis's positions in its place, its offsets in another at the end."""
+    for axis, window in enumerate(axes, start=first):
         seen = seen.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
-    by_group = seen.unflatten(1, (groups, -1)).movedim(2, -1 - number)  # (N, G, *R, c, *kernel)
-    return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)
+    return seen
 
 
 def patch_sums(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Float[Tensor, "N C *kernel"]:

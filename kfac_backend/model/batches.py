@@ -302,10 +302,7 @@ class Targets:
         if self._shifts is None and model is not None:
             self._shifts = self._shifts_inside(model, x, y)
         mask = mask_of(x, self.options.dict_key_mask) if self._likelihood.has_labels else None
-        if mask is not None and mask.shape == y.shape:
-            hidden = ~mask.to(y.device)
-        else:
-            hidden = None
+        hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
         if hidden is None and not self._shifts:
             return y
         if self._shifts and y.dim() < 2:
@@ -352,10 +349,9 @@ class Targets:
         # Step 1: two examples whose labels tell the two ways apart.
         if splits_by_example(x, y):
             counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
-            if counted.dim() > 1 and counted.shape[-1] > 1:
-                counted[..., 0] = False  # with shifted labels no output predicts the first one
-            telling = counted.flatten(1).any(1) if counted.dim() > 1 else counted
-            which = telling.nonzero().flatten()[:2]
+            if y.dim() > 1 and y.shape[-1] > 1:
+                counted = counted[..., 1:]  # with shifted labels no output predicts the first one
+            which = counted.reshape(len(y), -1).any(1).nonzero().flatten()[:2]
             x, y = examples(x, which), y[which]
             if not len(which):
                 return None
@@ -376,24 +372,17 @@ class Targets:
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
             return None  # reported by name, in the pass itself
         ways = {False: y} | ({True: _shifted(y)} if may_shift else {})
-        ours = {
-            shifts: float(loss_sum(at_least_float32(f), labels, self._likelihood))
-            for shifts, labels in ways.items()
-        }
-        counts = {
-            shifts: max(int(num_counted_terms(f, labels, self._likelihood)), 1)
-            for shifts, labels in ways.items()
-        }
+        means, fitting = [], []
+        for shifts, labels in ways.items():
+            ours = float(loss_sum(at_least_float32(f), labels, self._likelihood))
+            terms = max(int(num_counted_terms(f, labels, self._likelihood)), 1)
+            means.append(f"{ours / terms:.6g}")
+            if _is_our_loss(loss, ours, terms, f, self._likelihood):
+                fitting.append(shifts)
         # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
-        fitting = [
-            shifts
-            for shifts in ways
-            if _is_our_loss(loss, ours[shifts], counts[shifts], f, self._likelihood)
-        ]
         if len(fitting) == 1:
             self.may_ignore = self.may_ignore or may_shift
             return fitting[0]
-        means = [f"{ours[shifts] / counts[shifts]:.6g}" for shifts in ways]
         raise ValueError(
             f"{type(model).__name__} computes a loss from labels itself, {float(loss):.6g} for the "
             f"first examples. Per term ours is {' or, with labels shifted by one, '.join(means)}: "
