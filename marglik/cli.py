@@ -7,6 +7,7 @@ command needs is imported when it is asked for, since torch takes seconds.
 import inspect
 import json
 import os
+import re
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
@@ -130,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         said = " ".join(str(error).split()).rstrip(".")
         said = said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
-        _print_error(f"error: {said}. See marglik{f' {command}' if command else ''} --help.")
+        of_class = re.search(r"key \"(model|data|ood)\": .* class_path '(?:.*?)(\w+)'", said)
+        asked = "--{}.help {}".format(*of_class.groups()) if of_class else "--help"
+        _print_error(f"error: {said}. See marglik{f' {command}' if command else ''} {asked}.")
         return 2
     except Exception as error:
         from kfac_backend.files import DiskFullError  # late: imports torch
@@ -412,7 +415,8 @@ def _fill_in_sizes(options: Any) -> None:
     from marglik.runs.build import build_from_spec, sizes_of
 
     sizes = options.model.get("init_args") or {}
-    missing = [name for name in ("in_features", "num_classes") if sizes.get(name, 0) is None]
+    names = ("in_features", "num_classes", "in_channels", "image_size")
+    missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
         found = sizes_of(data.load())

@@ -108,8 +108,18 @@ class LeNet(nn.Module):
         ValueError: if ``image_size`` is below 4, or another argument below 1.
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> None:
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        in_channels: int | None = None,
+        image_size: int | None = None,
+    ) -> None:
         super().__init__()
+        if num_classes is None or in_channels is None or image_size is None:
+            raise ValueError(
+                f"num_classes={num_classes}, in_channels={in_channels}, image_size={image_size}: "
+                "pass all, as no data is there to infer them from."
+            )
         if image_size < 4:
             raise ValueError(
                 f"image_size={image_size}: LeNet halves the resolution twice and needs at least 4 "

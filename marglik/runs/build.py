@@ -322,7 +322,7 @@ def with_standardised_columns(
 
 
 def sizes_of(splits: Splits) -> dict[str, int]:
-    """The sizes "in_features" and "num_classes" of a network for this data."""
+    """The sizes of a network for this data, by the names of its arguments."""
     x, *_, y = tensors_in(splits.train)
     if splits.classes is not None:
         outputs = len(splits.classes)
@@ -330,4 +330,6 @@ def sizes_of(splits: Splits) -> dict[str, int]:
         outputs = y.shape[-1]
     else:
         outputs = 1 + max(int(labels.max()) for labels in (y, tensors_in(splits.test)[-1]))
-    return {"in_features": x[0].numel(), "num_classes": outputs}
+    sizes = {"in_features": x[0].numel(), "num_classes": outputs}
+    of_images = {"in_channels": x.shape[1], "image_size": x.shape[-1]} if x.dim() == 4 else {}
+    return sizes | of_images

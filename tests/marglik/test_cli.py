@@ -80,12 +80,18 @@ def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
         raise ValueError("enough")
 
     monkeypatch.setattr(Training, "train", train)
-    model = ["--model=MLP"] if joined else ["--model", "MLP"]
-    sizes = ["--model.in_features", "64", "--model.num_classes", "10"]
+    model = ["--model=MLP"] if joined else ["--model", "LeNet"]
     output = ["--output", str(tmp_path / "run")]
-    assert main(["train", *model, *sizes, "--data", "Digits", *output]) == 2
+    assert main(["train", *model, "--data", "Digits", *output]) == 2
     (found,) = built
     assert type(found).__module__.startswith("marglik.models")
+    first = next(found.parameters())  # of the size of the data: 8 x 8 pixels in grey
+    assert first.shape == ((128, 64) if joined else (6, 1, 5, 5))
+
+
+def test_options_of_a_class_are_named_where_one_is_wrong(capsys):
+    said = refusal(capsys, "train", "--model", "MLP", "--data", "Digits", "--data.root", "here")
+    assert "'root' is not accepted. See marglik train --data.help Digits." in said
 
 
 def test_what_matters_first_comes_first(capsys, monkeypatch):

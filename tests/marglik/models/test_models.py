@@ -108,8 +108,9 @@ IMAGES, TOKENS = torch.zeros(2, 1, 28, 28), torch.zeros(2, 7, dtype=torch.int64)
 BAD = [
     (WideResNetFixup, {"depth": 15}, None, "depth=15: .*6 n \\+ 4"),
     (WideResNetFixup, {"widen_factor": 0}, None, "widen_factor=0"),
-    (LeNet, {"image_size": 3}, None, "image_size=3: .* at least 4"),
-    (LeNet, {"num_classes": 0}, None, "num_classes=0"),
+    (LeNet, {"num_classes": 2}, None, "in_channels=None, image_size=None: pass all"),
+    (LeNet, {"num_classes": 2, "in_channels": 1, "image_size": 3}, None, "=3: .* at least 4"),
+    (LeNet, {"num_classes": 0, "in_channels": 1, "image_size": 8}, None, "num_classes=0"),
     (MLP, {"in_features": 4}, None, "in_features=4, num_classes=None: pass both"),
     (MLP, {"in_features": 4, "num_classes": 2, "hidden": (5, 0)}, None, r"hidden=\(5, 0\)"),
     (
