@@ -772,7 +772,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             "parts). Register parts for its class (register_rule), or freeze it "
             "(requires_grad_(False))."
             for p in d.layer.parameters()
-            if p.requires_grad
+            if names[id(p)] in assignment.names
         }
         for d in divided
     }
