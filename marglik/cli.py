@@ -1,4 +1,4 @@
-"""The command `marglik`: the options of its four commands, and the call of what they do.
+"""The command `marglik`: the options of its three commands, and the call of what they do.
 
 Options are fields of dataclasses, whose docstrings are their help, read by jsonargparse. What a
 command needs is imported when it is asked for, since torch takes seconds.
@@ -39,8 +39,7 @@ __all__ = ["main", "preset_names"]
 
 COMMANDS = {
     "train": "train on images, sequences, graphs, tensors; learn the weight decays",
-    "fit": "fit a posterior to a network that was trained elsewhere",
-    "evaluate": "compute metrics on test, shifted and out-of-distribution data",
+    "evaluate": "compute metrics on test and out-of-distribution data",
     "report": "write a page about one run, or several side by side",
 }
 ARGUMENTS = {"evaluate": "FOLDER [OPTIONS]", "report": "FOLDERS [OPTIONS]"}
@@ -50,7 +49,6 @@ DESCRIPTION = (
 )
 FUNCTIONS = {
     "train": "marglik.runs.train.train",
-    "fit": "marglik.runs.fit.fit",
     "evaluate": "marglik.runs.evaluate.evaluate_run",
     "report": "marglik.report.write_report",
 }
@@ -63,14 +61,14 @@ LONGEST = 500
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
-# Title -> options; what matters first comes first. "prior.steps" is the field of the config that is
-# the argument "prior" of `train` or `fit`; a name without a dot is a field of the argument "run".
+# Title -> options; what matters first comes first. "prior.steps" is the field of the config
+# that is the argument "prior" of `train`; a name without a dot is a field of the argument "run".
 TRAIN = {
     "the run": (
         "epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline",
         "optimizer.name", "optimizer.lr", "prior.weight_decay",
     ),
-    "training": ("augmentation", "held_out", "seed", "optimizer.kfac.damping"),
+    "training": ("augmentation", "held_out", "seed", "optimizer.damping"),
     "how the weight decays are learned": (
         "prior.structure", "prior.every", "prior.burn_in", "prior.steps", "prior.method",
         "prior.average", "prior.keep", "prior.curvature_from",
@@ -84,23 +82,6 @@ TRAIN = {
         "accelerator", "precision", "compile", "progress",
     ),
 }  # fmt: skip
-FIT = {
-    "the run": (
-        "output", "overwrite", "batch_size", "seed", "prior.method", "prior.structure",
-        "prior.weight_decay", "prior.temperature", "prior.sigma_noise", "prior.layers",
-    ),
-    "the curvature": (
-        "curvature.kfac_approx", "curvature.fisher", "curvature.mc_samples",
-        "curvature.corrected", "curvature.batch_size", "curvature.unsupported",
-        "curvature.diagonal_above", "curvature.backward_precision",
-    ),
-    "predictions": (
-        "predictive.method", "predictive.networks", "predictive.layers",
-        "predictive.batch_size", "predictive.calibration",
-    ),
-    "the machine": ("accelerator", "progress"),
-}  # fmt: skip
-GROUPS = {"train": TRAIN, "fit": FIT}
 BRIEF = ("the run", "training", "predictions")
 """The groups that --help shows; --help all shows all, with what each option does in full."""
 
@@ -153,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str | None, arguments: list[str]) -> None:
-    brief = bool({"-h", "--help"} & {*arguments}) and "all" not in arguments and command in GROUPS
+    brief = bool({"-h", "--help"} & {*arguments}) and "all" not in arguments and command == "train"
     parser, own = _parsers(command, brief)
     options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
     if command is None:  # parse_args leaves only for --help and --version
@@ -213,18 +194,21 @@ def _function(command: str) -> Callable[..., Any]:
 def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     """The arguments of the command's function, and those fields of its configs that are options."""
     if command == "report":
-        text = "Folders that marglik train, fit or evaluate has written; several are compared."
+        text = "Folders that marglik train or evaluate has written; several are compared."
         parser.add_argument("folders", nargs="+", type=str, help=text)
         text = "File to write the page to; null writes report.html into the first folder."
         parser.add_argument("--output", type=str | None, default=None, help=text)
         return
     _add_config(parser)
-    function, groups = _function(command), GROUPS.get(command, {})
-    configs = _configs(function) if groups else {}
-    skip: Any = {*configs, "run", "provenance"} if groups else set()
-    parser.add_function_arguments(function, as_positional=not groups, skip=skip)
+    function = _function(command)
+    if command == "evaluate":
+        parser.add_function_arguments(function)
+        return
+    configs, groups = _configs(function), TRAIN
+    skip: Any = {*configs, "run", "provenance"}
+    parser.add_function_arguments(function, as_positional=False, skip=skip)
     if brief:
-        groups = {title: names for title, names in groups.items() if title in BRIEF}
+        groups = {title: names for title, names in TRAIN.items() if title in BRIEF}
         for action in parser._actions:
             if action.dest == "print_config" or str(action.dest).endswith(".help"):
                 action.help = SUPPRESS
@@ -243,14 +227,14 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
 
     from marglik.runs.config import check_seed
 
-    if command in GROUPS:
+    if command == "train":
         _fill_in_sizes(options)
     provenance = _provenance(parser, options)
     # Before `instantiate`, which draws the model's initial parameters.
     check_seed(options.seed)
     torch.manual_seed(options.seed)
     function, arguments = _function(command), parser.instantiate(options).as_dict()
-    if command in GROUPS:
+    if command == "train":
         arguments = _with_configs(arguments, _configs(function)) | {"provenance": provenance}
     results = function(**arguments)
     if not _is_another_rank():

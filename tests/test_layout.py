@@ -153,19 +153,17 @@ from marglik import load_posterior, save_posterior, maximize_evidence""",
 with suppress(SystemExit):
     from marglik.cli import main
     main(["{command}", "--help"])"""
-        for command in ("train", "fit", "evaluate", "report")
+        for command in ("train", "evaluate", "report")
     },
     "commands": "import marglik.cli, marglik.runs.train",
-    "training, fitting and evaluating": """
+    "training and evaluating": """
 run, model = sys.argv[1], "--model MLP --model.in_features 64 --model.hidden [4]".split()
 options = "--epochs 1 --prior.every 1 --prior.steps 1 --ood.num_images 20".split()
 options += ["--no_progress", "--no_baseline"]
 with warnings.catch_warnings():
     warnings.simplefilter("default")  # other packages' at work are none of ours
     assert main(["train", "--config", "digits", *model, *options, "--output", run]) == 0
-    fit = ["fit", "--checkpoint", run + "/model.safetensors", *model, "--data", "Digits"]
-    assert main([*fit, "--output", run + "_fit", "--no_progress"]) == 0
-    assert main(["evaluate", run + "_fit", "--progress", "false"]) == 0""",
+    assert main(["evaluate", run, "--progress", "false"]) == 0""",
     "the adapter": "import marglik; marglik.KronLaplace, marglik.marglik_training",
 }
 
@@ -206,20 +204,20 @@ def test_importing_the_library_loads_no_adapter_plots_or_trainer(loaded):
     assert not loaded["the library"] & (LAPLACE | PLOTS | OTHERS | {"jsonargparse"})
 
 
-@pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "report"])
 def test_help_loads_neither_adapter_nor_plots_nor_trainer(command, loaded):
     assert not loaded[f"{command} --help"] & (LAPLACE | PLOTS | OTHERS - {"PIL"})
 
 
 def test_training_fitting_and_evaluating_do_without_laplace_torch(loaded):
-    assert not loaded["training, fitting and evaluating"] & LAPLACE
+    assert not loaded["training and evaluating"] & LAPLACE
 
 
 def test_the_adapter_loads_laplace_torch_when_first_used(loaded):
     """Which controls the other steps, too: a package that is loaded is seen."""
     assert "laplace" in loaded["the adapter"]
     assert "matplotlib" in loaded["the adapter"]
-    assert "lightning" not in loaded["training, fitting and evaluating"]
+    assert "lightning" not in loaded["training and evaluating"]
 
 
 @pytest.mark.parametrize("package", ["kfac_backend", "marglik"])

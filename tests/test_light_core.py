@@ -80,7 +80,6 @@ MISSING = {
     "kfac_backend.KfacGGN": ("laplace", "laplace"),
     "marglik.write_report(['.'])": ("yaml", "report"),
     "marglik.data.Digits().load()": ("sklearn", "statistics"),
-    "marglik.data.corrupt(torch.zeros(1, 3, 4, 4).byte(), 'blur', 1)": ("torchvision", "images"),
     "marglik.data.TableFile('table.csv').load()": ("pandas", "tables"),
 }  # fmt: skip
 

@@ -20,9 +20,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 IMPORTED = (
-    "lightning.fabric", "marglik.cli", "marglik.runs.evaluate", "marglik.runs.fit",
-    "marglik.runs.train", "marglik.report", "scipy.optimize", "sklearn.datasets",
-    "torch._dynamo",
+    "lightning.fabric", "marglik.cli", "marglik.runs.evaluate", "marglik.runs.train",
+    "marglik.report", "scipy.optimize", "sklearn.datasets", "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""
 ROOT = Path(__file__).parents[1]

@@ -25,20 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from experiments.data import archive, data_file
+from experiments.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from experiments.data.image_archive import ImageArchive
 from experiments.studies import markdown, mean_with_error, of_each_problem, study
 from experiments.weight_decay.presets import PRESETS
 from marglik.cli import main as marglik
 from marglik.data import (
-    CORRUPTIONS,
-    SEVERITIES,
     Batches,
     ClassSubset,
     DataSource,
     Digits,
     Noise,
     Splits,
-    corrupt,
     out_of_distribution_images,
 )
 from marglik.data.batches import split_batches

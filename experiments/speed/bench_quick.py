@@ -151,7 +151,7 @@ def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
         loader: yields the batches.
         batches: their number in an epoch, for the schedule.
     """
-    config = OptimizerConfig(lr=1e-6, min_lr=0.0)
+    config = OptimizerConfig(lr=1e-6)
     optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
     learner = PriorLearner("classification", curvature_from="pass", epochs=1000)
     training = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler)

@@ -1,7 +1,6 @@
 """Data: where it comes from, how it is divided and changed, and how it becomes batches."""
 
 from marglik.data.batches import Batches, crop_and_flip
-from marglik.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from marglik.data.files import TableFile, TensorFile
 from marglik.data.images import CIFAR10, SVHN, ClassSubset, Digits, ImageFolder
 from marglik.data.out_of_distribution import Noise, out_of_distribution_images
@@ -9,8 +8,6 @@ from marglik.data.splits import DataSource, Splits
 
 __all__ = [
     "CIFAR10",
-    "CORRUPTIONS",
-    "SEVERITIES",
     "SVHN",
     "Batches",
     "ClassSubset",
@@ -21,7 +18,6 @@ __all__ = [
     "Splits",
     "TableFile",
     "TensorFile",
-    "corrupt",
     "crop_and_flip",
     "out_of_distribution_images",
 ]

@@ -1,6 +1,6 @@
 """Small networks for small data: fully connected, and two convolutions with three linear layers.
 
-Sizes of None are those of the data: `marglik train` and `marglik fit` fill them in.
+Sizes of None are those of the data: `marglik train` fills them in.
 """
 
 from collections.abc import Sequence

@@ -3,11 +3,9 @@
 import base64
 import io
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,15 +14,11 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import each_batch
 from kfac_backend.ranks import Ranks
 from marglik.data import (
-    CORRUPTIONS,
-    SEVERITIES,
     Batches,
     DataSource,
     Splits,
-    corrupt,
     out_of_distribution_images,
 )
 from marglik.data.batches import Shard, split_batches
@@ -73,7 +67,6 @@ def evaluate(
     splits: Splits,
     likelihood: str,
     *,
-    shift: bool = False,
     ood: DataSource | OutOfDistributionImages | None = None,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
@@ -81,13 +74,12 @@ def evaluate(
     ranks: Ranks = Ranks(None),  # noqa: B008
     scores: dict[str, dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate predictives on test, validation, shifted and out-of-distribution data.
+    """Evaluate predictives on test, validation and out-of-distribution data.
 
     Args:
         predictives: name -> predictive; the most uncertain images are those of the last one.
         splits: the data; images are normalised by its mean and std.
         likelihood: likelihood of the predictives.
-        shift: whether to evaluate on corrupted test images as well, see `corrupt`.
         ood: out-of-distribution images, told by the predictive entropy.
         batch_size: number of test examples in a batch.
         device: device on which batches are made.
@@ -98,22 +90,19 @@ def evaluate(
             example, (N,). `compared` takes them, to compare two networks on the same examples.
 
     Returns:
-        For each predictive the metrics, under keys such as ``test/cls/NLL``, ``test/cal/ECE``,
-        ``shift/noise/3/cls/NLL`` and ``ood/AUROC``; intervals of the test metrics, and their
+        For each predictive the metrics, under keys such as ``test/cls/NLL``, ``test/cal/ECE``
+        and ``ood/AUROC``; intervals of the test metrics, and their
         differences from those of the first predictive (see `marglik.prediction.intervals`);
-        reliability, risk-coverage and ROC curves; errors by class; histograms of the predictive
-        entropy; and the seconds for the test set. For sequences, all of these are about positions
-        (tokens) that count, and the record has their number; intervals are given only if all
-        sequences have the same number of them.
+        reliability, risk-coverage and ROC curves; errors by class; and the seconds for the test
+        set. For sequences, all of these are about positions (tokens) that count, and the record has
+        their number; intervals are given only if all sequences have the same number of them.
 
     Raises:
-        ValueError: shifts or out-of-distribution data without images.
+        ValueError: out-of-distribution data without images.
     """
     of = likelihood_of(likelihood)
-    if not splits.are_images and (shift or ood is not None):
-        raise ValueError(
-            f"{splits.name} holds no images; shift and ood are for images. Leave them out."
-        )
+    if not splits.are_images and ood is not None:
+        raise ValueError(f"{splits.name} holds no images; ood is for images. Leave it out.")
     if isinstance(ood, DataSource):
         ood = out_of_distribution_images(ood, splits)
     *_, y = tensors_in(splits.test)
@@ -153,12 +142,6 @@ def evaluate(
             entry["metrics"] |= _prefixed("validation", of_validation)
         if ood is not None:
             _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
-        if shift:
-            shifts = list(product(CORRUPTIONS, SEVERITIES))
-            for kind, severity in each_batch(shifts, "Shifted test sets", progress, unit="set"):
-                pixels = corrupt(tensors_in(splits.test)[0], kind, severity)
-                of_shift = compute_metrics(predict_images(pixels, predict), y, likelihood)
-                entry["metrics"] |= _prefixed(f"shift/{kind}/{severity}", of_shift)
         if splits.are_images and of.kind == "classes":
             examples = _most_uncertain(prediction, splits)
             uncertain = {"predictive": label, "examples": examples}
@@ -180,7 +163,6 @@ def evaluate(
             "score": "entropy",
             "note": ood.note,
         },
-        "shift": {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)} if shift else None,
         "uncertain": uncertain,
         **environment(torch.device(device)),
     }
@@ -266,8 +248,6 @@ def _entry_of_test(prediction: Prediction, targets: Tensor, likelihood: str) -> 
         "reliability": reliability_curve(prediction, targets, likelihood),
     }
     of = likelihood_of(likelihood)
-    if of.kind != "numbers":
-        entry["entropy"] = _entropies(prediction, likelihood)
     if of.kind == "classes":
         labels, *_ = of.observed(targets, prediction.mean)
         entry["risk_coverage"] = risk_coverage_curve(prediction.mean, labels)
@@ -292,22 +272,10 @@ def _add_ood(
     if any(part.any() for part in epistemic):
         found = out_of_distribution_metrics(*epistemic)
         entry["metrics"]["ood/AUROC_epistemic"] = found["ood/AUROC"]
-    entry["entropy"]["ood"] = _entropies(outside, likelihood)["test"]
 
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{key}": value for key, value in values.items()}
-
-
-def _entropies(prediction: Prediction, likelihood: str) -> dict[str, list]:
-    """A histogram of the predictive entropy, from 0 to its largest value."""
-    largest = math.log(
-        prediction.mean.shape[1] if likelihood_of(likelihood).kind == "classes" else 2
-    )
-    # Rounding may put an entropy above its bound, where the histogram would not count it.
-    entropy = prediction.entropy.flatten().double().clamp(0, largest)
-    counts, edges = torch.histogram(entropy, ENTROPY_BINS, range=(0.0, largest))
-    return {"edges": edges.tolist(), "test": [int(count) for count in counts]}
 
 
 def _most_uncertain(prediction: Prediction, splits: Splits) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ dark one the page's style sheet inverts the charts.
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,18 +14,15 @@ from typing import Any
 
 from marglik.prediction.intervals import share_interval
 from marglik.report.contents import Predictive, Run
-from marglik.report.tables import METRICS, NOTHING, Row, Table, interval, number, percentage
+from marglik.report.tables import NOTHING, Row, Table, interval, number, percentage
 
 __all__ = [
     "Chart",
-    "entropy_chart",
-    "entropy_shares",
     "evidence_chart",
     "loss_chart",
     "ranges_chart",
     "reliability_chart",
     "share_chart",
-    "shift_charts",
     "weight_decay_charts",
 ]
 
@@ -43,7 +39,6 @@ HEIGHT, TALL = 340, 500
 """In pixels."""
 MOST_COLUMNS = 21
 """Most columns of a chart's table: of a longer curve it has points that are evenly spaced."""
-SHIFT_MEASURES = ("cls/NLL", "reg/NLL", "reg/RMSE", "cal/ECE")
 
 Trace = dict[str, Any]
 Show = Callable[[float | None], str]
@@ -331,75 +326,6 @@ def share_chart(title: str, series: Sequence[Predictive], part: str) -> Chart:
     axis: Any = {"range": [0, 1], "tickformat": ".0%"}
     y_axis = {"rangemode": "tozero", "tickformat": "~%"}
     return _chart(title, traces, axes, show=percentage, xaxis=axis, yaxis=y_axis)
-
-
-def entropy_chart(one: Predictive, largest: float) -> Chart:
-    """Shares of the test set and of other data by predictive entropy, up to a ``largest`` one."""
-    ood = (one.run.evaluation.get("ood") or {}).get("name")
-    names = {"test": "test set", "ood": f"out of distribution{f': {ood}' if ood else ''}"}
-    edges = one.content["entropy"]["edges"]
-    bars = [
-        {
-            "type": "bar",
-            "name": names[key],
-            "x": [(a + b) / 2 for a, b in pairwise(edges)],
-            "y": shares,
-            "width": [b - a for a, b in pairwise(edges)],
-            "opacity": 0.65,
-            "marker": {"color": SERIES[position]},
-            "hovertemplate": "%{x:.2f} nats: %{y:.1%}<extra>%{fullData.name}</extra>",
-        }
-        for position, (key, shares) in enumerate(entropy_shares(one).items())
-    ]
-    return _chart(
-        f"{one.name}: {one.run.label}" if one.run.label else one.name,
-        bars,
-        ("predictive entropy (nats)", "share of examples"),
-        keys=_spans(edges, 2),
-        show=lambda value: percentage(value, 1),
-        barmode="overlay",
-        bargap=0,
-        xaxis={"range": [edges[0], edges[-1]]},
-        yaxis={"range": [0, largest], "tickformat": ".0%"},
-        hovermode="x",
-        showlegend=True,
-    )
-
-
-def entropy_shares(one: Predictive) -> dict[str, list[float]]:
-    """Counts of "test" and, if there, of "ood" as shares of their sums."""
-    entropy = {key: one.content["entropy"].get(key) for key in ("test", "ood")}
-    return {key: [n / max(sum(of), 1) for n in of] for key, of in entropy.items() if of}
-
-
-def shift_charts(series: Sequence[Predictive]) -> list[Chart]:
-    """A chart for each measure and kind of shift, with a curve per predictive that has it."""
-    curves = defaultdict(list)  # of (index of the measure, kind of shift)
-    for one in series:
-        # Severities of each kind and measure, which stand one by one among the metrics.
-        metrics, found = one.content["metrics"], defaultdict(dict)
-        for key, value in metrics.items():
-            split, *shift = key.split("/", 3)  # shift/KIND/SEVERITY/MEASURE
-            if split == "shift" and shift[-1] in SHIFT_MEASURES:
-                found[SHIFT_MEASURES.index(shift[2]), shift[0]][int(shift[1])] = value
-        for (measure, kind), values in found.items():
-            of_test = metrics.get(f"test/{SHIFT_MEASURES[measure]}")
-            values |= {} if of_test is None else {0: of_test}  # severity 0 is the test set itself
-            severities, name = sorted(values), one.run.titled(one.name)
-            dash, y = DASHES[one.place % len(DASHES)], [values[s] for s in severities]
-            curves[measure, kind].append(_curve(name, severities, y, one.style, dash=dash))
-    return [
-        _chart(
-            f"{METRICS[SHIFT_MEASURES[measure]].title}: {kind}",
-            traces,
-            ("severity (0: test set)", ""),
-            xaxis={"dtick": 1},
-            yaxis={"rangemode": "tozero"},
-            hovermode="x unified",
-            height=280 + 14 * len(traces),
-        )
-        for (measure, kind), traces in sorted(curves.items(), key=lambda item: item[0][0])
-    ]
 
 
 def _spans(edges: Sequence[float], decimals: int) -> list[str]:

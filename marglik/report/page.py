@@ -29,8 +29,7 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     The page contains all that it shows, including its scripts, and makes no network request.
 
     Args:
-        folders: folders of runs that `marglik train` or `marglik fit` has written; several are
-            compared.
+        folders: folders of runs that `marglik train` has written; several are compared.
         output: the file to write, replaced if it exists; None writes report.html into the first
             folder.
 

@@ -219,22 +219,12 @@ def _errors(runs: Sequence[Run]) -> Blocks:
     return [found, *matrices]
 
 
-def _entropy(runs: Sequence[Run]) -> Blocks:
-    # One predictive of all runs side by side.
-    series = sorted(predictives(runs, "entropy"), key=lambda one: one.place)
-    shares = [share for p in series for of in charts.entropy_shares(p).values() for share in of]
+def _ood(runs: Sequence[Run]) -> Blocks:
     curves = defaultdict(list)
     for one in predictives(runs, "roc"):
         data = (one.run.evaluation.get("ood") or {}).get("name", "")
         curves[f"ROC curve: {one.name if one.run.label else data}"].append(one)
-    found = [charts.share_chart(title, group, "roc") for title, group in curves.items()]
-    found += [charts.entropy_chart(one, 1.05 * max(shares)) for one in series]
-    return [found]
-
-
-def _shift(runs: Sequence[Run]) -> Blocks:
-    series = [p for p in predictives(runs) if any("shift/" in key for key in p.content["metrics"])]
-    return [charts.shift_charts(series)]
+    return [[charts.share_chart(title, group, "roc") for title, group in curves.items()]]
 
 
 def _uncertain(runs: Sequence[Run]) -> Blocks:
@@ -331,8 +321,7 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "time": _time,
     "reliability": _reliability,
     "errors": _errors,
-    "entropy": _entropy,
-    "shift": _shift,
+    "ood": _ood,
     "uncertain": _uncertain,
     "suspicious": _suspicious,
     "options": _options,

@@ -145,7 +145,7 @@ METRICS = {
     "AUPR": Metric("Area under the precision–recall curve", "", "higher"),
     "FPR95": Metric("False positives at 95 % true positives", "%", "lower"),
 }
-"""Part of a key after "test/", "validation/", "ood/" or "shift/KIND/SEVERITY/" -> metric."""
+"""Part of a key after "test/", "validation/" or "ood/" -> metric."""
 SPLITS = {"test": "Test set", "validation": "Validation set", "ood": "Out of distribution"}
 SECONDS = {
     "seconds": "Time to predict the test set",

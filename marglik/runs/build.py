@@ -16,24 +16,21 @@ from torch import distributed as dist
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.eigenvalue_correction import CorrectionPass
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
 from kfac_backend.ranks import RankError, Ranks
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
-from marglik.data.batches import Shard, split_batches
+from marglik.data.batches import split_batches
 from marglik.data.splits import DataSource, Splits, described, tensors_in
 from marglik.eval_mode import eval_mode
 from marglik.models import Standardised
-from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.config import Accelerator, CurvatureConfig, PostHocCurvatureConfig, Precision
+from marglik.runs.config import Accelerator, CurvatureConfig, Precision
 from marglik.storage.checkpoint import differences
 from marglik.storage.provenance import Provenance
-from marglik.training.loop import OneDevice, ranks_of
+from marglik.training.loop import OneDevice
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -42,10 +39,9 @@ __all__ = [
     "another_network",
     "build_fabric",
     "build_from_spec",
-    "calibrate_on_validation",
     "check_model",
+    "device_of",
     "check_same_on_ranks",
-    "join_ranks",
     "sizes_of",
     "with_learned_augmentation",
     "with_standardised_columns",
@@ -110,16 +106,6 @@ def build_fabric(
         logging.getLogger(name).setLevel(logging.WARNING)
     fabric.launch()
     return fabric
-
-
-def join_ranks(accelerator: Accelerator) -> tuple[torch.device, Ranks]:
-    """The device of this process, and the ranks that it shares the work with, once it joined them.
-
-    Raises:
-        ValueError: as for `build_fabric`.
-    """
-    fabric = build_fabric(accelerator)
-    return fabric.device, ranks_of(fabric)
 
 
 def _started() -> int:
@@ -195,17 +181,6 @@ def another_network(provenance: Provenance) -> nn.Module:
     return build_from_spec(nn.Module, provenance.model, named=None)
 
 
-def calibrate_on_validation(
-    laplace: Posterior, config: PredictiveConfig, splits: Splits, ranks: Ranks, progress: bool
-) -> None:
-    """Calibrate a predictive on the validation set, unless there is none or it is not wanted."""
-    if not config.is_calibrated or splits.validation is None:
-        return
-    shard, device = Shard(ranks.rank, ranks.size), laplace.mean.device
-    batches = split_batches(splits, "validation", config.batch_size, device=device, shard=shard)
-    calibrations_of(laplace, batches, config, progress=progress, ranks=ranks)
-
-
 def check_model(
     model: nn.Module,
     splits: Splits,
@@ -259,8 +234,6 @@ def check_model(
             return
         of_factors.add(x, y)
         factors = _identities(of_factors.factors())
-        if isinstance(curvature, PostHocCurvatureConfig) and curvature.corrected:
-            CorrectionPass(factors, model, options, process_group=None).add(x, y)
         if predictive is not None and predictive.method != "linearised":
             eigen = {name: block.decompose() for name, block in factors.blocks.items()}
             precision = {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}

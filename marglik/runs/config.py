@@ -7,10 +7,8 @@ from kfac_backend.options import (
     CurvatureOptions,
     PassOptions,
     TargetOptions,
-    check_option,
     check_positive,
 )
-from marglik.posterior.posterior import Layers
 from marglik.posterior.prior import UpdateMethod
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
@@ -18,9 +16,6 @@ from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 __all__ = [
     "Accelerator",
     "CurvatureConfig",
-    "PostHocConfig",
-    "PostHocCurvatureConfig",
-    "PostHocRunConfig",
     "Precision",
     "PriorConfig",
     "PriorMethod",
@@ -33,7 +28,6 @@ Accelerator = Literal["auto", "cpu", "cuda"]
 Augmentation = Literal["none", "standard", "learned"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 PriorMethod = UpdateMethod | Literal["fixed"]
-PostHocMethod = Literal["evidence", "fixed"]
 PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
 
 
@@ -62,19 +56,6 @@ class CurvatureConfig(PassOptions):
         """The options of the pass, for data that gives its targets as ``targets`` says."""
         of_pass = {field.name: getattr(self, field.name) for field in fields(PassOptions)}
         return CurvatureOptions(**of_pass | asdict(targets))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PostHocCurvatureConfig(CurvatureConfig):
-    """The curvature pass of a fit to a trained network.
-
-    Args:
-        corrected: whether to make a second pass over the data, which computes the exact eigenvalues
-            in the eigenbasis of the factors (EKFAC). On WRN-16-4 it takes about three times as long
-            as the first pass.
-    """
-
-    corrected: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,72 +128,18 @@ class PriorConfig:
         )
 
 
-@dataclass(frozen=True)
-class PostHocConfig:
-    """The prior of a network that is already trained.
-
-    Args:
-        method: how to find the prior precision. evidence maximises the marginal likelihood; fixed
-            keeps weight_decay.
-        structure: which parameters share a weight decay with method=evidence, as for `marglik
-            train`.
-        weight_decay: initial weight decay, which method=fixed keeps; the one that the network was
-            trained with is a good choice. It stands for the prior precision weight_decay * N /
-            temperature, with N the number of training examples.
-        temperature: T, by which the log-likelihood is divided in evidence and posterior.
-        sigma_noise: standard deviation of the noise of regression, in units of the targets; it is
-            learned with method=evidence.
-        layers: all, or last for a posterior of the last layer alone. The other layers are then
-            constants, which is much faster for large networks.
-    """
-
-    method: PostHocMethod = "evidence"
-    structure: PriorRules = "layerwise"
-    weight_decay: float = 5e-4
-    temperature: float = 1.0
-    sigma_noise: float = 1.0
-    layers: Layers = "all"
-
-    def __post_init__(self) -> None:
-        check_option("prior.method", self.method, PostHocMethod)
-        check_option("prior.layers", self.layers, Layers)
-        for name in ("weight_decay", "temperature", "sigma_noise"):
-            check_positive(f"prior.{name}", getattr(self, name))
-
-
 @dataclass(frozen=True, kw_only=True)
-class PostHocRunConfig:
-    """Where and how a posterior is fitted.
+class RunConfig:
+    """How long to train, on what device, and where the results go.
 
     Args:
-        output: folder to write to; null for runs/NAME of the checkpoint, or of the data that a
-            network is trained on.
+        output: folder to write to; null for runs/NAME of the data.
         overwrite: whether to replace a run that is already in that folder.
         batch_size: number of examples (images, sequences, graphs) in a batch.
         seed: seed of all random numbers.
         accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
             since it lacks float64, which the evidence needs.)
         progress: whether to show progress bars on a terminal, and lines of text elsewhere.
-    """
-
-    output: str | None = None
-    overwrite: bool = False
-    batch_size: int = 128
-    seed: int = 0
-    accelerator: Accelerator = "auto"
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
-        check_seed(self.seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(PostHocRunConfig):
-    """How long to train, on what device, and where the results go.
-
-    Args:
         epochs: number of passes over the training examples.
         augmentation: of images. "standard" crops (after padding by 4 pixels) and flips training
             images at random. "learned" averages the network over transformed copies of each image,
@@ -240,6 +167,12 @@ class RunConfig(PostHocRunConfig):
             reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
     """
 
+    output: str | None = None
+    overwrite: bool = False
+    batch_size: int = 128
+    seed: int = 0
+    accelerator: Accelerator = "auto"
+    progress: bool = True
     epochs: int = 30
     augmentation: Augmentation = "none"
     held_out: float = 0.1
@@ -251,8 +184,8 @@ class RunConfig(PostHocRunConfig):
     compile: CompileMode | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("epochs", "members"):
+        check_seed(self.seed)
+        for name in ("batch_size", "epochs", "members"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not 0 <= self.held_out < 1:

@@ -8,31 +8,23 @@ from typing import Any
 
 from torch import nn
 
-from kfac_backend.files import file_sum
-from kfac_backend.ranks import Ranks
 from marglik import data as sources
 from marglik import models
 from marglik.data import DataSource, Splits
+from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, is_held_out
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
+from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import evaluate_network
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
-from marglik.runs.build import (
-    build_from_spec,
-    calibrate_on_validation,
-    check_model,
-    check_same_on_ranks,
-    join_ranks,
-)
+from marglik.runs.build import build_from_spec, check_model, device_of
 from marglik.runs.config import Accelerator, check_seed
 from marglik.runs.results import calibration_results
-from marglik.storage.provenance import versions
 from marglik.storage.run_folder import (
     ENSEMBLE,
     EVALUATION,
-    POSTERIOR,
     RESULTS,
     read_posterior,
     read_record,
@@ -50,7 +42,6 @@ def evaluate_run(
     data: str | DataSource | None = None,
     methods: list[PredictiveMethod] | None = None,
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
-    shift: bool = False,
     ood: DataSource | None = None,
     output: str | None = None,
     accelerator: Accelerator = "auto",
@@ -66,15 +57,13 @@ def evaluate_run(
     folder; its folder under "output"; and the new calibrations under "calibrated".
 
     Args:
-        path: folder that marglik train, marglik fit or save_posterior has written.
+        path: folder that marglik train or save_posterior has written.
         model: class of the network. It must be named if it is your own, as the folder alone may not
             choose what code runs; without options, it gets those that the folder has.
         data: class of the data whose test split is evaluated; null takes the training data's own.
         methods: list of predictive methods to evaluate one after the other; [] evaluates the MAP
             alone, null predictive.method alone.
         predictive: how the posterior predicts.
-        shift: whether to evaluate on corrupted test images as well: noise, blur, lower contrast and
-            JPEG artefacts, at five severities each. This is twenty times the work.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
         output: folder to write evaluation.json and the report to; null takes the folder itself.
             Must be given for other data than the folder's own.
@@ -85,17 +74,15 @@ def evaluate_run(
     Raises:
         FileNotFoundError: no such folder, or none with a posterior.
         ValueError: data, model or posterior that do not fit together; files that were altered.
-        RankError: another process has failed or is gone, or was started with other options.
     """
     check_seed(seed)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; pass a run's folder.")
     if Path(path).is_file():
         raise ValueError(
-            f"{path} is a file; pass a run's folder. marglik fit --checkpoint {path} makes one."
+            f"{path} is a file; pass a run's folder, as marglik train or save_posterior makes one."
         )
-    device, ranks = join_ranks(accelerator)
-    progress = progress and ranks.rank == 0
+    device = device_of(accelerator)
 
     # Step 1: network, posterior and data, as the folder says or as given.
     record = read_posterior(path)
@@ -113,42 +100,32 @@ def evaluate_run(
     configs = [replace(predictive, method=method) for method in asked]
     for config in configs or [None]:
         check_model(network, splits, None, laplace.likelihood, config)
-    of = file_sum(Path(path) / POSTERIOR)
-    check_same_on_ranks({"path": of, "data": splits.name, "versions": versions()}, ranks)
     folder = Path(output or path)
-    if ranks.rank == 0:
-        # Now, since the report at the end would find the same errors only after the work.
-        for name in (RESULTS, EVALUATION):
-            read_record(folder / name)
+    # Now, since the report at the end would find the same errors only after the work.
+    for name in (RESULTS, EVALUATION):
+        read_record(folder / name)
 
     # Step 2: what is not calibrated yet, and the metrics.
     calibrated = {}
     if is_held_out(splits, record["data"]):
-        calibrated = _calibrate(laplace, configs, splits, progress, ranks)
+        calibrated = _calibrate(laplace, configs, splits, progress)
     found = evaluate_network(
         laplace,
         configs,
         splits,
-        shift=shift,
         seed=seed,
         ensemble=ensemble,
         ood=ood,
         batch_size=predictive.batch_size,
         device=device,
         progress=progress,
-        ranks=ranks,
     )
-    if ranks.rank == 0:
-        write_record(folder / EVALUATION, found)
+    write_record(folder / EVALUATION, found)
     return found | {"output": str(folder), "calibrated": calibrated}
 
 
 def _calibrate(
-    laplace: Posterior,
-    configs: list[PredictiveConfig],
-    splits: Splits,
-    progress: bool,
-    ranks: Ranks,
+    laplace: Posterior, configs: list[PredictiveConfig], splits: Splits, progress: bool
 ) -> dict[str, Any]:
     """Calibrate predictives that the posterior has no calibration of; returns label -> calibration.
 
@@ -159,7 +136,9 @@ def _calibrate(
     for config in unknown:
         if config.label not in laplace.calibrations:  # one call calibrates both links
             _logger.info("calibrating %s on the validation set", config.label)
-            calibrate_on_validation(laplace, config, splits, ranks, progress)
+            device, size = laplace.mean.device, config.batch_size
+            batches = split_batches(splits, "validation", size, device=device)
+            calibrations_of(laplace, batches, config, progress=progress)
     laplace.calibrations |= remembered
     return {config.label: calibration_results(laplace, config) for config in unknown}
 

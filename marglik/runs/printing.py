@@ -27,38 +27,29 @@ METRICS = {
 
 
 def print_results(results: dict[str, Any], report: Path) -> None:
-    """Print what `marglik train` or `fit` found: evidence, weight decays, metrics, the folder."""
+    """Print what `marglik train` found: evidence, weight decays, metrics, the folder."""
     num_data, evidence = results["num_data"], results["evidence"]
-    if results.get("note"):
-        _print_paragraph(f"Checkpoint: {results['note']}.")
     if results.get("verdict"):
         print()
         _print_paragraph(results["verdict"])
     held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
     seconds = f"{results['seconds']:.0f} s"
     print(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
-    first, kept = "first weight decay", "one found"
-    if evidence["epoch"] is not None:
-        first, kept = "first update", f"kept one (epoch {evidence['epoch']})"
     _print_paragraph(
-        f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the {first}, "
-        f"{evidence['kept'] / num_data:.4f} at the {kept}"
+        f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
+        f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})"
     )
     if results.get("sigma_noise") is not None:
         sigma = results["sigma_noise"]
         of_outputs = sigma if isinstance(sigma, list) else [sigma]
         print(f"noise: standard deviation {', '.join(f'{s:.4g}' for s in of_outputs)}")
     _print_weight_decays(results["weight_decay"])
-    metrics = results.get("metrics", {})
-    if metrics:
-        _print_metrics(metrics, results["intervals"], results["num_positions"])
-        _print_differences(results.get("differences", {}))
+    _print_metrics(results["metrics"], results["intervals"], results["num_positions"])
+    _print_differences(results.get("differences", {}))
     _print_calibration(results["calibration"])
     _print_ranges(results.get("augmentation"))
     _print_suspicious(results.get("suspicious_labels", {}))
     print(f"\nWritten to {results['output']}; the report is {report}")
-    if not metrics:
-        print(f"Next: marglik evaluate {results['output']}")
 
 
 def print_evaluation(results: dict[str, Any], report: Path) -> None:

@@ -432,7 +432,6 @@ class Training:
             curvature_loader=curvature_batches,
             fabric=self.fabric,
             compile_mode=run.compile,
-            prior_is_damping=self.optimizer.kfac.prior_is_damping,
             on_record=log.write if log else None,
             progress=run.progress,
         ).run(checkpoints)

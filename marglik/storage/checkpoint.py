@@ -10,13 +10,12 @@ import io
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import write_file
 from kfac_backend.ranks import Ranks
 
@@ -25,8 +24,6 @@ __all__ = ["Checkpoints", "check_same_run", "differences"]
 STATE = "state.pt"
 MINUTES = 1.0
 """Least time between two states, unless one is to be written in any case."""
-FACTORS = "marglik.factors"
-"""The key under which a file has the state of Kronecker factors."""
 SIZE_OF_SUM = hashlib.sha256().digest_size
 REMEDY = "Start again: --overwrite instead of --resume."
 
@@ -34,10 +31,10 @@ REMEDY = "Start again: --overwrite instead of --resume."
 class Checkpoints:
     """The latest state of a run, in a folder: rank 0 writes it, all ranks read it.
 
-    A state is nested dicts, lists and tuples of plain data, tensors and `KroneckerFactors`. The
-    caller asks `is_due`, calls `save`, and in a later process `exists` and `load`. Each is
-    collective, and rank 0 decides: clocks differ, and so may what ranks see of a shared file
-    system. Ranks that disagreed would wait for each other.
+    A state is nested dicts, lists and tuples of plain data and tensors. The caller asks `is_due`,
+    calls `save`, and in a later process `exists` and `load`. Each is collective, and rank 0
+    decides: clocks differ, and so may what ranks see of a shared file system. Ranks that disagreed
+    would wait for each other.
 
     Args:
         folder: where to keep the state; created with the first one.
@@ -80,7 +77,7 @@ class Checkpoints:
         # As JSON, which `differences` compares.
         about = json.dumps({"run": self.run, "made_with": self.made_with})
         stream = io.BytesIO()
-        torch.save({"about": about, "state": _plain(state)}, stream)
+        torch.save({"about": about, "state": state}, stream)
         # torch writes any object, but reads only plain ones back. Better now than after a kill.
         stream.seek(0)
         torch.load(stream, map_location="meta", weights_only=True)
@@ -88,12 +85,8 @@ class Checkpoints:
         write_file(self.folder / STATE, content + hashlib.sha256(content).digest())
         self._last = time.monotonic()
 
-    def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """The state.
-
-        Args:
-            device: device of the factors. Tensors are loaded to the CPU, since ``load_state_dict``
-                moves them.
+    def load(self) -> dict[str, Any]:
+        """The state, with its tensors on the CPU: ``load_state_dict`` moves them.
 
         Raises:
             FileNotFoundError: no state.
@@ -117,7 +110,7 @@ class Checkpoints:
                 "result may differ by rounding from that of an uninterrupted run.",
                 stacklevel=2,
             )
-        return _restored(file["state"], device)
+        return file["state"]
 
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
@@ -152,25 +145,3 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{place}.{key}" if place else key)
     else:
         yield place, value
-
-
-def _plain(value: Any) -> Any:
-    """The value with plain data in place of factors."""
-    if isinstance(value, KroneckerFactors):
-        return {FACTORS: value.state_dict()}
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
-
-
-def _restored(value: Any, device: torch.device | str) -> Any:
-    """The inverse of `_plain`."""
-    if isinstance(value, dict) and value.keys() == {FACTORS}:
-        state = value[FACTORS]
-        tensors = {name: tensor.to(device) for name, tensor in state["tensors"].items()}
-        return KroneckerFactors.from_state_dict(state | {"tensors": tensors})
-    if isinstance(value, dict):
-        return {key: _restored(inner, device) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_restored(inner, device) for inner in value)
-    return value

@@ -44,7 +44,7 @@ CONFIG = "config.yaml"
 LOG = "log.jsonl"
 """A line of JSON per epoch and update."""
 RESULTS = "results.json"
-"""What `marglik train` or `marglik fit` has found."""
+"""What `marglik train` has found."""
 EVALUATION = "evaluation.json"
 """The metrics of the predictives."""
 POSTERIOR, FACTORS = "posterior.json", "posterior.safetensors"
@@ -185,7 +185,7 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
     if not record:
         raise FileNotFoundError(
             f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
-            "marglik fit."
+            "save_posterior."
         )
     return record
 

@@ -255,7 +255,7 @@ class OnlineTraining:
             check_workers(self.train_loader, self.curvature_loader)
             checkpoints.ranks = self.ranks
             if checkpoints.exists():
-                self.load_state_dict(checkpoints.load(self.fabric.device))
+                self.load_state_dict(checkpoints.load())
                 _logger.info("going on after epoch %d", self._epoch)
             else:
                 # A run that is killed within its first epoch can then be resumed like any other.

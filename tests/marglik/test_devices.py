@@ -1,7 +1,6 @@
 """The same posteriors, predictives and runs on CPU and GPU."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -98,9 +97,6 @@ def test_commands_on_the_gpu(options, tmp_path):
         metrics[device] = found["MAP"]["metrics"]
     for name, value in metrics["cuda"].items():
         assert metrics["cpu"][name] == pytest.approx(value, rel=0.02, abs=0.02), name
-    checkpoint = shutil.copy(run / "model.safetensors", tmp_path / "net.safetensors")
-    fit = ["fit", *DATA, *MODEL, *CUDA, "--checkpoint", str(checkpoint), "--no_progress"]
-    assert main([*fit, "--output", str(tmp_path / "fit")]) == 0
 
 
 def test_a_run_resumes(tmp_path, monkeypatch):

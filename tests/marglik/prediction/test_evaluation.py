@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -16,13 +15,10 @@ from torch.testing import assert_close
 
 from marglik import KronLaplace
 from marglik.data import (
-    CORRUPTIONS,
-    SEVERITIES,
     DataSource,
     Digits,
     Noise,
     Splits,
-    corrupt,
 )
 from marglik.data.splits import take
 from marglik.prediction.evaluation import evaluate
@@ -112,7 +108,7 @@ def predictives(digits):
 @pytest.fixture(scope="module")
 def record(digits, predictives):
     ood = Noise(num_images=30)
-    return evaluate(predictives, digits, "classification", shift=True, ood=ood, batch_size=16)
+    return evaluate(predictives, digits, "classification", ood=ood, batch_size=16)
 
 
 def test_form(record):
@@ -120,12 +116,11 @@ def test_form(record):
     expected = {
         "data": "digits", "likelihood": "classification", "num_test": 40, "num_positions": None,
         "classes": [str(digit) for digit in range(10)],
-        "shift": {"kinds": list(CORRUPTIONS), "severities": list(SEVERITIES)},
         "ood": {"name": "noise", "num_examples": 30, "score": "entropy", "note": None},
     }  # fmt: skip
     assert expected.items() <= record.items()
     assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
-    parts = {"metrics", "intervals", "reliability", "risk_coverage", "roc", "classes", "entropy"}
+    parts = {"metrics", "intervals", "reliability", "risk_coverage", "roc", "classes"}
     for entry in record["predictives"].values():
         assert set(entry) - {"against"} == parts | {"seconds"} and entry["seconds"] > 0
         assert sum(entry["reliability"]["counts"]) == 40
@@ -134,17 +129,13 @@ def test_form(record):
 def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
     test, validation = digits.test, digits.validation
     sets = {"test": test, "validation": validation}
-    for kind in CORRUPTIONS:
-        sets[f"shift/{kind}/5"] = corrupt(test[0], kind, 5), test[1]
     for name, predict in predictives.items():
         found = record["predictives"][name]["metrics"]
         for split, (images, labels) in sets.items():
             prediction = predict(normalised(images, digits))
             for key, value in compute_metrics(prediction, labels, "classification").items():
                 assert found[f"{split}/{key}"] == pytest.approx(value, rel=1e-4), (split, key)
-    assert found["shift/contrast/5/cls/NLL"] > 1.05 * found["test/cls/NLL"]
-    count = len({key.rsplit("/", 2)[0] for key in found})
-    assert count == 3 + len(CORRUPTIONS) * len(SEVERITIES)  # with "ood"
+    assert {key.split("/")[0] for key in found} == {*sets, "ood"}
 
 
 def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):
@@ -233,14 +224,13 @@ def test_other_likelihoods(likelihood):
     predict = laplace_predictive(la)
     found = evaluate({"Laplace": predict}, splits, likelihood, batch_size=7)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert [found[key] for key in ("classes", "ood", "shift", "uncertain")] == [None] * 4
+    assert [found[key] for key in ("classes", "ood", "uncertain")] == [None] * 3
     assert (found["data"], found["num_test"]) == ("tensors", 20)
     entry = found["predictives"]["Laplace"]
     for split, (inputs, targets) in (("test", test), ("validation", validation)):
         for key, value in compute_metrics(predict(inputs), targets, likelihood).items():
             assert entry["metrics"][f"{split}/{key}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
     if likelihood == "bernoulli":
-        assert sum(entry["reliability"]["counts"]) == sum(entry["entropy"]["test"]) == 60
-        assert entry["entropy"]["edges"][-1] == pytest.approx(math.log(2))
-    with pytest.raises(ValueError, match="tensors holds no images; shift and ood are for images"):
-        evaluate({}, splits, likelihood, shift=True)
+        assert sum(entry["reliability"]["counts"]) == 60
+    with pytest.raises(ValueError, match="tensors holds no images; ood is for images"):
+        evaluate({}, splits, likelihood, ood=Noise())

@@ -44,7 +44,7 @@ def evil(copied, change):
 
     def rename(of):
         entry = next(iter(of["predictives"].values()))
-        entry["metrics"] |= {f"test/{EVIL}": 1.0, f"shift/{EVIL.replace('/', '')}/1/cls/NLL": 1.0}
+        entry["metrics"] |= {f"test/{EVIL}": 1.0}
         of |= {"data": EVIL, "device": EVIL, "versions": {EVIL: EVIL}, "classes": [EVIL] * 3}
         of["ood"] |= {"name": EVIL, "note": EVIL}
         of["uncertain"]["predictive"] = EVIL

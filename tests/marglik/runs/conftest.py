@@ -19,14 +19,8 @@ def run(trained, tmp_path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-@pytest.fixture
-def checkpoint(trained, tmp_path) -> Path:
-    """The trained network alone, as someone else would have kept it."""
-    return Path(shutil.copy(trained / "model.safetensors", tmp_path / "net.safetensors"))
-
-
 @pytest.fixture(scope="package", params=["regression", "bernoulli"])
 def problem(request, tmp_path_factory) -> Problem:
-    """Data in a TensorFile, and a network that was trained on it."""
+    """Data in a TensorFile."""
     make = {"regression": regression, "bernoulli": bernoulli}[request.param]
     return make(tmp_path_factory.mktemp(request.param))

@@ -1,14 +1,11 @@
-"""Regression and yes-or-no targets in a file, with a network that was trained on them."""
+"""Regression and yes-or-no targets in a file."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from marglik.models import MLP
+from torch import Tensor
 
 SIGMA = 0.2
 """Noise of the regression data."""
@@ -16,11 +13,10 @@ SIGMA = 0.2
 
 @dataclass(frozen=True)
 class Problem:
-    """A file of data, and a checkpoint."""
+    """A file of data."""
 
     likelihood: str
     data: Path
-    checkpoint: Path
 
     @property
     def options(self) -> list[str]:
@@ -56,16 +52,4 @@ def _problem(folder: Path, likelihood: str, x: Tensor, y: Tensor) -> Problem:
     tensors = {f"x_{name}": x[part].clone() for name, part in parts.items()}
     tensors |= {f"y_{name}": y[part].clone() for name, part in parts.items()}
     save_file(tensors, folder / f"{likelihood}_data.safetensors")
-    torch.manual_seed(0)
-    model = MLP(3, (4,), 2, "tanh")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=1e-3)
-    loss = F.mse_loss if likelihood == "regression" else F.binary_cross_entropy_with_logits
-    for _ in range(150):
-        optimizer.zero_grad()
-        loss(model(tensors["x_train"]), tensors["y_train"]).backward()
-        optimizer.step()
-    wrapped = nn.DataParallel(model)  # its names begin with "module."
-    torch.save({"state_dict": wrapped.state_dict(), "epoch": 150}, folder / f"{likelihood}.ckpt")
-    return Problem(
-        likelihood, folder / f"{likelihood}_data.safetensors", folder / f"{likelihood}.ckpt"
-    )
+    return Problem(likelihood, folder / f"{likelihood}_data.safetensors")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.marglik.close_state import assert_near
-from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, metrics, results_of
+from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, results_of
 
 HERE = "tests.marglik.runs.commands_on_ranks"
 OPTIONS = [*TRAIN, *DATA, *MODEL, *NOISE]
@@ -62,26 +61,6 @@ def test_two_ranks_do_what_one_process_does(worlds, alone, tmp_path):
         assert list(found) == list(expected)
         if found["kind"] == "epoch":
             assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-    # Evaluate and fit, in batches of 50, whose last has one part more than the other, or none.
-    checkpoint = str(shutil.copy(alone / "model.safetensors", tmp_path / "net.safetensors"))
-    for size in (1, 2):
-        on_ranks(
-            worlds, size, "evaluate", str(alone), "--output", str(tmp_path / f"evaluated {size}"),
-            "--methods", "[probit, linearised]", "--predictive.networks", "5",
-            "--predictive.batch_size", "50", "--progress", "false",
-        )  # fmt: skip
-        on_ranks(
-            worlds, size, "fit", "--checkpoint", checkpoint, *DATA, *MODEL, "--batch_size", "50",
-            "--output", str(tmp_path / f"fitted {size}"), "--no_progress",
-        )  # fmt: skip
-    assert_near(metrics(tmp_path / "evaluated 2"), metrics(tmp_path / "evaluated 1"), 1e-5)
-    fitted = [tmp_path / f"fitted {size}" for size in (2, 1)]
-    records = [json.loads((folder / "posterior.json").read_text()) for folder in fitted]
-    factors = [load_file(folder / "posterior.safetensors") for folder in fitted]
-    for key in ("prior_precision", "calibrations", "num_data"):
-        assert_near(records[0][key], records[1][key], 1e-3)
-    for name, tensor in factors[1].items():
-        assert_close(factors[0][name], tensor, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import html
 import re
-import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -250,10 +249,6 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     assert (
         "nats per position, lower is better" in (run / "report.html").read_text()
     ) == of_sequences
-    # Fit takes them, too.
-    checkpoint = shutil.copy(run / "model.safetensors", tmp_path / "net.safetensors")
-    fit = ["fit", *options, "--checkpoint", str(checkpoint), "--prior.method", "fixed"]
-    assert main([*fit, "--no_progress", "--output", str(tmp_path / "fit")]) == 0
     assert "holds no images; augmentation" in refusal(
         capsys, *command, "--overwrite", "--augmentation", "learned"
     )

@@ -16,7 +16,6 @@ from marglik.storage.run_folder import (
     write_record,
     write_results,
 )
-from tests.marglik.posteriors import fitted
 from tests.marglik.runs.command_line import content
 from tests.marglik.same_state import same
 
@@ -34,15 +33,14 @@ STATE = {
 
 
 def test_a_state_comes_back_to_the_bit(tmp_path):
-    state = STATE | {"factors": {"best": fitted().factors, 3: [fitted("regression").factors]}}
     states = Checkpoints(tmp_path, run=RUN)
     assert not states.exists()
     with pytest.raises(FileNotFoundError, match="holds no state"):
         states.load()
     states.save({})
-    states.save(state)
+    states.save(STATE)
     found = Checkpoints(tmp_path, run=RUN).load()
-    assert same(state, found)
+    assert same(STATE, found)
     for a, b in ((1, True), (0.0, -0.0), ((1,), [1]), (torch.ones(1), torch.ones(1).double())):
         assert not same(a, b)  # negative control
 

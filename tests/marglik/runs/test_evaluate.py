@@ -1,0 +1,101 @@
+"""`marglik evaluate`: what a saved posterior predicts, and with which calibration."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from marglik.cli import main
+from marglik.data import DataSource
+from marglik.data.batches import split_batches
+from marglik.models import MLP
+from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.prediction.calibration import calibrate
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.build import build_from_spec
+from marglik.storage.run_folder import read_posterior
+from tests.marglik.runs.command_line import (
+    DATA,
+    MODEL,
+    NOISE,
+    QUIET,
+    evaluated,
+    metrics,
+    refusal,
+)
+
+
+def evaluate(folder, *options):
+    """Run the command; returns the metrics of each predictive."""
+    assert main(["evaluate", str(folder), *QUIET, *options]) == 0
+    return metrics(type(folder)(options[-1]) if "--output" in options else folder)
+
+
+def test_an_evaluation_replaces_the_last_one(run):
+    found = evaluate(run, "--methods", "[probit, mc]")
+    assert list(found) == ["MAP", "MAP, temperature-scaled", "Laplace, probit", "Laplace, mc"]
+    assert evaluated(run)["ood"] is None
+    found = evaluate(run, *NOISE, "--methods", "[]")
+    assert list(found) == ["MAP"] and "ood/AUROC" in found["MAP"]
+
+
+def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, capsys):
+    """The run has calibrated all layers' uncertainty, not the last one's alone."""
+    last, out = ["--predictive.layers", "last"], ["--output", str(tmp_path / "out")]
+    before = (run / "posterior.json").read_bytes()
+    found = evaluate(run, *last, *out)
+    assert (run / "posterior.json").read_bytes() == before
+    assert list(found) == ["MAP", "MAP, temperature-scaled", "Laplace, probit, last layer"]
+    assert "Laplace, probit, last layer: calibrated on " in capsys.readouterr().out
+    assert (
+        evaluated(tmp_path / "out")["in_sample"] in (tmp_path / "out" / "report.html").read_text()
+    )
+    posterior = load_posterior(run, MLP(64, (6,), 3))
+    splits = build_from_spec(DataSource, read_posterior(run)["data"]["source"]).load()
+    config = PredictiveConfig("probit", layers="last")
+    by_hand = calibrate(posterior, split_batches(splits, "validation", 256), config).fit
+    entry = evaluated(tmp_path / "out")["predictives"]["Laplace, probit, last layer"]
+    for key in ("covariance_scale", "output_temperature"):
+        expected = getattr(by_hand.calibration, key)
+        assert entry["calibration"][key] == pytest.approx(expected, rel=5e-3)
+    # Data that may have been trained on calibrates nothing.
+    found = evaluate(run, *last, *DATA, "--data.data.seed", "5", *out)
+    assert list(found) == ["MAP", "Laplace, probit, last layer, uncalibrated"]
+
+
+def test_a_posterior_without_a_run(trained, tmp_path, capsys):
+    """It does not say how its network is built."""
+    folder = tmp_path / "posterior"
+    save_posterior(load_posterior(trained, MLP(64, (6,), 3)), folder)
+    assert "how its model is built; pass --model" in refusal(capsys, "evaluate", str(folder))
+    message = refusal(capsys, "evaluate", str(folder), *MODEL)
+    assert "how its data is built; pass --data" in message
+    found = evaluate(folder, *MODEL, *DATA)
+    assert found["MAP"].items() <= metrics(trained)["MAP"].items()
+
+
+MY_NET = "from marglik.models import MLP\nclass MyNet(MLP):\n    pass\n"
+
+
+def test_a_class_of_ones_own(trained, tmp_path, monkeypatch, capsys):
+    """Found where the command was started, once it is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_net_of_test.py").write_text(MY_NET)
+    sizes = {"in_features": 64, "hidden": [6], "num_classes": 3}
+    spec = {"class_path": "my_net_of_test.MyNet", "init_args": sizes}
+    record = read_posterior(trained)
+    posterior = load_posterior(trained, MLP(64, (6,), 3))
+    save_posterior(posterior, "a", model=spec, data=record["data"])
+    message = refusal(capsys, "evaluate", "a")
+    assert "name it on the command line: --model my_net_of_test.MyNet" in message
+    evaluate(Path("a"), "--model", "my_net_of_test.MyNet")
+
+
+def test_a_damaged_posterior_is_one_line(run, capsys):
+    factors = run / "posterior.safetensors"
+    factors.write_bytes(factors.read_bytes()[:-4])
+    assert "posterior.safetensors is missing, or not" in refusal(capsys, "evaluate", str(run))
+    (run / "posterior.json").unlink()
+    assert "(posterior.json is missing)" in refusal(capsys, "evaluate", str(run))
+    shutil.rmtree(run)
+    assert "does not exist" in refusal(capsys, "evaluate", str(run))
