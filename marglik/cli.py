@@ -202,7 +202,7 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     _add_config(parser)
     function = _function(command)
     if command == "evaluate":
-        parser.add_function_arguments(function)
+        parser.add_function_arguments(function, as_positional=True)
         return
     configs, groups = _configs(function), TRAIN
     skip: Any = {*configs, "run", "provenance"}

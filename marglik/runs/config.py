@@ -38,11 +38,9 @@ class CurvatureConfig(PassOptions):
     Args:
         batch_size: examples per batch of the pass; null takes the batch size of training. On a GPU,
             batches of 1000 are several times as fast as batches of 128, if they fit in memory.
-        augment: whether the pass sees augmented images when training does, as in the paper.
     """
 
     batch_size: int | None = None
-    augment: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
@@ -64,7 +62,7 @@ class PriorConfig:
 
     Args:
         weight_decay: initial weight decay of all groups. It stands for the prior precision
-            weight_decay * N / temperature, with N the number of training examples.
+            weight_decay * N, with N the number of training examples.
         structure: which parameters share a weight decay. layerwise has one per parameter tensor,
             scalar a single one, kind one each for weights, biases and scalars, stage one per
             top-level child of the model. A mapping of group names to patterns of parameter names
@@ -75,12 +73,7 @@ class PriorConfig:
         steps: number of hyperparameter steps in each update.
         method: how an update raises the evidence. adam takes gradient steps; mackay iterates
             MacKay's fixed point, which needs no step size; fixed makes no updates, and so keeps
-            weight_decay and sigma_noise.
-        lr: Adam's step size on the logarithm of the prior precision.
-        temperature: T, by which the log-likelihood is divided in training, evidence and posterior.
-        sigma_noise: initial standard deviation of the noise of regression, in units of the targets;
-            it is learned. Start with a small value, since a large one keeps the network from
-            fitting.
+            weight_decay.
         average: which parameters to end with. last takes their mean over the steps of the last
             third of the epochs, null those of the last step.
         keep: which update to end with. last keeps the last one; best goes back to the parameters
@@ -98,17 +91,12 @@ class PriorConfig:
     burn_in: int = 0
     steps: int = 10
     method: PriorMethod = "adam"
-    lr: float = 0.1
-    temperature: float = 1.0
-    sigma_noise: float = 0.1
     average: Average | None = "last"
     keep: Keep = "last"
     curvature_from: CurvatureFrom = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("weight_decay", "lr", "temperature", "sigma_noise"):
-            check_positive(f"prior.{name}", getattr(self, name))
-        check_positive("prior.updates", self.updates)
+        check_positive("prior.weight_decay", self.weight_decay)
         try:
             self.schedule(epochs=1)
         except ValueError as error:
@@ -161,8 +149,6 @@ class RunConfig:
             once a minute, and in any case before an update.
         precision: precision of the training steps, by Lightning's name; parameters, curvature and
             predictions stay in float32.
-        channels_last: whether to store images as (N, H, W, C), which makes convolutions faster; for
-            images only. It changes the results by rounding only. None does so on a GPU.
         compile: mode of torch.compile for the training steps; null does not compile.
             reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
     """
@@ -180,7 +166,6 @@ class RunConfig:
     baseline: bool | None = None
     resume: bool = False
     precision: Precision = "32-true"
-    channels_last: bool | None = None
     compile: CompileMode | None = None
 
     def __post_init__(self) -> None:

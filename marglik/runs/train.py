@@ -149,10 +149,9 @@ def train(
         )
     splits = data.load()
     augments = run.augmentation != "none"
-    if not splits.are_images and (augments or run.channels_last or ood):
+    if not splits.are_images and (augments or ood):
         raise ValueError(
-            f"{splits.name} holds no images; augmentation, channels_last and ood are for images. "
-            "Leave them out."
+            f"{splits.name} holds no images; augmentation and ood are for images. Leave them out."
         )
     model, provenance = with_standardised_columns(model, splits, provenance)
     plain_model = model
@@ -390,7 +389,7 @@ class Training:
         augments = run.augmentation == "standard"
         batches = self._batches("train", run.batch_size, shuffle=True, augment=augments)
         curvature_batches = batches
-        if self.curvature.batch_size is not None or (augments and not self.curvature.augment):
+        if self.curvature.batch_size is not None:
             curvature_batches = self._curvature_batches()
         has_sigma = likelihood_of(self.likelihood).has_sigma and not plain
         schedule = prior.schedule(run.epochs)
@@ -415,9 +414,6 @@ class Training:
             weight_decay=prior.weight_decay,
             structure=prior.structure,
             method="adam" if prior.method == "fixed" else prior.method,
-            lr=prior.lr,
-            temperature=prior.temperature,
-            sigma_noise=prior.sigma_noise if has_sigma else 1.0,
             learn_sigma_noise=has_sigma,
             curvature_from=prior.curvature_from,
             schedule=schedule,
@@ -580,16 +576,13 @@ class Training:
         return self._batches(
             "train",
             self.curvature.batch_size or self.run.batch_size,
-            shuffle=self.curvature.augment,
-            augment=self.run.augmentation == "standard" and self.curvature.augment,
+            shuffle=True,
+            augment=self.run.augmentation == "standard",
         )
 
     def _batches(
         self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
     ) -> Batches:
-        channels_last = self.run.channels_last
-        if channels_last is None:  # faster on a GPU, where the splits are images
-            channels_last = self.fabric.device.type == "cuda" and self.splits.are_images
         return split_batches(
             self.splits,
             split,
@@ -598,6 +591,6 @@ class Training:
             augment=augment,
             seed=self.run.seed,
             device=self.fabric.device,
-            channels_last=channels_last,
+            channels_last=self.fabric.device.type == "cuda" and self.splits.are_images,  # faster
             shard=Shard(self.ranks.rank, self.ranks.size),
         )

@@ -44,7 +44,7 @@ from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import eval_mode, kept_mode
+from marglik.eval_mode import kept_mode
 from marglik.posterior.prior import Hyperparameters
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
@@ -137,8 +137,6 @@ class OnlineTraining:
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         prior_is_damping: whether `KFAC`, damped on the product, adds each tensor's weight decay
             T·δ/N to its damping; no effect on other optimisers.
-        monitor: called with the epoch's number after each epoch, with the model in eval mode; the
-            numbers that it returns become part of the epoch's record. Called on all ranks.
         on_record: called with the record of each epoch and each update when it is made; after a
             resume, first with all earlier ones. Called on rank 0 alone.
         progress: whether to show progress bars, on rank 0 alone.
@@ -162,7 +160,6 @@ class OnlineTraining:
         fabric: "Fabric | OneDevice | None" = None,
         compile_mode: CompileMode | None = None,
         prior_is_damping: bool = True,
-        monitor: Callable[[int], Mapping[str, float]] | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
@@ -183,7 +180,6 @@ class OnlineTraining:
         self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
         """The processes that train together, each on its shard of the data."""
-        self.monitor = monitor
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
@@ -306,18 +302,11 @@ class OnlineTraining:
         with own_random_numbers(self.ranks):
             record = self._take_steps(self._epoch + 1)
         self._epoch += 1
-        if self.monitor is not None:
-            with eval_mode(self.model), torch.no_grad():
-                record |= self.monitor(self._epoch)
         self._report(record)
-        metrics = "".join(
-            f", {key} {record[key]:.4g}"
-            for key in record
-            if key == "accuracy" or key.startswith(("test/", "validation/"))
-        )
+        accuracy = f", accuracy {record['accuracy']:.4g}" if "accuracy" in record else ""
         _logger.info(
             "epoch %d of %d: loss %.4g%s (%.1f s)",
-            self._epoch, self._start[-1], record["loss"], metrics, record["seconds"],
+            self._epoch, self._start[-1], record["loss"], accuracy, record["seconds"],
         )  # fmt: skip
         return record
 

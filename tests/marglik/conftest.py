@@ -31,7 +31,7 @@ def trained(tmp_path_factory) -> Path:
 def evaluated(trained, tmp_path_factory) -> Path:
     """The same, evaluated in all ways; not to be written to."""
     folder = shutil.copytree(trained, tmp_path_factory.mktemp("runs") / "evaluated")
-    options = [*NOISE, *QUIET, "--shift", "true", "--methods", "[probit, mc]"]
+    options = [*NOISE, *QUIET, "--methods", "[probit, mc]"]
     with threads.one_thread():
         assert main(["evaluate", str(folder), *options]) == 0
     return folder

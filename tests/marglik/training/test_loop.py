@@ -22,7 +22,7 @@ from marglik import (
 from marglik.training.loaders import MergedBatches, count_examples
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from tests.marglik.same_state import same
-from tests.marglik.training.runs import make, outcome, scaled_fabric
+from tests.marglik.training.runs import scaled_fabric
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -238,25 +238,6 @@ def test_batches_that_stay_in_memory_are_left_as_they_are():
     run = training(model=Halving(), learns=True, schedule=Schedule(4, every=2))
     run.run()
     assert same(run.train_loader[0], batch())
-
-
-def test_a_monitor_looks_and_changes_nothing():
-    """Whose model has dropout, which eval mode turns off; it is back on after each look."""
-    run = make("SGD")
-    expected = outcome(run, run.run())
-    run, looks = make("SGD"), []
-
-    def look(epoch):
-        modes = {module.training for module in run.model.modules()}
-        looks.append((epoch, modes, torch.is_grad_enabled()))
-        return {"twice": 2.0 * epoch} if epoch % 2 == 0 else {}
-
-    run.monitor = look
-    found = outcome(run, run.run())
-    assert looks == [(epoch, {False}, False) for epoch in (1, 2, 3, 4)]
-    twice = [(r["epoch"], r.pop("twice")) for r in found["records"] if "twice" in r]
-    assert twice == [(2, 4.0), (4, 8.0)]
-    assert same(expected, found)
 
 
 # --- what it learns, records and ends with ---
