@@ -190,9 +190,7 @@ def train(
         for name in ("learned", "plain", *(f"member_{k}" for k in range(1, run.members)))
     }
 
-    def compare(results: dict[str, Any], scores: dict[str, Any]) -> dict[str, Any]:
-        """The results of the whole run, once the plain network is trained and compared."""
-        results |= training.against_plain(plain_model, states["plain"], results, scores, gains)
+    def ended(results: dict[str, Any]) -> dict[str, Any]:
         if leads:
             write_results(folder, results)
             discard(folder / CHECKPOINT)
@@ -200,12 +198,11 @@ def train(
 
     finished = _finished(folder, identity) if run.resume and leads else {}
     finished = ranks.gather(finished, "opening the output folder")[0]
-    if finished and run.baseline and "differences" not in finished:
-        return compare(finished, training.evaluate(load_posterior(folder, model))[1])
+    if finished and (not run.baseline or "differences" in finished):
+        return ended(finished)
     if finished:
-        if leads:
-            discard(folder / CHECKPOINT)  # of a run that was killed in its very last moment
-        return finished | {"output": str(folder)}
+        _, scores = training.evaluate(load_posterior(folder, model))
+        return ended(training.against_plain(plain_model, states["plain"], finished, scores, gains))
     goes_on = run.resume and states["learned"].exists()
     if goes_on:
         states["learned"].load()  # raises before anything is changed
@@ -278,12 +275,8 @@ def train(
     is_cheap = cost <= max(CHEAP_SECONDS, CHEAP_SHARE * results["seconds"])
     if gains and (is_cheap if run.baseline is None else run.baseline):
         _logger.info("the plain network, to compare with")
-        return compare(results, scores)
-    results |= {"complete": True, "verdict": _no_verdict(cost) if gains else None}
-    if leads:
-        write_results(folder, results)
-        discard(folder / CHECKPOINT)
-    return results | {"output": str(folder)}
+        return ended(training.against_plain(plain_model, states["plain"], results, scores, gains))
+    return ended(results | {"complete": True, "verdict": _no_verdict(cost) if gains else None})
 
 
 def _what_is_learned(prior: PriorConfig, run: RunConfig) -> list[str]:
@@ -528,7 +521,7 @@ class Training:
         scores: dict[str, dict[str, Tensor]],
         gains: list[str],
     ) -> dict[str, Any]:
-        """Train the plain network; returns what it adds to the results, first of all the verdict.
+        """Train the plain network; returns the results with what it adds, first of all the verdict.
 
         Args:
             model: the network at its initial parameters.
@@ -541,7 +534,7 @@ class Training:
             plain = self.train(model.to(self.fabric.device), checkpoints, plain=True)
         except FloatingPointError as error:
             said = f"No verdict on what was gained, since the plain network diverged: {error}"
-            return {"complete": True, "verdict": said}
+            return results | {"complete": True, "verdict": said}
         trained = time.perf_counter()
         sigma = 1.0
         if likelihood_of(self.likelihood).has_sigma:  # of the residuals; the loss is half of σ²
@@ -563,13 +556,17 @@ class Training:
         (learned,) = [k for k in results["metrics"] if k in (f"learned, {name}", f"fixed, {name}")]
         here, there = (merged["metrics"][who] for who in (learned, f"plain, {name}"))
         seconds = plain.seconds + time.perf_counter() - trained
-        return merged | {
-            "differences": differences,
-            "verdict": in_one_sentence(differences.get(name, {}), here, there, gains),
-            "seconds": results["seconds"] + seconds,
-            "seconds_beside": results["seconds_beside"] | {"baseline": seconds},
-            "complete": True,
-        }
+        return (
+            results
+            | merged
+            | {
+                "differences": differences,
+                "verdict": in_one_sentence(differences.get(name, {}), here, there, gains),
+                "seconds": results["seconds"] + seconds,
+                "seconds_beside": results["seconds_beside"] | {"baseline": seconds},
+                "complete": True,
+            }
+        )
 
     def _curvature_batches(self) -> Batches:
         """The training data in batches for the curvature pass."""
