@@ -80,6 +80,7 @@ __all__ = [
 ]
 
 
+@torch.inference_mode(False)  # gradients are needed, whatever the caller needs
 def kronecker_factors(
     model: nn.Module,
     data: Iterable[Any],

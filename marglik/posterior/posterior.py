@@ -202,6 +202,7 @@ class Posterior:
 
     # --- fitting ---
 
+    @torch.inference_mode(False)  # gradients are needed, whatever the caller needs
     def fit(
         self,
         train_loader: Iterable[Any],

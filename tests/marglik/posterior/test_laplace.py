@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior
@@ -101,6 +102,20 @@ def test_modes_are_restored_and_dropout_is_off():
     assert [module.training for module in model.modules()] == modes
     assert_close(predictions[0], predictions[1])
     assert_close(samples[0], samples[1])
+
+
+def test_a_fit_in_inference_mode_is_the_same():
+    loader = [data("classification").tensors]
+    plain, inside = (Posterior(network(), "classification") for _ in range(2))
+    plain.fit(loader)
+    with torch.inference_mode():
+        inside.fit([(x * 1, y) for x, y in loader])
+        factors = kronecker_factors(inside.model, loader, "classification", kfac_approx="reduce")
+    delta = torch.ones((), dtype=torch.float64, requires_grad=True)
+    evidence = inside.log_marginal_likelihood(delta)
+    evidence.backward()
+    assert torch.equal(evidence, plain.log_marginal_likelihood()) and delta.grad
+    assert torch.equal(factors.blocks["0.weight"].B, plain.factors.blocks["0.weight"].B)
 
 
 def test_eigenvectors_wait_for_a_predictive(monkeypatch):
