@@ -1,4 +1,4 @@
-"""The command `marglik`: the options of its three commands, and the call of what they do.
+"""The command `marglik`: the options of its four commands, and the call of what they do.
 
 Options are fields of dataclasses, whose docstrings are their help, read by jsonargparse. What a
 command needs is imported when it is asked for, since torch takes seconds.
@@ -39,6 +39,7 @@ __all__ = ["main", "preset_names"]
 
 COMMANDS = {
     "train": "train on images, sequences, graphs, tensors; learn the weight decays",
+    "fit": "fit a posterior to a network that was trained elsewhere",
     "evaluate": "compute metrics on test and out-of-distribution data",
     "report": "write a page about one run, or several side by side",
 }
@@ -49,6 +50,7 @@ DESCRIPTION = (
 )
 FUNCTIONS = {
     "train": "marglik.runs.train.train",
+    "fit": "marglik.runs.fit.fit",
     "evaluate": "marglik.runs.evaluate.evaluate_run",
     "report": "marglik.report.write_report",
 }
@@ -194,15 +196,16 @@ def _function(command: str) -> Callable[..., Any]:
 def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     """The arguments of the command's function, and those fields of its configs that are options."""
     if command == "report":
-        text = "Folders that marglik train or evaluate has written; several are compared."
+        text = "Folders that marglik train, fit or evaluate has written; several are compared."
         parser.add_argument("folders", nargs="+", type=str, help=text)
         text = "File to write the page to; null writes report.html into the first folder."
         parser.add_argument("--output", type=str | None, default=None, help=text)
         return
     _add_config(parser)
     function = _function(command)
-    if command == "evaluate":
-        parser.add_function_arguments(function, as_positional=True)
+    if command != "train":
+        positional = command == "evaluate"
+        parser.add_function_arguments(function, as_positional=positional, skip={"provenance"})
         return
     configs, groups = _configs(function), TRAIN
     skip: Any = {*configs, "run", "provenance"}
@@ -227,7 +230,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
 
     from marglik.runs.config import check_seed
 
-    if command == "train":
+    if command != "evaluate":
         _fill_in_sizes(options)
     provenance = _provenance(parser, options)
     # Before `instantiate`, which draws the model's initial parameters.
@@ -235,10 +238,12 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
     torch.manual_seed(options.seed)
     function, arguments = _function(command), parser.instantiate(options).as_dict()
     if command == "train":
-        arguments = _with_configs(arguments, _configs(function)) | {"provenance": provenance}
+        arguments = _with_configs(arguments, _configs(function))
+    if command != "evaluate":
+        arguments["provenance"] = provenance
     results = function(**arguments)
     if not _is_another_rank():
-        show = print_evaluation if command == "evaluate" else print_results
+        show = print_results if command == "train" else print_evaluation
         show(results, write_report([results["output"]]))
 
 

@@ -92,7 +92,7 @@ def test_the_site_is_built_and_whole(site):
     for page, text in pages.items():
         for image in re.findall(r'<img[^>]* src="([^"]+)"', text):
             assert (site / page).parent.joinpath(image).exists(), (page, image)
-    for command in ("train", "evaluate", "report"):
+    for command in ("train", "fit", "evaluate", "report"):
         assert f"usage: marglik {command} " in pages["command-line.html"]
     assert "K-FAC-expand and K-FAC-reduce" in pages["mathematics.html"]
 

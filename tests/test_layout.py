@@ -153,7 +153,7 @@ from marglik import load_posterior, save_posterior, maximize_evidence""",
 with suppress(SystemExit):
     from marglik.cli import main
     main(["{command}", "--help"])"""
-        for command in ("train", "evaluate", "report")
+        for command in ("train", "fit", "evaluate", "report")
     },
     "commands": "import marglik.cli, marglik.runs.train",
     "training and evaluating": """
@@ -204,7 +204,7 @@ def test_importing_the_library_loads_no_adapter_plots_or_trainer(loaded):
     assert not loaded["the library"] & (LAPLACE | PLOTS | OTHERS | {"jsonargparse"})
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "report"])
+@pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
 def test_help_loads_neither_adapter_nor_plots_nor_trainer(command, loaded):
     assert not loaded[f"{command} --help"] & (LAPLACE | PLOTS | OTHERS - {"PIL"})
 

@@ -183,7 +183,7 @@ def test_commands_are_those_of_the_programs(page, capsys):
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
         else:  # these run below
             assert page == "docs/after-training.md" and program == "marglik", program
-            assert arguments[0] in ("evaluate", "report")
+            assert arguments[0] in ("evaluate", "report", "fit")
 
 
 def test_commands_after_make_train_run_as_they_stand(capsys, monkeypatch):
@@ -193,12 +193,12 @@ def test_commands_after_make_train_run_as_they_stand(capsys, monkeypatch):
     monkeypatch.setattr(datasets, "load_digits", lambda: few)
     found = commands((ROOT / "docs/after-training.md").read_text())
     of_digits = [c[1:] for c in found if c[0] == "marglik" and "digits" in " ".join(c)]
-    assert [c[0] for c in of_digits] == ["evaluate", "train", "report"]
+    assert [c[0] for c in of_digits] == ["evaluate", "train", "report", "fit"]
     assert main(["train", "--config", "digits", "--epochs", "2"]) == 0  # make train's
     for command in of_digits:
         shorter = ["--epochs", "2"] if command[0] == "train" else []
         assert main([*command, *shorter]) == 0, command
-    for file in ("both.html", "runs/digits/report.html"):
+    for file in ("both.html", "runs/digits/report.html", "runs/fitted/posterior.json"):
         assert Path(file).stat().st_size > 100
     shown = capsys.readouterr().out
     assert "Laplace, mc" in shown

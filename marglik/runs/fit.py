@@ -1,0 +1,110 @@
+"""A posterior for a network that was trained elsewhere: what `marglik fit` does."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from marglik.data import DataSource
+from marglik.data.batches import split_batches
+from marglik.data.record import data_record
+from marglik.posterior.posterior import Layers, Posterior, last_layer
+from marglik.posterior.posterior_file import save_posterior
+from marglik.posterior.pretrained import load_pretrained
+from marglik.posterior.prior import PriorGroups
+from marglik.prediction.calibration import calibrations_of
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.build import check_model, device_of
+from marglik.runs.config import Accelerator, CurvatureConfig, PriorRules, check_seed
+from marglik.runs.evaluate import evaluate_run
+from marglik.storage.provenance import Provenance
+from marglik.storage.run_folder import check_free
+from marglik.training.post_hoc import maximize_evidence
+
+__all__ = ["fit"]
+
+_logger = logging.getLogger(__name__)
+
+
+def fit(
+    model: nn.Module,
+    data: DataSource,
+    checkpoint: str,
+    likelihood: str = "classification",
+    layers: Layers = "last",
+    structure: PriorRules = "layerwise",
+    curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    output: str | None = None,
+    batch_size: int = 128,
+    accelerator: Accelerator = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    provenance: Provenance = Provenance(),  # noqa: B008
+) -> dict[str, Any]:
+    """Fit a posterior to a trained network, calibrate and save it, and evaluate it.
+
+    The prior precision, and the noise of regression, maximise the evidence. The validation split
+    calibrates. Returns what `evaluate_run` does.
+
+    Args:
+        model: class of the network, built as it was for training; any importable class.
+        data: class of the data that the network was trained on. The posterior is fitted to its
+            training split.
+        checkpoint: file with the network's parameters: safetensors, or a state dict that torch.save
+            has written.
+        likelihood: distribution of the targets, see docs/likelihoods.md.
+        layers: last for a posterior of the last layer alone, or all, which takes longer.
+        structure: which parameters share a prior precision, as for `marglik train`.
+        curvature: the curvature pass.
+        predictive: how the posterior predicts.
+        output: folder to write to; null takes runs/NAME of the checkpoint.
+        batch_size: number of examples in a batch.
+        accelerator: cpu or cuda; auto takes cuda if it is available.
+        seed: seed of all random numbers.
+        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
+        provenance: how model and data are built; saved with the posterior, which can then be loaded
+            without them.
+
+    Raises:
+        ValueError: options, data, checkpoint or model that do not fit together.
+        NotImplementedError: a layer without a K-FAC rule.
+        FileExistsError: the output folder holds a run, or other files.
+    """
+    # Step 1: all that can be wrong with options, data and network is found before the pass.
+    check_seed(seed)
+    folder = Path(output or f"runs/{Path(checkpoint).stem}")
+    check_free(folder)
+    if note := load_pretrained(model, checkpoint):
+        _logger.warning("%s: %s", checkpoint, note)
+    splits, device = data.load(), device_of(accelerator)
+    model = model.to(device)
+    batches = split_batches(splits, "train", curvature.batch_size or batch_size, device=device)
+    check_model(model, splits, None, likelihood)
+    if layers == "last":
+        kept = set(model.get_submodule(last_layer(model, next(iter(batches))[0])).parameters())
+        for p in model.parameters():
+            p.requires_grad_(p in kept)
+    calibrates = predictive.is_calibrated and splits.validation is not None
+    check_model(model, splits, curvature, likelihood, predictive if calibrates else None)
+    PriorGroups.from_model(model, structure)  # raises on rules that match nothing
+
+    # Step 2: the curvature, the prior, which needs the eigenvalues alone, and s and τ.
+    torch.manual_seed(seed)
+    _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
+    posterior = Posterior(model, likelihood, curvature.options(splits.targets))
+    posterior.fit(batches, progress_bar=progress)
+    maximize_evidence(posterior, structure)
+    if calibrates:
+        held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
+        calibrations_of(posterior, held_out, predictive, progress=progress)
+
+    # Step 3: the files, with what they need to be evaluated again; and the metrics.
+    record = data_record(splits, provenance.data)
+    save_posterior(posterior, folder, model=provenance.model, data=record, frozen=True)
+    return evaluate_run(
+        str(folder), model, data, predictive=predictive, accelerator=accelerator, seed=seed,
+        progress=progress,
+    )  # fmt: skip

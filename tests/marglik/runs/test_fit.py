@@ -1,0 +1,90 @@
+"""`marglik fit`: a posterior of a network that was trained elsewhere, by the command."""
+
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from marglik.cli import main
+from marglik.data import DataSource
+from marglik.data.batches import split_batches
+from marglik.models import MLP
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior.pretrained import load_pretrained
+from marglik.runs.build import build_from_spec
+from marglik.storage.run_folder import read_posterior
+from marglik.training.post_hoc import maximize_evidence
+from tests.marglik.runs.command_line import DATA, MODEL, QUIET, content, metrics, refusal
+
+LAST = ["layers.3.weight", "layers.3.bias"]
+
+
+@pytest.fixture
+def fit(trained, tmp_path):
+    """The command's arguments for the trained network's parameters, kept by someone else."""
+    checkpoint = shutil.copy(trained / "model.safetensors", tmp_path / "net.safetensors")
+    return ["fit", *DATA, *MODEL, *QUIET, "--checkpoint", str(checkpoint)]
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_fit_is_what_python_does(fit, layers, trained, tmp_path):
+    folder = tmp_path / "fit"
+    assert main([*fit, "--output", str(folder), "--layers", layers]) == 0
+    record = read_posterior(folder)
+    splits = build_from_spec(DataSource, record["data"]["source"]).load()
+    model = MLP(64, (6,), 3)
+    load_pretrained(model, trained / "model.safetensors")
+    for name, p in model.named_parameters():
+        p.requires_grad_(layers == "all" or name in LAST)
+    posterior = Posterior(model, "classification")
+    posterior.fit(split_batches(splits, "train", 128))
+    delta = maximize_evidence(posterior).prior_precision
+    assert record["prior_precision"] == pytest.approx(delta, rel=1e-4)
+    assert list(record["calibrations"]) == ["Laplace, probit", "Laplace, mc"]
+    found = metrics(folder)
+    assert found["MAP"]["test/cls/accuracy"] > 0.8 and "Laplace, probit" in found
+    again = load_posterior(folder, MLP(64, (6,), 3))
+    assert set(again.fitted_factors().blocks) == set(delta)
+    assert (folder / "report.html").stat().st_size > 100_000
+
+
+REFUSED = {
+    "no such checkpoint": (["--checkpoint", "/no/such.pt"], "No checkpoint at /no/such.pt"),
+    "another network": (["--model.hidden", "[9]"], "'layers.1.weight' has shape (6, 64) there"),
+    "another folder": (["--output", "."], "holds posterior.json, but neither"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_fit_refuses(case, fit, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "posterior.json").touch()
+    options, message = REFUSED[case]
+    before = content(tmp_path)
+    assert message in refusal(capsys, *fit, "--output", "out", *options)
+    assert content(tmp_path) == before
+
+
+class Malicious:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "message"),
+    [
+        ("net.pt", torch.save, "could not be read as a file of tensors"),
+        ("net.safetensors", pickle.dump, "is not a whole file of weights"),
+    ],
+)
+def test_checkpoints_run_no_code(name, save, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / name).open("wb") as file:
+        save(Malicious(), file)
+    assert message in refusal(capsys, "fit", *DATA, *MODEL, "--checkpoint", name, *QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
