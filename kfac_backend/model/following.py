@@ -216,6 +216,7 @@ class Trial(Follower):
             Refused: it cannot be followed.
         """
         use = weight_use(call.func, call.args, call.kwargs)
+        # Step 1: what has no sizes to compare, or cannot be compared.
         if use is not None and not len(use.a) and self._stored(use.weight):
             return self._layer_of(call, use, use.a.shape)  # no rows, as of a graph without edges
         if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
@@ -224,15 +225,17 @@ class Trial(Follower):
         if time >= len(one) or len(one[time]) != len(outputs):
             raise Refused(f"meets {call} with two examples, and not with one")
         shapes = [value.shape for value in outputs]
-        # The same size for two examples as for one, and no graph from a tracked layer: no example
-        # has reached it.
+        # Step 2: the same size for two examples as for one, and no graph from a tracked layer. So
+        # no example has reached it.
         if shapes == one[time] and not any(value.requires_grad for value in outputs):
             if call.changes is not None and not self._expression(call.changes):
                 raise Refused(f"is written into a tensor by {call}")
             return "computed"
+        # Step 3: it has met the examples, along the axis that has twice the size.
         axis = _grown_axis(one[time], shapes)
         if axis is None:
             raise Refused(f"meets {call}, whose output has no axis of examples")
+        # A linear map has a block of its own kind, so that is asked before broadcasting.
         if use is not None and not self._expression(use.a):
             if len(shapes[0]) + axis != 0:
                 raise Refused(f"is the weight of {call}, whose examples do not come first")

@@ -156,6 +156,7 @@ class Proof:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
+        # One example shows every use; two, with the first one again, show whether they mix.
         one, (two, numbers) = examples(x, slice(1)), with_first_again(examples(x, slice(2)))
         if numbers is None:
             return False
