@@ -24,6 +24,7 @@ from kfac_backend.block_assembly import (
     collect_sums,
     make_rules,
 )
+from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.rule import BlockSums
@@ -48,6 +49,7 @@ from kfac_backend.model.batches import (
     splits_by_example,
     to_device,
 )
+from kfac_backend.model.calls import call_with, forked_random_numbers
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import (
     LateChecks,
@@ -239,6 +241,7 @@ class CurvaturePass:
         self._vectors = BackwardVectors(
             self._likelihood, self._options, self._labels, self._differentiable
         )
+        self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = 0
         # These stay on the device until the end, so that no batch waits for a transfer. The loss
         # has many terms, and is summed in float64.
@@ -359,6 +362,8 @@ class CurvaturePass:
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
             self._end_part(f, y)
+        if self._proof.assignment.diagonal:
+            self._add_diagonal(x, y)
         # Counted last: a part that failed must not count.
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
@@ -378,7 +383,9 @@ class CurvaturePass:
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
-        blocks = assemble_blocks(sums.blocks)
+        blocks = assemble_blocks(sums.blocks) | {
+            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
+        }
         names = self._proof.assignment.names
         # A rank without data has made no proof, and the other ranks may have given parameters up.
         if not self._num_data:
@@ -417,7 +424,7 @@ class CurvaturePass:
 
     def _sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """This process's sums, taken out of the rules: those of blocks, and others by name."""
-        return collect_sums(self._rules), {}
+        return collect_sums(self._rules), self._diagonal
 
     def _assign(self) -> RuleAssignment:
         """The layers and parameters that the pass covers."""
@@ -527,3 +534,21 @@ class CurvaturePass:
         for rule in self._rules.values():
             for gram in rule.grams():
                 gram.end_part()
+
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        # Loaded only where parameters without a rule ask for it.
+        from kfac_backend.model.example_gradients import gradients_of_examples
+
+        with torch.no_grad(), forked_random_numbers(self._model):
+            f = call_with(self._model, {}, x)
+        vectors = torch.stack(list(self._vectors(f, y)), 1)  # (N, V, ..., C)
+        for _, by_name in gradients_of_examples(
+            self._model,
+            self._proof.assignment.diagonal,
+            x,
+            f,
+            vectors.__getitem__,
+            vectors.shape[1],
+        ):
+            for name, g in by_name.items():
+                self._diagonal[name] = self._diagonal.get(name, 0) + g.square().sum((0, 1))

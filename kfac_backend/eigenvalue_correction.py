@@ -185,6 +185,9 @@ class CorrectionPass(CurvaturePass):
         unknown = {n: e for n, e in assignment.unknown.items() if blocks[n].A is not None}
         return replace(assignment, layers=layers, own_parameters=[], unknown=unknown)
 
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        """Add nothing: diagonal blocks are exact and stay."""
+
     @property
     def _part_size(self) -> int | None:
         plan = self._proof.plan

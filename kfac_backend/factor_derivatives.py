@@ -57,8 +57,8 @@ def factor_gradients(
     """The gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
 
     The loss Hessian Λ changes with the outputs, too, and is differentiated: by the columns of its
-    root S; with fisher="mc" by draws S ε of normal numbers ε, which are unbiased. The
-    model's parameters are held fixed.
+    root S; with fisher="mc" by draws S ε of normal numbers ε, which are unbiased. Held fixed: the
+    model's parameters, and the blocks of parameters without a rule.
 
     Args:
         factors: of the model, at which F was differentiated.
@@ -155,6 +155,9 @@ class FactorGradientPass(CurvaturePass):
         # Fused attention cannot be differentiated twice.
         with _requiring(self._tensors, True), plain_attention():
             super()._add(x, y)
+
+    def _add_diagonal(self, x: Any, y: Tensor) -> None:
+        """Add nothing: the blocks of parameters without a rule are held fixed."""
 
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
         """The rules, whose sums become scalars."""

@@ -35,7 +35,7 @@ KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
 Fisher = Literal["exact", "mc", "empirical"]
-Unsupported = Literal["error", "freeze"]
+Unsupported = Literal["error", "freeze", "diagonal"]
 BackwardPrecision = Literal["float32", "tf32", "bf16"]
 ShiftLabels = bool | Literal["auto"]
 
@@ -141,8 +141,10 @@ class PassOptions(Options):
             loss term.
         mc_samples: number of labels drawn for each example with fisher=mc. More samples reduce the
             noise, and cost a backward pass each.
-        unsupported: what to do with the parameters of layers that have no K-FAC rule, and whose
-            uses cannot be followed either. error stops; freeze treats them as constants.
+        unsupported: what to do with the parameters of layers that have no K-FAC rule. error stops;
+            freeze treats them as constants; diagonal computes the exact diagonal of their block,
+            which is slow, and also that of parameters which have a rule but are used in a way that
+            it does not cover.
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
             bf16); A is not affected.

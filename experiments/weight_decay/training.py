@@ -42,7 +42,7 @@ __all__ = [
     "with_wrong_labels",
 ]
 
-CURVATURE = CurvatureOptions()
+CURVATURE = CurvatureOptions(unsupported="diagonal")
 DEFAULT = 5e-4
 """Weight decay that learning starts from."""
 

@@ -21,6 +21,7 @@ collector never frees, and the network with it.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +34,16 @@ from torch import Tensor, nn
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
 from kfac_backend.covariance.gradients import (
     LayerGradients,
+    ParameterGradients,
     PosteriorPrecision,
     Seen,
 )
-from kfac_backend.layers import Use
+from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention, restoration
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_module, check_output, total_memory
+from kfac_backend.model.example_gradients import gradients_of_examples
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.precision import at_least_float32, full_float32
@@ -342,25 +345,57 @@ class OutputCovariance:
 
             with torch.autocast(f.device.type, enabled=False):
                 capture.backward(f, vectors())
-
-        def held() -> Iterator[Seen]:
-            while seen:
-                (tracked, use), rows = seen.popitem()
-                yield tracked, use, rows
-
         f = f if differentiable else f.detach()  # frees the graph before the products
         result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
         result = result[index[:, None], part.positions[:, None], columns]
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            # Some examples at a time, unless these belong together.
-            most_bytes = PRODUCTS * self._product_bytes if q is None else None
-            for which, gradients in self._gradients.by_parameter(held(), uses, most_bytes):
+            for which, gradients in self._gradients_of(seen, uses, part, f, columns, q):
                 covariance[which] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
         return result, covariance
+
+    def _gradients_of(
+        self,
+        seen: dict[tuple[TrackedLayer, Use], Tensor],
+        uses: Counter[TrackedLayer],
+        part: _Part,
+        f: Tensor,
+        columns: Tensor,
+        q: int | None,
+    ) -> Iterator[tuple[slice, ParameterGradients]]:
+        """The gradients in one parameter after the other, and the examples that they are of."""
+        K = columns.shape[1]
+
+        def held() -> Iterator[Seen]:
+            while seen:
+                (tracked, use), rows = seen.popitem()
+                yield tracked, use, rows
+
+        # Some examples at a time, unless these belong together.
+        most_bytes = PRODUCTS * self._product_bytes if q is None else None
+        yield from self._gradients.by_parameter(held(), uses, most_bytes)
+        names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
+        if not names:
+            return
+
+        def vectors(which: slice) -> Tensor:
+            """One for each of the wanted outputs (n, K, ..., C)."""
+            unit = f.new_zeros(len(f[which]), K, f[0, ..., 0].numel(), f.shape[-1])
+            rows = torch.arange(len(unit), device=f.device)[:, None]
+            unit[rows, index, part.positions[which][:, None], columns[which]] = 1
+            return unit.view(*unit.shape[:2], *f.shape[1:])
+
+        entries = self._product_bytes // f.element_size() if q is None else sys.maxsize
+        for which, by_name in gradients_of_examples(
+            self._model, names, part.x, f, vectors, K,
+            entries=entries, differentiable=torch.is_grad_enabled(),
+        ):  # fmt: skip
+            for name, J in by_name.items():  # as P groups of one entry, (P, n, 1, K, 1)
+                J = ExampleGradients(J.flatten(2).movedim(2, 0)[:, :, None, :, None])
+                yield which, ParameterGradients(*self._precision[name], [(J, False)])
 
     def _columns(self, f: Tensor, part: _Part, classes: Tensor | None) -> Tensor:
         """The indices of the wanted outputs of each pair, (M, K)."""

@@ -220,7 +220,8 @@ class Follower(TorchFunctionMode):
         if way is None and any(True for _ in tensors_in(output)):
             raise NotImplementedError(
                 f"{_names(call)} meets {call} in this batch as it did not in the first, so that "
-                "its block cannot be told. Freeze it (requires_grad_(False))."
+                'its block cannot be told. Freeze it (requires_grad_(False)), or pass unsupported="'
+                'diagonal".'
             )
         return output
 
@@ -264,7 +265,7 @@ class Follower(TorchFunctionMode):
         if not isinstance(output, Tensor) or output.dim() < -axis or output.shape[axis] != M:
             raise NotImplementedError(
                 f"{_names(call)} meets {call} in this batch, which takes no copy of it for each "
-                "example. Freeze it (requires_grad_(False))."
+                'example. Freeze it (requires_grad_(False)), or pass unsupported="diagonal".'
             )
         return output
 

@@ -10,8 +10,8 @@ has its check:
   parameter for each example) computes something other than the layer itself.
 - `verify_independence` finds a layer that mixes the rows of different examples.
 
-A parameter that fails raises an error that names it, or, if it has no rule and the user asked for
-that, becomes a constant (``unsupported``).
+A parameter that fails raises an error that names it, or, if the user asked for that, becomes a
+constant or gets the diagonal of its block (``unsupported``).
 
 Life cycle. A pass makes one `Proof` when it is constructed. With each batch it asks
 `Proof.is_made`, and calls `Proof.make` if something is left to prove; a first batch of several
@@ -152,7 +152,7 @@ class Proof:
         """
         assignment = self.assignment
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
-        if assignment.operations.names or kinds & {"folded", "followed"}:
+        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
@@ -253,15 +253,22 @@ class Proof:
         assignment, names = self.assignment, refusal.errors
         if assignment.unsupported == "error" or not names:
             raise NotImplementedError(str(refusal)) from refusal.__cause__
-        # "freeze" is for layers without a rule. A layer with one whose uses cannot be proved is
-        # more likely a mistake than a choice.
-        with_rule = [name for name in names if name not in assignment.unknown]
-        if with_rule:
-            raise NotImplementedError(names[with_rule[0]]) from refusal.__cause__
-        warnings.warn(
-            f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
+        if assignment.unsupported == "freeze":
+            # "freeze" is for layers without a rule. A layer with one whose uses cannot be proved is
+            # more likely a mistake than a choice.
+            with_rule = [name for name in names if name not in assignment.unknown]
+            if with_rule:
+                raise NotImplementedError(names[with_rule[0]]) from refusal.__cause__
+            warnings.warn(
+                f"Treated as constants, having no K-FAC rule: {', '.join(names)}.", stacklevel=2
+            )
+            self.assignment = assignment.with_constants(names)
+            return
+        self.assignment = replace(
+            assignment.without(names),
+            diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
+            divided=[d for d in assignment.divided if d not in refusal.divided],
         )
-        self.assignment = assignment.with_constants(names)
 
 
 def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -766,6 +773,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
     names = {id(p): name for name, p in model.named_parameters()}
+    known = {name for t in assignment.all for name in t.parameters.values()}  # by rules
     messages = {
         d: {
             names[id(p)]: f"Layer '{d.name}' ({type(d.layer).__name__}) computes something other "
@@ -773,7 +781,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             "parts). Register parts for its class (register_rule), or freeze it "
             "(requires_grad_(False))."
             for p in d.layer.parameters()
-            if names[id(p)] in assignment.names
+            if names[id(p)] in known
         }
         for d in divided
     }
@@ -785,7 +793,10 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
         # All at once is cheaper; one after the other shows whose output is another.
         for d in divided:
             alone = replace(assignment, divided=[d])
-            verify_gradients(model, alone, x, messages[d], by_parts=False)
+            try:
+                verify_gradients(model, alone, x, messages[d], by_parts=False)
+            except Refusal as refusal:
+                raise Refusal(refusal.errors, [d]) from refusal
         raise
     finally:
         restore()

@@ -122,7 +122,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class RuleAssignment:
-    """What a curvature pass computes: layers with their rules, and all parameters with a block."""
+    """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
 
     layers: list[TrackedLayer]
     """Layers that run in a forward pass."""
@@ -130,6 +130,8 @@ class RuleAssignment:
     """Modules' own parameters, each as a layer `OwnParameter`, which does not run."""
     divided: list[DividedLayer]
     """Layers that run by their parts, which are among ``layers``."""
+    diagonal: list[str]
+    """Parameters that get the exact diagonal of their block."""
     names: list[str]
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
@@ -175,10 +177,11 @@ class Refusal(NotImplementedError):
     Args:
         errors: name -> the message that says why. Messages and not exceptions, which would keep the
             frames, and so the network, in which they were raised.
+        divided: layers that compute something other than their parts do.
     """
 
-    def __init__(self, errors: Mapping[str, str]) -> None:
-        self.errors = dict(errors)
+    def __init__(self, errors: Mapping[str, str], divided: Collection[DividedLayer] = ()) -> None:
+        self.errors, self.divided = dict(errors), divided
         super().__init__(next(iter(self.errors.values()), ""))
 
 
@@ -193,7 +196,7 @@ def assign_rules(
         model: the model; parameters with ``requires_grad=False`` are left out.
         unsupported: what the proof does with parameters whose uses it cannot follow: "error"
             raises; "freeze" takes those without a rule as constants, with a warning that names
-            them.
+            them; "diagonal" gives them the exact diagonal of their block.
         only: names of the parameters to consider; None means all.
 
     Raises:
@@ -269,7 +272,13 @@ def assign_rules(
     without_rule = [missed for missed in without_rule if missed[2] not in covered]
     unknown = {name: _no_rule(prefix, module, name) for prefix, module, name in without_rule}
     return RuleAssignment(
-        layers, own_parameters, divided, list(trainable), unknown=unknown, unsupported=unsupported
+        layers,
+        own_parameters,
+        divided,
+        [],
+        list(trainable),
+        unknown=unknown,
+        unsupported=unsupported,
     )
 
 
@@ -341,7 +350,7 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
                 f"The posterior's block of '{name}' has {size} entries, the parameter "
                 f"{parameters[name].numel()}; it belongs to another model."
             )
-    assignment = assign_rules(model)
+    assignment = assign_rules(model, "diagonal")
     frozen = [name for name in sizes if name not in assignment.names]
     if frozen:
         raise ValueError(
@@ -372,5 +381,6 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
     return (
         f"Parameter '{parameter}' of layer '{module_name}' ({type(module).__name__}) has no K-FAC "
         f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
-        'pass unsupported="freeze". Or say how it is used: register_rule, register_parameters.'
+        'pass unsupported="freeze" or unsupported="diagonal". Or say how it is used: '
+        "register_rule, register_parameters."
     )

@@ -14,7 +14,7 @@ from kfac_backend.model.batches import examples
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layer_cases import CASES, case
-from tests.kfac_backend.networks import data, network
+from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.kfac_backend.test_factor_derivatives import Moved
 
 ON_FOUR_RANKS = (
@@ -59,7 +59,9 @@ def of_layers(ranks: Ranks) -> dict[str, Tensor]:
         y = torch.arange(N) % 2
         # Sums of either mode are reduced alike.
         mode = MODES[len(name) % 2]
-        factors = kronecker_factors(model, shard(x, y, ranks), "classification", kfac_approx=mode)
+        factors = kronecker_factors(
+            model, shard(x, y, ranks), "classification", unsupported="diagonal", kfac_approx=mode
+        )
         found |= tensors(f"{name}, {mode}", factors)
     return found
 
@@ -76,6 +78,13 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     ):
         factors = kronecker_factors(model, shard(x, y, ranks), "classification", **options)
         found |= tensors(str(options), factors)
+    one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 4), OwnNorm(4)).double()
+    found |= tensors(
+        "a diagonal",
+        kronecker_factors(
+            one, shard(x, x.flatten(1)[:, :4], ranks), "regression", unsupported="diagonal"
+        ),
+    )
     batches = shard(x, y, ranks)
     factors = kronecker_factors(model, batches, "classification")
     corrected = corrected_factors(factors, model, batches)

@@ -93,6 +93,17 @@ class TwoNorms(nn.Module):
         return self.head(self.second(self.first(x).sin()).flatten(1))
 
 
+class Bilinear(nn.Module):
+    """A layer without a rule, whose block is a diagonal."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Bilinear(3, 3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x, x.sin()).tanh())
+
+
 def pooled(model: nn.Module) -> nn.Module:
     model.pool = True
     return model
@@ -167,6 +178,7 @@ CASES = {
     "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
     "own parameters": lambda: (Own(), normal(4, 2, 3)),
     "two norms, one weight": lambda: (TwoNorms(), normal(4, 3, 3)),
+    "no rule": lambda: (Bilinear(), normal(4, 3)),
     "attention": attention(attn_mask=CAUSAL),
     "attention, mask per head": lambda: (
         Attending(True, bias=False),

@@ -36,7 +36,7 @@ ALIKE = {
     "LayerNorm, as many channels as columns", "LayerNorm in a derived layer",
     "RMSNorm over channels",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
-    "PReLU", "PReLU twice", "own parameters", "two norms, one weight",
+    "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
 }  # fmt: skip
 
 pytestmark = [
@@ -76,8 +76,11 @@ def test_blocks_are_those_of_the_definition(name, fisher):
         exact = {} if isinstance(x, Mapping) else empirical_fisher_blocks(model, x, y, likelihood)
     data = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
     for mode in MODES:
-        options = {"kfac_approx": mode, "fisher": fisher}
+        options = {"kfac_approx": mode, "fisher": fisher, "unsupported": "diagonal"}
         factors = kronecker_factors(model, data, likelihood, **options)
+        if name == "no rule":
+            exact["layer.weight"] = exact["layer.weight"].diag().diag()
+            exact["layer.bias"] = exact["layer.bias"].diag().diag()
         expected = exact | kfac_blocks_from_uses(uses, hessians, mode)
         assert fisher == "empirical" or set(expected) == set(factors.blocks)
         assert_blocks(factors, expected)
@@ -96,7 +99,9 @@ def test_every_way_gives_the_same_blocks(name):
             else (examples(x, part), y[part])
             for part in parts
         ]
-        return kronecker_factors(model, data, "classification", kfac_approx=mode)
+        return kronecker_factors(
+            model, data, "classification", kfac_approx=mode, unsupported="diagonal"
+        )
 
     all_of_it = slice(None)
     wholes = {mode: factors(mode, all_of_it) for mode in MODES}

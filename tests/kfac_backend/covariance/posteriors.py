@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfac_backend import KroneckerFactors, kronecker_factors
 from kfac_backend.layers import Bias, Scale
 from marglik.models import GPT
-from tests.kfac_backend.networks import data, network
+from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.marglik.networks import randomised
 from tests.oracles import jacobian_of, packs
 from tests.random_numbers import normal
@@ -54,6 +54,9 @@ NETWORKS = {
         nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Flatten(), nn.Linear(80, 3)),
         normal(5, 4, 7, 6),
     ),
+    "no rule": lambda: (
+        nn.Sequential(nn.Linear(6, 5), OwnNorm(5), nn.Tanh(), nn.Linear(5, 3)), normal(5, 6),
+    ),
 }  # fmt: skip
 
 
@@ -79,11 +82,11 @@ class Pixels(nn.Sequential):
 
 
 class Mixing(nn.Module):
-    """A transformer's layer over patches, behind a norm, and outputs that are scaled."""
+    """A transformer's layer over patches, a layer without a rule, and outputs that are scaled."""
 
     def __init__(self, scale=1.0):
         super().__init__()
-        self.embed, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.embed, self.norm = nn.Linear(3, 4), OwnNorm(4)
         self.encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
         self.head, self.scale = nn.Linear(4, 3), scale
 
@@ -151,7 +154,9 @@ def posterior(model: nn.Module, x, kfac_approx="expand", **options):
     y = torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % 2
     y = y if f.shape[-1] > 1 else torch.zeros_like(f)
     batch = {**x, "labels": y} if isinstance(x, Mapping) else (x, y)
-    factors = kronecker_factors(model, [batch], likelihood, kfac_approx=kfac_approx, **options)
+    factors = kronecker_factors(
+        model, [batch], likelihood, kfac_approx=kfac_approx, unsupported="diagonal", **options
+    )
     deltas = [0.1 + 0.05 * i for i in range(len(factors.blocks))]
     return precision_of(factors, deltas), dense_precision(factors, deltas)
 

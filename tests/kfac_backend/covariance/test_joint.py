@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from tests.kfac_backend.covariance.posteriors import NETWORKS, jacobians, posterior
+from tests.kfac_backend.networks import OwnNorm
 
 
 class Tied(nn.Module):
@@ -47,6 +48,13 @@ class Attention(nn.Module):
         return self.out(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
 
 
+class Decides(OwnNorm):
+    """Without a rule, and by the value of a tensor, which vmap cannot follow."""
+
+    def forward(self, x):
+        return super().forward(x) if bool((x == x).all()) else x
+
+
 class Followed(nn.Module):
     """Parameters that are followed: one in a weight that is computed, one by broadcasting."""
 
@@ -68,6 +76,10 @@ MORE = {
     "attention": lambda: (Attention(), torch.randn(6, 5, 4)),
     "wide": lambda: (
         nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1)), torch.randn(6, 6)
+    ),
+    "decides": lambda: (
+        nn.Sequential(nn.Linear(6, 5), Decides(5), nn.Tanh(), nn.Linear(5, 3)),
+        torch.randn(6, 6),
     ),
 }  # fmt: skip
 CASES = {**NETWORKS, **MORE}

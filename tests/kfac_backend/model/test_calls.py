@@ -14,6 +14,7 @@ from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.covariance.posteriors import precision_of
+from tests.kfac_backend.networks import OwnNorm
 from tests.random_numbers import normal
 
 INPUTS = {"tensor": normal(6, 5), "mapping": {"a": normal(6, 5), "b": normal(6, 5).flip(0)}}
@@ -23,13 +24,12 @@ LABELS = torch.arange(6) % 3
 class Normalised(nn.Module):
     """A network that normalises its inputs first: in place, or (the reference) not."""
 
-    def __init__(self, in_place):
+    def __init__(self, in_place, unknown=False):
         super().__init__()
         torch.manual_seed(0)
         self.in_place = in_place
-        self.net = nn.Sequential(
-            nn.Linear(5, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)
-        )
+        norm = OwnNorm(4) if unknown else nn.LayerNorm(4)
+        self.net = nn.Sequential(nn.Linear(5, 4), norm, nn.ReLU(inplace=True), nn.Linear(4, 3))
         self.double()
 
     def forward(self, x):
@@ -64,6 +64,7 @@ def kfac_steps(model, x):
 
 WAYS = {
     "factors": lambda model, x: dense(factors(model, x)),
+    "diagonal": lambda model, x: dense(factors(model, x, unsupported="diagonal")),
     "corrected": lambda model, x: dense(corrected_factors(factors(model, x), model, [(x, LABELS)])),
     "covariance": lambda model, x: list(
         OutputCovariance(model, precision_of(factors(model, x)))(x)
@@ -82,7 +83,7 @@ def test_a_model_may_change_its_inputs_in_place(way, kind):
     found = []
     for in_place in (True, False):
         x = copy.deepcopy(INPUTS[kind])
-        found.append(WAYS[way](Normalised(in_place), x))
+        found.append(WAYS[way](Normalised(in_place, unknown=way == "diagonal"), x))
         assert_close(x, INPUTS[kind], rtol=0, atol=0)
     assert_close(*found)
 
@@ -105,7 +106,7 @@ def fails(model, x):
 
 @pytest.mark.parametrize("use", [*WAYS, "followed", "fails"])
 def test_a_network_is_freed_with_its_last_user(use):
-    model = Scaled() if use == "followed" else Normalised(False)
+    model = Scaled() if use == "followed" else Normalised(False, unknown=use == "diagonal")
     gone = weakref.ref(model), weakref.ref(model.net[0].weight)
     {**WAYS, "followed": WAYS["factors"], "fails": fails}[use](model, INPUTS["tensor"])
     del model

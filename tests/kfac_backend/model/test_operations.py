@@ -367,12 +367,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_by_name(case):
+def test_refused_by_name_or_an_exact_diagonal(case):
     function, why = REFUSED[case]
     model, x = Model(function, fc=nn.Linear(3, 3, bias=False), head=head()), normal(5, 4, 3)
     with pytest.raises(NotImplementedError, match=f"'fc.weight' {why}") as raised:
         factors(model, x)
     assert "\n" not in str(raised.value) and "requires_grad_(False)" in str(raised.value)
+    exact = dense_ggn_blocks(model, x, "classification")["fc.weight"]
+    for mode in MODES:
+        found = factors(model, x, unsupported="diagonal", kfac_approx=mode)
+        assert_close(found.to_dense("fc.weight"), exact.diagonal().diag())
+        assert error(exact, exact.diagonal().diag()) > 0.02
     model.fc.requires_grad_(False)
     assert list(factors(model, x).blocks) == ["head.weight", "head.bias"]
 

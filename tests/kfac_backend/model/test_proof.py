@@ -21,6 +21,7 @@ from kfac_backend.model.proof import with_first_again
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
 from tests.kfac_backend.networks import assert_same_factors
+from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import normal
 
 EYE = torch.eye(4, dtype=torch.float64)
@@ -250,11 +251,12 @@ def test_odd_models_have_the_blocks_of_plain_ones(case, mode):
 
 
 @pytest.mark.filterwarnings("ignore:Treated as constants")
-def test_constant_runs_beside_a_layer_without_a_rule():
+@pytest.mark.parametrize("unsupported", ["freeze", "diagonal"])
+def test_constant_runs_beside_a_layer_without_a_rule(unsupported):
     children, x = {**FC, "gain": Gain()}, normal(4, 4)
     model = Model(over_a_constant(None), **children)
     alone = Model(over_a_constant(model.layers["fc"](EYE).norm().detach()), **children)
-    found, expected = (factors(m, x, unsupported="freeze") for m in (model, alone))
+    found, expected = (factors(m, x, unsupported=unsupported) for m in (model, alone))
     assert_same_blocks(found, expected)
 
 
@@ -271,7 +273,7 @@ def graph_network(m, batch):
     with examples_of_rows(batch["edge_graph"], N):
         edges = m["edge"](batch["edges"]).tanh()
     sums = edges.new_zeros(N, 4).index_add(0, batch["edge_graph"], edges)
-    return m["out"](sums)
+    return m["out"](m["gain"](sums) if "gain" in m else sums)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -282,10 +284,10 @@ def test_batches_that_do_not_reach_a_layer_add_up(mode):
     assert_same_blocks(added, factors(model, some, none, kfac_approx=mode))
 
 
-def test_covariances_of_graphs():
-    model = Model(graph_network, edge=nn.Linear(3, 4), out=nn.Linear(4, 2))
+def test_covariances_of_graphs_with_a_diagonal_block():
+    model = Model(graph_network, edge=nn.Linear(3, 4), gain=Gain(), out=nn.Linear(4, 2))
     batch = graphs([2, 1, 1])  # four edges, three graphs
-    found = factors(model, batch)
+    found = factors(model, batch, unsupported="diagonal")
     covariance = OutputCovariance(model, precision_of(found))(batch)[1]
     assert_close(covariance, brute_force(model, batch, dense_precision(found)))
 
@@ -454,6 +456,10 @@ def test_a_tensor_that_a_layer_without_a_rule_shares():
     for unsupported in ("error", "freeze"):  # what has a rule is not frozen
         with pytest.raises(NotImplementedError, match="'layers.fc.bias' reached .* by a layer wi"):
             factors(model, X, unsupported=unsupported)
+    found = factors(model, X, unsupported="diagonal")
+    exact = dense_ggn_blocks(model, X, "classification")
+    for name in ("layers.fc.bias", "layers.b.weight"):
+        assert_close(found.to_dense(name), exact[name].diagonal().diag())
     with (
         pytest.warns(UserWarning),
         pytest.raises(ValueError, match="No trainable parameter of the"),

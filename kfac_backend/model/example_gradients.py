@@ -1,0 +1,119 @@
+"""Gradients of single examples in parameters without a rule, whose blocks are diagonals."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.model.batches import examples
+from kfac_backend.model.calls import call_with, close, forked_random_numbers, num_examples
+from kfac_backend.model.checks import is_out_of_memory
+
+__all__ = ["gradients_of_examples"]
+
+ENTRIES = 2**24
+"""Of all gradients that are held at a time, at most."""
+
+
+def gradients_of_examples(
+    model: nn.Module,
+    names: Sequence[str],
+    x: Any,
+    f: Tensor,
+    vectors: Callable[[slice], Tensor],
+    num_vectors: int,
+    *,
+    entries: int = ENTRIES,
+    differentiable: bool = False,
+) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """Slices of the examples, one after the other, and their gradients Jᵀ v (n, V, *shape) by name.
+
+    Args:
+        model: a model that mixes no examples.
+        names: of parameters.
+        x: a batch of N examples.
+        f: the model's outputs there, (N, ..., C).
+        vectors: returns the vectors v of a slice of the examples, (n, V, ..., C).
+        num_vectors: V.
+        entries: of the gradients of a slice, at most, but at least one example's.
+        differentiable: keep the graph of the gradients with respect to the inputs.
+    """
+    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
+    N, alone = len(f), num_examples(x) == len(f)
+    maps, of_batch = alone and not differentiable, None
+    size = max(1, entries // max(1, num_vectors * sum(leaf.numel() for leaf in leaves.values())))
+    for start in range(0, N if names else 0, size):
+        which = slice(start, min(start + size, N))
+        v = vectors(which).to(f.dtype)
+        # First choice: all of the slice at once, by torch's map over examples.
+        if maps:
+            found = _mapped(model, leaves, examples(x, which), v)
+            maps = found is not None and (model.training or close(f[which].detach(), found[0]))
+            if maps and found is not None:
+                yield which, found[1]
+                continue
+        # Otherwise a call for each example; or one for all, of a model that takes no single ones.
+        gradients = []
+        for n in range(which.start, which.stop):
+            f_n = _output(model, leaves, examples(x, slice(n, n + 1))) if alone else None
+            if f_n is None or not (model.training or close(f[n : n + 1].detach(), f_n)):
+                alone = False
+                with torch.enable_grad(), forked_random_numbers(model):
+                    of_batch = call_with(model, leaves, x) if of_batch is None else of_batch
+                    f_n = of_batch[n : n + 1]
+            gradients.append(
+                [_gradients(f_n, leaves, v_n[None], differentiable) for v_n in v[n - start]]
+            )
+        stacked = {
+            name: torch.stack([torch.stack([g[i] for g in of_one]) for of_one in gradients])
+            for i, name in enumerate(names)
+        }
+        yield which, stacked
+
+
+def _mapped(
+    model: nn.Module, leaves: dict[str, Tensor], x: Any, vectors: Tensor
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Outputs and gradients of all examples; None where torch cannot map the model over them."""
+
+    def of_example(x_n: Any, vectors_n: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def output(leaves: dict[str, Tensor]) -> Tensor:
+            return call_with(model, leaves, examples(x_n, None))[0]
+
+        f_n, back, *_ = torch.func.vjp(output, leaves)
+        (gradients,) = torch.func.vmap(back)(vectors_n)
+        return f_n.detach(), gradients
+
+    try:
+        with warnings.catch_warnings(), forked_random_numbers(model), torch.no_grad():
+            # Some operations are mapped one by one inside.
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            return torch.func.vmap(of_example)(x, vectors)
+    except Exception as error:  # loops that depend on values, models of whole batches
+        if is_out_of_memory(error):
+            raise
+        return None
+
+
+def _output(model: nn.Module, leaves: dict[str, Tensor], x: Any) -> Tensor | None:
+    """The output of some examples; None if the model does not take them alone."""
+    try:
+        with torch.enable_grad(), forked_random_numbers(model):
+            return call_with(model, leaves, x)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+
+
+def _gradients(
+    f: Tensor, leaves: dict[str, Tensor], vector: Tensor, differentiable: bool
+) -> Sequence[Tensor]:
+    if not f.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves.values()]
+    return torch.autograd.grad(
+        f, list(leaves.values()), vector,
+        retain_graph=True, create_graph=differentiable, allow_unused=True, materialize_grads=True,
+    )  # fmt: skip

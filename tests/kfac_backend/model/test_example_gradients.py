@@ -1,0 +1,58 @@
+"""Gradients of single examples in parameters without a rule agree with the Jacobian."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from kfac_backend.model.example_gradients import gradients_of_examples
+
+
+class Looking(nn.Module):
+    """Looks at a value, which torch can't do while it maps over examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5, -0.5]))
+
+    def forward(self, x):
+        sign = 1 if float(x.abs().sum()) > 0 else -1
+        return sign * (x * self.scale).tanh()
+
+
+class Whole(Looking):
+    """Takes no single example."""
+
+    def forward(self, x):
+        if len(x) < 2:
+            raise ValueError("a whole batch")
+        return super().forward(x)
+
+
+MODELS = {
+    "mapped": lambda: nn.Sequential(weight_norm(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)),
+    "example by example": Looking,
+    "by the whole batch": Whole,
+}
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("way", MODELS)
+def test_gradients_are_those_of_each_examples_jacobian(way, differentiable):
+    torch.manual_seed(0)
+    model = MODELS[way]().double().eval()
+    names = [name for name, _ in model.named_parameters()]
+    x, v = torch.randn(5, 2).double(), torch.randn(5, 3, 2).double()
+    with torch.set_grad_enabled(differentiable):
+        parts = list(
+            gradients_of_examples(
+                model, names, x, model(x).detach(), v.__getitem__, 3,
+                entries=12, differentiable=differentiable,
+            )
+        )  # fmt: skip
+    assert len(parts) > 1
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
+    for name, J in jacobians.items():
+        found = torch.cat([by_name[name] for _, by_name in parts])
+        torch.testing.assert_close(found, torch.einsum("nvc,nc...->nv...", v, J))
