@@ -86,6 +86,7 @@ class FunctionalLayer(nn.Module):
         places: "weight" and "bias" -> the module that has the parameter, and its name there.
         function: the name of the function.
         settings: the attributes that the rule reads from such a layer: stride, padding and so on.
+        slot: the number of the matrix, where the weight is a stack of them.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class FunctionalLayer(nn.Module):
         places: Mapping[str, tuple[nn.Module, str]],
         function: str,
         settings: Mapping[str, Any],
+        slot: int | None = None,
     ) -> None:
         super().__init__()
+        self._slot = slot
         self._places = dict(places)  # no submodules: a dictionary hides them from torch
         self._function = function
         self.settings = dict(settings)
@@ -103,7 +106,8 @@ class FunctionalLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight."""
-        return getattr(*self._places["weight"])
+        weight = getattr(*self._places["weight"])
+        return weight if self._slot is None else weight[self._slot]
 
     @property
     def bias(self) -> Tensor | None:

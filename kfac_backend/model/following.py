@@ -96,7 +96,10 @@ def follow(
             raise
         raise Refusal(errors) from error
     ways = operations.ways.values()
-    layers = list(dict.fromkeys(way for way in ways if isinstance(way, TrackedLayer)))
+    runs = [
+        w if isinstance(w, tuple) else (w,) for w in ways if isinstance(w, TrackedLayer | tuple)
+    ]
+    layers = list(dict.fromkeys(chain.from_iterable(runs)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
     why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
@@ -170,6 +173,7 @@ class Trial(Follower):
         super().__init__(*args)
         self._seen, self._places = seen, places
         self._times: dict[int, int] = {}  # how often an operation of each key has run so far
+        self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
         """Name -> why it cannot be followed."""
         self.folded: set[TrackedLayer] = set()
@@ -218,7 +222,7 @@ class Trial(Follower):
         use = weight_use(call.func, call.args, call.kwargs)
         # Step 1: what has no sizes to compare, or cannot be compared.
         if use is not None and not len(use.a) and self._stored(use.weight):
-            return self._layer_of(call, use, use.a.shape)  # no rows, as of a graph without edges
+            return self._layer_of(call, use, use.a.shape)  # an expert to which nothing is routed
         if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
             raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
         one = self._seen.get(call.key, [])
@@ -259,18 +263,20 @@ class Trial(Follower):
         modules = set(self.inside[-1].layer.modules())
         return all(self._places[name][0] in modules for e in call.expressions for name in e.names)
 
-    def _layer_of(self, call: Call, use: WeightUse, shape: torch.Size) -> TrackedLayer:
+    def _layer_of(
+        self, call: Call, use: WeightUse, shape: torch.Size
+    ) -> TrackedLayer | tuple[TrackedLayer, ...]:
         known: Any = self._operations.ways.get(call.key)
-        if not isinstance(known, TrackedLayer):
+        if not isinstance(known, TrackedLayer | tuple):
             known = self._new_layer(call, use)
         if shape[0] > 2:
-            self.folded.add(known)
+            self.folded.add(self._in_stack(known, use))
         return known
 
-    def _new_layer(self, call: Call, use: WeightUse) -> TrackedLayer:
+    def _new_layer(self, call: Call, use: WeightUse) -> TrackedLayer | tuple[TrackedLayer, ...]:
         stored = self._stored(use.weight)
         assert stored is not None
-        name, turned = stored
+        name, turned, slot = stored
         names = {"weight": name}
         if use.bias is not None and (bias := self._stored(use.bias)):
             names["bias"] = bias.name
@@ -281,6 +287,18 @@ class Trial(Follower):
         if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
             raise Refused(f"is the weight of {call} in a way without a rule")
         places = {local: self._places[full] for local, full in names.items()}
+        if slot is not None:
+            # All matrices of a stack at once: in other batches others may be used.
+            E = len(getattr(*places["weight"]))
+            if "bias" in names:
+                raise Refused(f"is the weight of {call} with a bias; add the bias to the result")
+            layers = (FunctionalLayer(places, str(call), use.settings, e) for e in range(E))
+            known = (
+                TrackedLayer(f"{name}.{e}", layer, rule, names, FunctionalLayer,
+                             slots={"weight": (e, E)})
+                for e, layer in enumerate(layers)
+            )  # fmt: skip
+            return self._stacks.setdefault((name, rule), tuple(known))
         layer = FunctionalLayer(places, str(call), use.settings)
         rule.check(layer)
         prefix, _, local = name.rpartition(".")

@@ -49,6 +49,7 @@ from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.model.rule_assignment import LayerRun, Operations, TrackedLayer
+from kfac_backend.model.stacked import by_matrix
 
 __all__ = [
     "PRODUCTS",
@@ -212,7 +213,7 @@ class Follower(TorchFunctionMode):
             return self._computed(call)
         if isinstance(way, int):
             return self._met(call, way)
-        if isinstance(way, TrackedLayer):
+        if isinstance(way, TrackedLayer | tuple):
             return self._met_as_weight(call, way)
         if way == "mapped":
             return self._mapped(call)
@@ -269,17 +270,28 @@ class Follower(TorchFunctionMode):
             )
         return output
 
-    def _met_as_weight(self, call: Call, tracked: TrackedLayer) -> Any:
-        """The operation as the run of a layer."""
+    def _met_as_weight(self, call: Call, of: TrackedLayer | tuple[TrackedLayer, ...]) -> Any:
+        """The operation as the run of a layer, or of that of its matrix in a stack."""
         use = weight_use(call.func, call.args, call.kwargs)
+        assert use is not None
+        tracked = self._in_stack(of, use)
         layer = tracked.layer
-        assert use is not None and isinstance(layer, FunctionalLayer)
+        assert isinstance(layer, FunctionalLayer)
         if use.settings != layer.settings:
             raise NotImplementedError(
                 f"Layer {tracked} runs with {use.settings} and with {layer.settings}, which have "
                 "no common block. Freeze it (requires_grad_(False))."
             )
         return self._layer(tracked, use.a, call.run())
+
+    def _in_stack(
+        self, of: TrackedLayer | tuple[TrackedLayer, ...], use: "WeightUse"
+    ) -> TrackedLayer:
+        if isinstance(of, TrackedLayer):
+            return of
+        stored = self._stored(use.weight)
+        assert stored is not None and stored.slot is not None
+        return of[stored.slot]
 
     def _mapped(self, call: Call) -> Tensor:
         """A linear operation of each row (M, ...) of its input, with a copy of its weight."""
@@ -307,7 +319,7 @@ class Follower(TorchFunctionMode):
         return self._known.get(id(value))
 
     def _stored(self, value: Any) -> "Stored | None":
-        """The parameter that a tensor is, or whose transpose it is.
+        """The parameter that a tensor is, its transpose, or a matrix of a stack of them.
 
         None if it was computed from the parameter, or has another shape.
         """
@@ -317,10 +329,18 @@ class Follower(TorchFunctionMode):
         ((name, leaf),) = expression.leaves.items()
         if isinstance(name, LayerRun):
             return None
-        for turned in (False, True)[: 1 + (leaf.dim() == 2)]:
+        slot = None
+        if leaf.dim() == 3 and value.dim() == 2:
+            slot = (value.storage_offset() - leaf.storage_offset()) // leaf[0].numel() % len(leaf)
+            leaf = leaf[slot]
+        for turned in (False, True)[: 1 + (leaf.dim() in (2, 3))]:
             if _is_stored(value, leaf.mT if turned else leaf):
-                return Stored(name, turned)
+                return Stored(name, turned, slot)
         return None
+
+    def _is_stack(self, value: Any) -> bool:
+        stored = self._stored(value)
+        return stored is not None and value.dim() == 3
 
     def _rewritten(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -337,7 +357,7 @@ class Follower(TorchFunctionMode):
                 _addmm if any(self._expression(value) for value in (args[0], *args[2:])) else None
             )
         if func not in AFFINE:
-            return None
+            return by_matrix(func, args, self._is_stack)
         places = AFFINE[func][0].items()
         values = [kwargs.get(key, args[i] if i < len(args) else None) for key, i in places]
         if not any(self._expression(value) for value in values):
@@ -354,11 +374,13 @@ class Refused(NotImplementedError):
 
 
 class Stored(NamedTuple):
-    """What a tensor is in memory: a parameter."""
+    """What a tensor is in memory: a parameter, or a part of it."""
 
     name: str
     turned: bool
     """Whether it is the transpose."""
+    slot: int | None
+    """The index of the matrix in a stack of them, (E, ., .); None for the whole."""
 
 
 class WeightUse(NamedTuple):
