@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci uci-heteroscedastic update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -79,6 +79,9 @@ table2: $(INSTALLED)  ## the paper's Table 2 at a size for two cores: less than 
 
 uci: $(INSTALLED)  ## UCI regression with learned noise and weight decays beside four rivals: an hour; resumes
 	$(BIN)/python -m experiments.uci.regression --jobs 2
+
+uci-heteroscedastic: $(INSTALLED)  ## UCI regression with noise that depends on the input beside one noise: half an hour; resumes
+	$(BIN)/python -m experiments.uci.heteroscedastic --jobs 2
 
 update-step-timing: $(INSTALLED)  ## the paper's Table 1, a K-FAC step beside the peers' and an SGD step, WRN-16-4: an hour; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'

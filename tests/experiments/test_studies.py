@@ -26,7 +26,7 @@ from experiments.speed import (
 from experiments.speed import large_classes as classes
 from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
-from experiments.uci import regression
+from experiments.uci import heteroscedastic, regression
 from experiments.weight_decay import (
     default_options,
     presets,
@@ -60,6 +60,7 @@ TABLES = {
     "table2/scaled": ("table2.marglik_cifar10",),
     "transformer_timing": ("speed.transformer_timing",),
     "uci": ("uci.regression",),
+    "uci_heteroscedastic": ("uci.heteroscedastic",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
     "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
     "vision_transformer_training": (TO_TARGET, "--study", "vision_transformer_training"),
@@ -187,6 +188,13 @@ def small_uci(patch):
     return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
 
 
+def small_uci_heteroscedastic(patch):
+    splits = [heteroscedastic.run_split(regression.Config("yacht", 0, 40, 0.03, updates=4))]
+    ours, single = (splits[0]["methods"][name] for name in heteroscedastic.METHODS[1:])
+    assert ours["rmse"] == single["rmse"] and ours["log_likelihood"] != single["log_likelihood"]
+    return [{"config": {"data": "yacht"}, "splits": splits}], heteroscedastic.report
+
+
 def small_bench_curvature(patch):
     patch.setattr(bench_curvature, "GROWTH", {"batch_size": ("batch size", (1,))})
     config = bench_curvature.Config(**WRN)
@@ -305,7 +313,8 @@ def small_weight_decay_study(patch):
 
 
 SMALL = {name.removeprefix("small_"): of for name, of in globals().items() if "small_" in name[:6]}
-DATA = {"table2": "tiny_cifar10", "bench_predictive": "tiny_cifar10", "uci": "tiny_yacht"}
+DATA = {"table2": "tiny_cifar10", "bench_predictive": "tiny_cifar10"}
+DATA |= dict.fromkeys(("uci", "uci_heteroscedastic"), "tiny_yacht")
 
 
 @pytest.mark.filterwarnings("ignore")
