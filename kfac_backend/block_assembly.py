@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
+from kfac_backend.layers.gram import add_waiting
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
@@ -117,6 +118,7 @@ def check_memory(
 def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[BlockSums]]:
     """Parameter name -> the sums of each layer that has it; ``rules`` is empty afterwards."""
     found: dict[str, list[BlockSums]] = {}
+    add_waiting(gram for rule in rules.values() for gram in rule.grams())
     # A rule may hold as much again as its sums, so each is dropped before the next one's are made.
     while rules:
         tracked, rule = rules.popitem()

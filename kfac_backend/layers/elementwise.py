@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
@@ -77,7 +78,10 @@ class ExactRule(Rule):
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """The gradients (M, P) in each of the parameters ``names``, from output gradients b."""
+        """The gradients (M, P) in each of the parameters ``names``, from output gradients b.
+
+        In a scalar they may come as terms of a sum, (M, c).
+        """
 
     def add_input(self, use: Use) -> None:
         """Count the use; the block has no input factor."""
@@ -93,7 +97,8 @@ class ExactRule(Rule):
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
         gradients = self.gradients(use, b)
-        return torch.cat([gradients[name] for name in self.names], -1)[:, None]
+        rows = [self.B[name].gram.entries(gradients[name][None])[0] for name in self.names]
+        return torch.cat(rows, -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
         """The gradients (N, 1, C, P) themselves."""
@@ -138,15 +143,15 @@ class ChannelsRule(ExactRule):
         axes = [axis for axis in range(1, b.dim()) if axis not in own]
         gradients = {}
         if self.multiplier in self.names:
-            z = at_least_float32(self.normalised(use.a))
-            gradients[self.multiplier] = _rows(sum_over(at_least_float32(b) * z, axes))
+            z, b_z = at_least_float32(self.normalised(use.a)), at_least_float32(b)
+            gradients[self.multiplier] = (
+                _rows(sum_over(b_z * z, axes)) if len(own) else _inner_products(z, b_z)
+            )
         if "bias" in self.names:
-            # A scalar's is summed over positions first: the layer in front may need that sum, too.
-            alone = not len(own) and b.dim() > 2
-            if alone:
+            # A scalar's sum is left at the features, whose sums the layer in front may need, too.
+            if not len(own) and b.dim() > 2:
                 axes = [1] if b.dim() == 3 else axes[1:]
-            sums = _rows(sum_over(b, axes))
-            gradients["bias"] = sums.sum(1, keepdim=True) if alone else sums
+            gradients["bias"] = _rows(sum_over(b, axes))
         return gradients
 
 
@@ -268,3 +273,18 @@ def default_view(p: Tensor) -> tuple[int, ...] | None:
 def _rows(x: Tensor) -> Tensor:
     """(M, ...) as rows (M, P)."""
     return x.flatten(1) if x.dim() > 1 else x[:, None]
+
+
+def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, "N c"]:
+    """The terms of a_n · b_n, with half the memory traffic of (a * b).sum().
+
+    They are the diagonal of a c×c product of a and b, each cut into c pieces.
+    """
+    if a.dim() == 1:
+        return (a * b)[:, None]
+    if not a.is_contiguous():  # channels last: both in the order in memory
+        a, b = a.movedim(1, -1), b.movedim(1, -1)
+    a, b = a.flatten(1), b.flatten(1)
+    c = next(c for c in (4, 2, 1) if a.shape[-1] % c == 0)
+    a, b = a.unflatten(-1, (c, -1)), b.unflatten(-1, (c, -1))
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1)

@@ -5,6 +5,8 @@ own `Gram` with the same two methods. Those of convolutions' patches are in `pat
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +20,8 @@ __all__ = [
     "DenseGram",
     "DiagonalGram",
     "Gram",
+    "ScalarGram",
+    "add_waiting",
     "gram_of_gradients",
     "is_tall",
     "mirror_upper_half_",
@@ -40,7 +44,7 @@ SMALL_PRODUCT = 2**24
 """Multiplications of a strip, a third of a millisecond, at least: fewer are not worth a call."""
 
 LARGEST_SQUARE = 2**19
-"""Entries that `DiagonalGram` squares at once."""
+"""Entries that `DiagonalGram` and `ScalarGram` square at once."""
 
 
 class Gram(ABC):
@@ -66,12 +70,13 @@ class Gram(ABC):
             fresh: whether nobody will change them, so that they may wait without a copy.
         """
 
+    def entries(self, rows: Tensor) -> Tensor:
+        """The rows (G, M, d), of what `add` takes."""
+        return rows
+
     def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
         """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
         self.add(patches(image, self.groups, *axes).flatten(1, 2))
-
-    def end_part(self) -> None:  # noqa: B027
-        """Called when a part of a batch ends: add rows that wait for more, unless too few."""
 
     @abstractmethod
     def total(self) -> Float[Tensor, "G d d"]:
@@ -117,7 +122,7 @@ class DenseGram(Gram):
         return self._total
 
     def end_part(self) -> None:
-        """Add what waits, unless it is too little."""
+        """Called when a part of a batch ends: add what waits, unless it is too little."""
         # A GPU's time for so small a product is that of its start.
         if self._num_waiting * FEWEST_PRODUCTS > self.size or self.like.device.type != "cpu":
             self.add_waiting()
@@ -183,9 +188,77 @@ class CountGram(Gram):
         return self._counts.to(self.like.dtype)[:, None, None]
 
 
+class ScalarGram(Gram):
+    """Σ_m (Σ_c x_mc)² of a scalar's gradients, which come as terms x_mc of sums: (1, 1, 1).
+
+    The terms wait until `add_waiting` sums up those of many scalars in a few operations.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__(like, 1, 1)
+        self._total = self.zeros()
+        self._waiting: list[Tensor] = []  # (M, c) each
+        self._num_waiting = 0
+
+    def add(self, rows: Float[Tensor, "1 M c"], fresh: bool = False) -> None:
+        """Add the squares of the rows' sums."""
+        rows = at_least_float32(rows)
+        self._waiting.append(rows[0] if fresh else rows[0].clone())
+        self._num_waiting += rows.numel()
+        if self._num_waiting > LARGEST_SQUARE:
+            ScalarGram.add_waiting([self])
+
+    def entries(self, rows: Float[Tensor, "1 M c"]) -> Float[Tensor, "1 M 1"]:
+        """The sums of the terms."""
+        return rows.sum(-1, keepdim=True)
+
+    def total(self) -> Float[Tensor, "1 1 1"]:
+        """The sum so far."""
+        ScalarGram.add_waiting([self])
+        return self._total
+
+    @staticmethod
+    def add_waiting(scalars: "Iterable[ScalarGram]") -> None:
+        """Add what waits in several; those with terms of the same shapes are summed together."""
+        alike: dict[tuple[Any, ...], list[ScalarGram]] = {}
+        by_number: dict[tuple[Any, ...], tuple[list[ScalarGram], list[Tensor]]] = {}
+        for scalar in scalars:
+            shapes = tuple(terms.shape for terms in scalar._waiting)
+            kind = scalar.like.dtype, scalar.like.device
+            alike.setdefault((shapes, *kind), []).append(scalar)
+        for (shapes, *kind), group in alike.items():
+            if not shapes:  # nothing waits
+                continue
+            # Shapes differ only between the uses of one scalar in several places.
+            one = len({shape[-1] for shape in shapes}) == 1
+            terms = [t if one else t.sum(-1, keepdim=True) for s in group for t in s._waiting]
+            sums = torch.cat(terms).sum(-1).view(len(group), -1)  # (scalars, vectors · M)
+            of_number = by_number.setdefault((sums.shape[1], *kind), ([], []))
+            of_number[0].extend(group)
+            of_number[1].append(sums)
+            for scalar in group:
+                scalar._waiting, scalar._num_waiting = [], 0
+        for group, sums in by_number.values():
+            squares = torch.cat(sums).square().sum(1)
+            torch._foreach_add_([s._total for s in group], [*squares.view(-1, 1, 1, 1)])
+
+
+def add_waiting(grams: Iterable[Gram]) -> None:
+    """Add, when a part of a batch ends, what waits in Gram matrices, unless it is too little."""
+    scalars = []
+    for gram in grams:
+        if isinstance(gram, ScalarGram):
+            scalars.append(gram)
+        elif isinstance(gram, DenseGram):
+            gram.end_part()
+    ScalarGram.add_waiting(scalars)
+
+
 def gram_of_gradients(parameter: Tensor) -> Gram:
     """An empty Gram matrix for the gradients of an elementwise parameter."""
     P = parameter.numel()
+    if P == 1:
+        return ScalarGram(parameter)
     return DenseGram(parameter, 1, P) if P <= LARGEST_DENSE else DiagonalGram(parameter, P)
 
 
