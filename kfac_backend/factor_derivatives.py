@@ -233,12 +233,14 @@ class _Paired(Gram):
 
     def __init__(self, gram: Gram, weight: Tensor | None, scalars: list[Tensor]) -> None:
         super().__init__(gram.like, gram.groups, gram.size)
+        self.entries = gram.entries
         self._weight, self._scalars = weight, scalars
 
     def add(self, rows: Tensor, fresh: bool = False) -> None:
         """Add Σ xᵀ G x over the rows; rows that depend on nothing have no derivative."""
         if self._weight is None or not rows.requires_grad:
             return
+        rows = self.entries(rows)
         weight = self._weight.to(rows)
         if len(rows) != self.groups:  # a diagonal, each entry of the rows a group
             paired = rows.square() * weight.flatten()
