@@ -28,7 +28,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.gram import add_waiting
-from kfac_backend.layers.rule import BlockSums
+from kfac_backend.layers.rule import BlockSums, FactorSum
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
     IGNORED,
@@ -50,7 +50,7 @@ from kfac_backend.model.batches import (
     splits_by_example,
     to_device,
 )
-from kfac_backend.model.calls import call_with, forked_random_numbers
+from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import (
     LateChecks,
@@ -154,7 +154,7 @@ def kronecker_factors(
 
 
 class CurvaturePass:
-    """Sums over batches, scaled at the end.
+    """Sums over batches, scaled at the end; the parameters must not change between its batches.
 
     Args:
         model: see `kronecker_factors`.
@@ -242,6 +242,8 @@ class CurvaturePass:
         self._vectors = BackwardVectors(
             self._likelihood, self._options, self._labels, self._differentiable
         )
+        # Convolutions' weights in the memory format that is faster, made with the first batch.
+        self._weights: dict[str, Tensor] | None = None
         self._diagonal: dict[str, Tensor] = {}
         self._num_data = self._num_outputs = 0
         # These stay on the device until the end, so that no batch waits for a transfer. The loss
@@ -331,12 +333,14 @@ class CurvaturePass:
         self._rows_seen: dict[TrackedLayer, set[int]] = {}
         self._begin_part()
         mask = mask_of(x, self._options.dict_key_mask)
+        if self._weights is None:
+            self._weights = in_channels_last(self._model) if self._proof.plan.channels_last else {}
         capture = Capture(
             self._model,
             self._proof.assignment,
             self._add_input,
             self._add_gradient,
-            channels_last=self._proof.plan.channels_last,
+            constants=self._weights,
             keep_inputs=self._keeps_inputs,
             differentiable=self._differentiable,
         )
@@ -512,8 +516,7 @@ class CurvaturePass:
             self._rules[tracked].add_input(use)
 
     def _end_forward(self) -> None:
-        for rule in self._rules.values():
-            rule.end_forward()
+        FactorSum.end_inputs(total for rule in self._rules.values() for total in rule.A.values())
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):

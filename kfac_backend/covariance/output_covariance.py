@@ -40,7 +40,13 @@ from kfac_backend.covariance.gradients import (
 )
 from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
-from kfac_backend.model.calls import call_with, num_examples, plain_attention, restoration
+from kfac_backend.model.calls import (
+    call_with,
+    in_channels_last,
+    num_examples,
+    plain_attention,
+    restoration,
+)
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_module, check_output, total_memory
 from kfac_backend.model.example_gradients import gradients_of_examples
@@ -419,7 +425,7 @@ class OutputCovariance:
             self._proof.assignment,
             on_input or (lambda tracked, use: None),
             on_gradient,
-            channels_last=channels_last,
+            constants=in_channels_last(self._model) if channels_last else None,
             keep_inputs=True,
             differentiable=differentiable,
         )

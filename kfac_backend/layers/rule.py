@@ -2,11 +2,11 @@
 
 Life cycle. A pass makes one rule for each layer with its first batch, and may let rules of tied
 layers `Rule.share` their sums. For each part of a batch it calls `Rule.begin_forward`,
-`Rule.add_input` for each use, and `Rule.end_forward`; then, for each vector that is propagated
-back, `Rule.add_gradient` for each use that the vector reaches, and `Rule.end_vector`. All inputs
-are known before the first gradient, because the forward pass comes first. The rule holds the sums
-over all batches, and of the present batch only what must wait for other uses. After the last batch
-`Rule.block_sums` returns the sums, and the rule is dropped.
+`Rule.add_input` for each use, and `FactorSum.end_inputs` for all rules; then, for each vector that
+is propagated back, `Rule.add_gradient` for each use that the vector reaches, and `Rule.end_vector`.
+All inputs are known before the first gradient, because the forward pass comes first. The rule holds
+the sums over all batches, and of the present batch only what must wait for other uses. After the
+last batch `Rule.block_sums` returns the sums, and the rule is dropped.
 
 A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These add
 to no sum.
@@ -20,9 +20,9 @@ cross terms between uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -134,20 +134,33 @@ class FactorSum:
         return self._positions.clamp(min=1).double().sqrt()[:, None]
 
     def end(self) -> None:
-        """Add what waits, divided by R_n or √R_n if it is of inputs.
+        """Add what waits of gradients, when all uses that a vector reaches are in.
 
         A vector need not reach all uses: those that it did not reach have the gradient zero.
         """
-        if self._waiting is None:
-            return
-        sums, self._waiting = self._waiting, None
-        if self._by_roots is not None:
-            scale = self._positions if self.roots is None else self.roots
-            if isinstance(scale, Tensor):
-                scale = scale.clamp(min=1).to(sums.dtype).view(-1, 1)
-            sums = sums / scale
-            self.num_terms += sums.shape[1]
-        self.gram.add(sums, fresh=True)
+        if self._waiting is not None:
+            self.gram.add(self._waiting, fresh=True)
+            self._waiting = None
+
+    @staticmethod
+    def end_inputs(totals: Iterable["FactorSum"]) -> None:
+        """Add what waits of inputs, divided by R_n or √R_n, when all uses are in."""
+        complete = [total for total in dict.fromkeys(totals) if total._waiting is not None]
+        # One operation for all layers with as many positions in each example: a GPU would wait for
+        # the start of each.
+        alike = [total for total in complete if isinstance(total._positions, int)]
+        if alike:
+            sums = [cast(Tensor, total._waiting) for total in alike]
+            means = torch._foreach_div(sums, [float(cast(int, t._positions)) for t in alike])
+            for total, mean in zip(alike, means, strict=True):
+                total._waiting = mean
+        for total in complete:
+            sums = cast(Tensor, total._waiting)
+            total.num_terms += sums.shape[1]
+            if isinstance(total._positions, Tensor):
+                scale = total._positions if total.roots is None else total.roots
+                total._waiting = sums / scale.clamp(min=1).to(sums.dtype).view(-1, 1)
+            total.end()
 
 
 class ExampleGradients(NamedTuple):
@@ -237,14 +250,6 @@ class Rule(ABC):
     @abstractmethod
     def add_input(self, use: Use) -> None:
         """Add the input of one use, which is one run of the layer; calls `count_use`."""
-
-    def end_forward(self) -> None:
-        """Called when the inputs of all uses in this forward pass have been added.
-
-        Only now is an example's sum over several uses of one tensor complete.
-        """
-        for total in self.A.values():
-            total.end()
 
     @abstractmethod
     def add_gradient(self, use: Use, b: Tensor) -> None:

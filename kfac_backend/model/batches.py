@@ -22,6 +22,7 @@ from kfac_backend.model.calls import (
     call_with,
     close,
     forked_random_numbers,
+    in_channels_last,
     num_examples,
     own_loss,
     takes_labels,
@@ -190,7 +191,7 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
 
 def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:
     try:
-        return close(f, call_with(model, {}, x, channels_last=True))
+        return close(f, call_with(model, in_channels_last(model), x))
     except RuntimeError:
         return False
 

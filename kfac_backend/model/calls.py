@@ -69,7 +69,6 @@ def call_with(
     model: nn.Module,
     parameters: dict[str, Tensor],
     x: Any,
-    channels_last: bool = False,
     keywords: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """The model's output at x with these parameters, and its other parameters as constants.
@@ -83,7 +82,6 @@ def call_with(
         model: the model.
         parameters: name -> value, for some of its parameters.
         x: the input.
-        channels_last: give convolutions' weights that memory format.
         keywords: further arguments of the forward.
 
     Raises:
@@ -91,9 +89,18 @@ def call_with(
     """
     args, kwargs = arguments(model, x)
     kwargs = {**kwargs, **(keywords or {})}
-    f = logits_of(_called(model, parameters, args, kwargs, channels_last))
+    f = logits_of(_called(model, parameters, args, kwargs))
     check_output(f)
     return f
+
+
+def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> a convolution's weight in that memory format, which its outputs then have, too."""
+    return {
+        name: p.detach().contiguous(memory_format=torch.channels_last)
+        for name, p in model.named_parameters()
+        if p.dim() == 4
+    }
 
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
@@ -143,15 +150,10 @@ def _called(
     parameters: dict[str, Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-    channels_last: bool = False,
 ) -> Any:
     """What the model returns; its arguments are copied, since it may change them in place."""
     args, kwargs = _copied((args, kwargs))
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
-    if channels_last:  # a convolution's output takes its weight's memory format
-        for name, p in values.items():
-            if p.dim() == 4 and name not in parameters:
-                values[name] = p.contiguous(memory_format=torch.channels_last)
     state = _tied(model, values) | _changing_buffers(model)
     with _no_fused_path.held(), uncompiled():
         return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)

@@ -20,7 +20,7 @@ autograd leaves the weights' gradients out.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -57,8 +57,8 @@ class Capture:
         on_gradient: called with (layer, use, output gradient) in each backward pass. The use has
             its input only if the layer's rule needs it to add a gradient; otherwise an empty tensor
             takes its place, so that memory does not hold all layers' inputs.
-        channels_last: run convolutions in that memory format; their outputs and gradients then
-            have it, too.
+        constants: name -> what takes a parameter's place, such as its weight in another memory
+            format, unless the parameter is followed.
         keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
             not.
         in_training: report the forward pass of a step of training, which `begin` and `end` enclose,
@@ -83,7 +83,7 @@ class Capture:
         on_input: OnInput,
         on_gradient: OnGradient,
         *,
-        channels_last: bool = False,
+        constants: Mapping[str, Tensor] | None = None,
         keep_inputs: bool = False,
         in_training: bool = False,
         differentiable: bool = False,
@@ -93,7 +93,7 @@ class Capture:
         self._assignment = assignment
         self._on_input = on_input
         self._on_gradient = on_gradient
-        self._channels_last = channels_last
+        self._constants = dict(constants or {})
         self._keep_inputs = keep_inputs
         self._in_training = in_training
         self._differentiable = differentiable
@@ -159,8 +159,8 @@ class Capture:
             copies = self.begin(x)
             follower = self._follower = self._new_follower()
             with follower or nullcontext():
-                values = copies if follower is None else copies | follower.values
-                f = call_with(self._model, values, x, self._channels_last)
+                watched = {} if follower is None else follower.values
+                f = call_with(self._model, self._constants | copies | watched, x)
         self.end()
         return f
 

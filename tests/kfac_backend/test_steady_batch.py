@@ -49,7 +49,7 @@ def third_batch(model: nn.Module, **options) -> Dispatched:
     return dispatched
 
 
-@pytest.mark.parametrize(("mode", "most"), [("reduce", 930), ("expand", 1140)])
+@pytest.mark.parametrize(("mode", "most"), [("reduce", 900), ("expand", 1140)])
 def test_a_batch_of_the_exact_pass(mode, most):
     """Forward and backward passes alone take 448 operations."""
     model = WideResNetFixup(16, 4).eval()

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.rows import Rows
+from kfac_backend.layers.rule import FactorSum
 from tests.positions import positions_of
 
 
@@ -22,7 +23,7 @@ def sums_of(
     use = Use(a, rows)
     rule.begin_forward()
     rule.add_input(use)
-    rule.end_forward()
+    FactorSum.end_inputs(rule.A.values())
     for b in vectors:
         rule.add_gradient(use, b)
         rule.end_vector()
