@@ -52,7 +52,7 @@ from marglik.storage.provenance import environment
 
 PROBLEMS = {
     "digits, MLP": Problem(lambda: mlp(64, 10, no_norm), digits, 1000, epochs=20),
-    "digits, LeNet": Problem(lambda: LeNet(image_size=8), digits, 1000, epochs=20),
+    "digits, LeNet": Problem(lambda: LeNet(10, 1, 8), digits, 1000, epochs=20),
     "CIFAR-10 (JPEG), BatchNorm": Problem(
         lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), small_images, 2000, epochs=15
     ),

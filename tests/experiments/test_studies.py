@@ -265,6 +265,7 @@ def small_learned_ranges(patch):
 
 
 def small_suspicious_labels(patch):
+    assert all(problem.make() for problem in suspicious_labels.PROBLEMS.values())
     small = replace(suspicious_labels.PROBLEMS["digits, MLP"], examples=80, epochs=2)
     patch.setitem(suspicious_labels.PROBLEMS, "digits, MLP", small)
 
