@@ -1,13 +1,13 @@
 """`Laplace`: what users of laplace-torch call, by the same names, without laplace-torch.
 
 It returns a `Posterior` with these calls: of Kronecker factors (`KroneckerLaplace`), or of the
-whole GGN or its diagonal (`JacobianLaplace`), for small networks and last layers. Where a call
-means the same, its numbers are laplace-torch's (docs/laplace-torch.md is a table of the calls, each
-of which is tested on both).
+whole GGN, its diagonal or its largest eigenpairs (`JacobianLaplace`), for small networks, last
+layers and subnetworks. Where a call means the same, its numbers are laplace-torch's;
+docs/laplace-torch.md is a table of the calls, each of which is tested on both.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal
@@ -26,8 +26,8 @@ from marglik.prediction.links import probit_outputs
 
 __all__ = ["JacobianLaplace", "KroneckerLaplace", "Laplace"]
 
-Structure = Literal["kron", "diag", "full"]
-Subset = Literal["all", "last_layer"]
+Structure = Literal["kron", "diag", "full", "lowrank"]
+Subset = Literal["all", "last_layer", "subnetwork"]
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -40,6 +40,8 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     prior_precision: float | Tensor = 1.0,
     temperature: float = 1.0,
     last_layer_name: str | None = None,
+    subnetwork_indices: Collection[str] | Tensor = (),
+    rank: int = 100,
     **options: Any,
 ) -> "KroneckerLaplace":
     """A Laplace approximation with the calls of laplace-torch's; a `Posterior` in all else.
@@ -51,14 +53,17 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     Args:
         model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
         likelihood: "classification" or "regression".
-        subset_of_weights: "last_layer", or "all" trainable parameters. For a subnetwork freeze the
-            others (``requires_grad_(False)``).
-        hessian_structure: "kron", or "diag" and "full" from Jacobians, for few parameters.
+        subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
+            others are constants.
+        hessian_structure: "kron", or from Jacobians "diag", "full" (P, P) and "lowrank".
         sigma_noise: σ of regression.
         prior_precision: δ, a scalar or one per trainable tensor; includes N.
         temperature: T of the likelihood.
         last_layer_name: of the last layer; None takes the last one that the model lists, and `fit`
             raises an error if another one runs last.
+        subnetwork_indices: the subnetwork: names of its modules or parameters; or, except for
+            "kron", indices of its weights in the vector of all trainable parameters.
+        rank: number of eigenpairs of "lowrank".
         options: fields of `CurvatureOptions`, such as ``kfac_approx="reduce"``.
 
     Raises:
@@ -67,7 +72,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     check_option("subset_of_weights", subset_of_weights, Subset)
     check_option("hessian_structure", hessian_structure, Structure)
     check_option("likelihood", likelihood, Literal["classification", "regression"])
-    shared, last = model, ""
+    names, last = subnetwork_indices, ""
     if subset_of_weights == "last_layer":
         listed = [
             name
@@ -80,13 +85,13 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
                 "requires_grad_(True) on those of its last layer."
             )
         last = last_layer_name or listed[-1]
-        # A copy that shares the numbers, with other layers frozen: the user's stay as they are.
-        learned = {id(p) for p in model.get_submodule(last).parameters()}
-        parameters = {
-            id(p): nn.Parameter(p.detach(), p.requires_grad and id(p) in learned)
-            for p in model.parameters()
-        }
-        shared = deepcopy(model, parameters)
+        names = [last]
+    shared, chosen = model, slice(None)
+    if subset_of_weights != "all":
+        if isinstance(names, Tensor):
+            chosen = _checked(names, model, hessian_structure)
+        else:
+            shared = _with_others_frozen(model, names)
     kind = KroneckerLaplace if hessian_structure == "kron" else JacobianLaplace
     curvature = CurvatureOptions(**options)
     if kind is JacobianLaplace and curvature.fisher != "exact":
@@ -102,10 +107,44 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         prior_precision=prior_precision,
         temperature=temperature,
     )
-    la.structure = hessian_structure
+    la.structure, la.rank = hessian_structure, rank
+    if isinstance(chosen, Tensor):
+        la.chosen, la.n_params = chosen, len(chosen)
     if subset_of_weights == "last_layer" and last_layer_name is None:
         la.whole, la.last = model, last
     return la
+
+
+def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """A copy that shares the numbers, in which what has none of these names is frozen."""
+    learned, wrong = set(), set(names)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found = {of for of in names if not of or f"{name}.".startswith(f"{of}.")}
+        learned |= {id(p)} if found else set()
+        wrong -= found
+    if wrong or not learned:
+        raise ValueError(
+            f"The model has no parameters {sorted(wrong)}; expected names of its modules or "
+            "parameters, as in model.named_parameters()."
+        )
+    # A copy, since the user's are to stay as they are.
+    parameters = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad and id(p) in learned)
+        for p in model.parameters()
+    }
+    return deepcopy(model, parameters)
+
+
+def _checked(indices: Tensor, model: nn.Module, structure: Structure) -> Tensor:
+    """Indices of some of the trainable parameters, on their device."""
+    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if structure == "kron":
+        raise ValueError("hessian_structure='kron' has blocks of whole tensors; pass their names.")
+    if indices.dim() != 1 or not len(indices) or len(indices.unique()) != len(indices):
+        raise ValueError("subnetwork_indices must be different indices, in a vector.")
+    if indices.min() < 0 or indices.max() >= number:
+        raise ValueError(f"subnetwork_indices must be 0 to {number - 1}.")
+    return indices.to(next(model.parameters()).device)
 
 
 class KroneckerLaplace(Posterior):
@@ -115,6 +154,10 @@ class KroneckerLaplace(Posterior):
     whole: nn.Module | None = None
     last: str = ""
     """The network, and its layer that is thought to be the last one; `fit` checks it."""
+    chosen: Tensor | slice = slice(None)
+    """Which parameters have a posterior; the others are constants."""
+    rank: int = 100
+    """Number of eigenpairs of "lowrank"."""
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
         """Compute the curvature; arguments as `Posterior.fit`.
@@ -141,9 +184,15 @@ class KroneckerLaplace(Posterior):
     @property
     def scatter(self) -> Tensor:
         """θ*ᵀ P₀ θ*."""
-        sizes = torch.tensor([p.numel() for p in self.params], device=self.mean.device)
-        delta = self.prior_precision.expand(len(sizes)).repeat_interleave(sizes)
-        return (delta * self.mean.square()).sum()
+        return self._scatter(self.prior_precision)
+
+    def _scatter(self, delta: Tensor) -> Tensor:
+        return (self._of_parameters(delta) * self.mean[self.chosen].double().square()).sum()
+
+    def _of_parameters(self, delta: Tensor) -> Tensor:
+        """δ of each parameter that has a posterior, float64."""
+        sizes = torch.tensor([p.numel() for p in self.params], device=delta.device)
+        return delta.double().expand(self.n_layers).repeat_interleave(sizes)[self.chosen]
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -294,13 +343,17 @@ class KroneckerLaplace(Posterior):
 
 
 class JacobianLaplace(KroneckerLaplace):
-    """The same with the whole GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), or its diagonal (P,).
+    """The same with the GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), its diagonal, or its largest eigenpairs.
 
-    From Jacobians J_n (C, P), so that P is a few thousand at the most for the whole GGN.
+    From Jacobians J_n (C, P), so that P is a few thousand at the most for the whole GGN. "lowrank"
+    holds rows R (K, P) with Rᵀ R ≈ H, which batches are added to, and cut to the K largest
+    eigenpairs after each: H itself if it has no more, and otherwise less than it, so that variances
+    and evidence are too large. Source: Ross et al. 2008, "Incremental learning for robust visual
+    tracking".
     """
 
     H: Tensor | None = None
-    """The GGN at σ = T = 1, a sum over the data."""
+    """The GGN at σ = T = 1, a sum over the data: (P, P); (P,) for "diag"; R for "lowrank"."""
 
     def _fit(self, train_loader: Iterable[Any], override: bool = True, *_: Any, **__: Any) -> None:
         """Compute H at the model's current parameters; N is the number of examples seen."""
@@ -310,6 +363,8 @@ class JacobianLaplace(KroneckerLaplace):
             )
         self.mean, self.loss, self.n_data = parameter_vector(self.params).detach(), 0.0, 0
         H = torch.zeros((), device=self._device, dtype=torch.float64)
+        if self.structure == "lowrank":
+            H = H.new_zeros(0, self.n_params)
         for batch in each_batch(train_loader, "Fitting", progress=False):
             x, y = split_batch(batch, self.options.dict_key_y)
             f, J = self._jacobians(x)  # (N, C), (N, C, P)
@@ -317,7 +372,11 @@ class JacobianLaplace(KroneckerLaplace):
             check_targets(f, y, self.likelihood)
             S = torch.stack([*self.likelihood.root(f, y)])  # (V, N, C)
             G = torch.einsum("vnc,ncp->vnp", S, J).flatten(0, 1).double()
-            H = H + (G.mT @ G if self.structure == "full" else G.square().sum(0))
+            if self.structure == "lowrank":
+                rows = torch.cat([H, G])
+                H = torch.linalg.eigh(rows @ rows.mT)[1].mT[-self.rank :] @ rows
+            else:
+                H = H + (G.mT @ G if self.structure == "full" else G.square().sum(0))
             self.loss += loss_sum(f, y, self.likelihood).item()
             self.n_data, self.n_outputs = self.n_data + len(f), f.shape[1]
         if not self.n_data:
@@ -346,13 +405,9 @@ class JacobianLaplace(KroneckerLaplace):
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise.detach()
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta = self._of_parameters(self.prior_precision if prior_precision is None
-                                    else prior_precision)  # fmt: skip
-        precision = self._precision(delta, sigma)
-        whole = precision.dim() == 2
-        log_det = torch.linalg.slogdet(precision)[1] if whole else precision.log().sum()
-        scatter = (delta * self.mean.double().square()).sum()
-        return self._log_likelihood(sigma) - 0.5 * (log_det - delta.log().sum() + scatter)
+        delta = self.prior_precision if prior_precision is None else prior_precision
+        found = self._log_det_ratio(self._of_parameters(delta), sigma) + self._scatter(delta)
+        return self._log_likelihood(sigma) - 0.5 * found
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -368,20 +423,28 @@ class JacobianLaplace(KroneckerLaplace):
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Samples θ of the posterior, parameter vectors (S, P)."""
-        noise = torch.randn(
+        H, delta = self._scaled()
+        eps = torch.randn(
             n_samples, self.n_params, device=self._device, dtype=self._dtype, generator=generator
         )
-        covariance = self._covariance()
-        if covariance.dim() == 1:
-            return self.mean + noise * covariance.sqrt()
-        return self.mean + noise @ torch.linalg.cholesky(covariance).mT
+        if self.structure == "diag":
+            changes = eps * (H + delta).rsqrt().to(eps)
+        elif self.structure == "full":
+            covariance = self._times_covariance(torch.eye(self.n_params).to(eps))
+            changes = eps @ torch.linalg.cholesky(covariance).mT
+        else:  # Σ x of vectors x whose covariance is the precision Rᵀ R + P₀
+            more = torch.randn(
+                n_samples, len(H), device=self._device, dtype=self._dtype, generator=generator
+            )
+            changes = self._times_covariance(eps * delta.sqrt().to(eps) + more @ H.to(eps))
+        samples = self.mean.repeat(n_samples, 1)
+        samples[:, self.chosen] += changes
+        return samples
 
     def output_distribution(self, x: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Outputs f (N, C) and covariances J Σ Jᵀ (N, C, C) of the linearised network's outputs."""
         f, J = self._jacobians(x)
-        covariance = self._covariance()
-        right = J * covariance if covariance.dim() == 1 else J @ covariance
-        return f, right @ J.mT
+        return f, self._times_covariance(J) @ J.mT
 
     def _jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
         x = to_device(x, self._device)
@@ -392,25 +455,37 @@ class JacobianLaplace(KroneckerLaplace):
 
         at = parameter_vector(self.params).detach()
         J, f = in_eval_mode(self.model, jacrev(outputs, has_aux=True))(at)
-        return f.detach(), J.detach()
+        return f.detach(), J.detach()[..., self.chosen]
 
-    def _of_parameters(self, delta: Tensor) -> Tensor:
-        """δ of each parameter, (P,), float64."""
-        sizes = torch.tensor([p.numel() for p in self.params], device=delta.device)
-        return delta.double().expand(self.n_layers).repeat_interleave(sizes)
-
-    def _precision(self, delta: Tensor, sigma: Tensor) -> Tensor:
-        """H/(σ²T) + P₀, (P, P) or (P,)."""
+    def _scaled(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """H/(σ²T), of "lowrank" its rows, and δ of each parameter."""
         if self.H is None:
             raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
-        scaled = self.H / (sigma.double().square() * self.temperature)
-        return scaled + (torch.diag(delta) if self.H.dim() == 2 else delta)
+        sigma = self.sigma_noise if sigma is None else sigma
+        scale = 1 / (sigma.double().square() * self.temperature)
+        scale = scale.sqrt() if self.structure == "lowrank" else scale
+        return scale * self.H, self._of_parameters(self.prior_precision)
 
-    def _covariance(self) -> Tensor:
-        delta = self._of_parameters(self.prior_precision)
-        precision = self._precision(delta, self.sigma_noise)
-        inverse = precision.reciprocal() if precision.dim() == 1 else torch.linalg.inv(precision)
-        return inverse.to(self._dtype)
+    def _log_det_ratio(self, delta: Tensor, sigma: Tensor) -> Tensor:
+        """Log det(H/(σ²T) + P₀) − log det P₀."""
+        H, _ = self._scaled(sigma)
+        if self.structure == "diag":
+            return (H / delta).log1p().sum()
+        if self.structure == "full":
+            return torch.linalg.slogdet(H + torch.diag(delta))[1] - delta.log().sum()
+        return torch.linalg.slogdet(torch.eye(len(H)).to(H) + (H / delta) @ H.mT)[1]
+
+    def _times_covariance(self, J: Tensor) -> Tensor:
+        """J Σ of rows (..., P), with Σ = (H/(σ²T) + P₀)⁻¹."""
+        H, delta = self._scaled()
+        if self.structure == "diag":
+            return J / (H + delta).to(J)
+        if self.structure == "full":
+            return J @ torch.linalg.inv(H + torch.diag(delta)).to(J)
+        # Woodbury's identity, with (K, K) systems.
+        right = torch.linalg.solve(torch.eye(len(H)).to(H) + (H / delta) @ H.mT, H / delta)
+        rows = J.double() / delta
+        return (rows - (rows @ H.mT) @ right).to(J)
 
     def _fit_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("H", "loss", "n_data", "n_outputs", "mean")}

@@ -102,7 +102,7 @@ def test_what_the_table_compares_differs_where_calls_differ():
         )
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])
 def test_known_faults_are_not_ours(structure, tmp_path):
     """The model keeps its mode and what is frozen; N is what was seen."""
     x, y = data("classification")
@@ -143,6 +143,9 @@ def test_the_last_layer_is_the_one_that_runs_last():
         Laplace(Reversed().requires_grad_(False), "classification")
     la = Laplace(Reversed(), "classification", last_layer_name="last")
     la.fit([batch])
+    alone = Laplace(nn.Linear(4, 3).double(), "classification")  # a layer that is the whole model
+    alone.fit([batch])
+    assert alone.n_params == 15
     assert la.n_params == 18 and calibrate(la, [batch])(batch[0]).mean.shape == (30, 3)
 
 
@@ -157,7 +160,65 @@ def test_data_that_is_read_once_counts_whole():
     assert_close(once.log_marginal_likelihood(), again.log_marginal_likelihood())
 
 
-@pytest.mark.parametrize("structure", ["diag", "full"])
+def small(structure, subset="all", data_of="classification", batches=1, **options):
+    """A fitted approximation, and H (P, P) by the definition."""
+    x, y = data(data_of)
+    la = Laplace(network(), data_of, subset, structure, prior_precision=0.7, **options)
+    la.fit([*zip(x.chunk(batches), y.chunk(batches), strict=True)])
+    dense = Laplace(network(), data_of, "all", "full", prior_precision=0.7)
+    dense.fit([(x, y)])
+    return la, dense
+
+
+def test_low_rank_is_the_largest_eigenpairs():
+    """Evidence, covariances and samples by the dense matrix whose other eigenvalues are 0."""
+    x, _ = data("classification")
+    for rank, batches in ((100, 4), (6, 1)):
+        la, dense = small("lowrank", rank=rank, batches=batches)
+        values, vectors = torch.linalg.eigh(dense.H)
+        assert values[:-6].max() > 0.1  # negative control: six eigenpairs are not all
+        values[: max(0, len(values) - rank)] = 0
+        whole = dense.log_marginal_likelihood()
+        dense.H = vectors * values @ vectors.mT
+        assert_close(la.log_marginal_likelihood(), dense.log_marginal_likelihood())
+        assert (whole < la.log_marginal_likelihood() - 0.1) == (rank == 6)
+        assert_close(la(x, link_approx="bridge"), dense(x, link_approx="bridge"))
+        samples = la.sample(100_000, torch.Generator().manual_seed(0))
+        covariance = torch.linalg.inv(dense.H + 0.7 * torch.eye(len(values)).double())
+        assert (samples.T.cov() - covariance).norm() < 0.03 * covariance.norm()
+    la, dense = small("lowrank", rank=6, batches=4)  # cut after each batch: never more than H
+    assert torch.linalg.eigvalsh(dense.H - la.H.T @ la.H).min() > -1e-9
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])
+def test_a_subnetwork_leaves_the_rest_constant(structure):
+    """By names, of layers or parameters; by indices where there are no factors."""
+    x, y = data("classification")
+    frozen = network()
+    frozen[0].weight.requires_grad_(False)
+    expected = Laplace(frozen, "classification", "all", structure)
+    expected.fit([(x, y)])
+    number = sum(p.numel() for p in network()[0].parameters()) - frozen[0].bias.numel()
+    ways = [["2", "0.bias"], torch.arange(number, 43)]
+    for chosen in ways[: 1 if structure == "kron" else 2]:
+        model = network()
+        la = Laplace(model, "classification", "subnetwork", structure, subnetwork_indices=chosen)
+        la.fit([(x, y)])
+        assert la.n_params == expected.n_params == 23 and all(
+            p.requires_grad for p in model.parameters()
+        )
+        assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
+        assert_close(la.scatter, expected.scatter, check_dtype=False)
+        assert_close(la(x), expected(x))
+        sample = la.network_outputs(la.sample(3, torch.Generator().manual_seed(0)), x)
+        of = expected.sample(3, torch.Generator().manual_seed(0))
+        assert_close(sample, expected.network_outputs(of, x))
+    for wrong in (["nothing"], [], torch.tensor([0, 43]), torch.tensor([1, 1])):
+        with pytest.raises(ValueError, match="no parameters|indices|whole tensors"):
+            Laplace(network(), "classification", "subnetwork", structure, subnetwork_indices=wrong)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full", "lowrank"])
 def test_what_jacobians_do_not_have_is_named(structure):
     with pytest.raises(ValueError, match="fisher='mc' is for hessian_structure='kron'"):
         Laplace(network(), "classification", "all", structure, fisher="mc")
