@@ -9,7 +9,7 @@ calls `CurvaturePass.reset`, which drops all sums and keeps the proof. So a pass
 for the same model, without another proof.
 
 The rules hold the sums. They are made with the first batch and not earlier: only the proof decides
-the rules of derived layers, and only the first outputs decide kfac_approx="auto".
+the rules of derived layers, and only the first batch decides kfac_approx="auto".
 """
 
 from collections.abc import Iterable
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.automatic_mode import EXAMPLES, automatic_mode, block_traces, nearest_modes
 from kfac_backend.block_assembly import (
     assemble_blocks,
     check_memory,
@@ -66,7 +67,6 @@ from kfac_backend.options import (
     CurvatureOptions,
     KfacApprox,
     Mode,
-    automatic_mode,
     modes_of_layers,
 )
 from kfac_backend.precision import (
@@ -301,6 +301,8 @@ class CurvaturePass:
             # First the targets, since the proof must know which loss terms count.
             y = self._targets(self._model, x, y)
             self._verify(x, y)
+            if self._kfac_approx == "auto":
+                self._decide_mode(x, y)
             for part in parts(x, y, self._part_size):
                 self._add(*part)
         except RuntimeError as error:
@@ -412,6 +414,8 @@ class CurvaturePass:
         # If a check or the sum over ranks fails now, the pass must be reset.
         self._failed = bool(self._num_data)
         self._read_checks()
+        if self._kfac_approx == "auto":
+            self._decide_mode()
         sums = PassSums(
             {}, {}, self._kfac_approx,
             num_outputs=self._num_outputs, num_data=self._num_data,
@@ -459,7 +463,7 @@ class CurvaturePass:
         return torch.autocast(self._device.type, enabled=False)
 
     def _verify(self, x: Any, y: Any) -> None:
-        """Make what is missing of the proof; with "auto", decide the mode by the outputs."""
+        """Make what is missing of the proof."""
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         holds, key = self._proof.holds_for_masks, self._options.dict_key_mask
         mask = None if holds else mask_of(x, key)
@@ -470,8 +474,6 @@ class CurvaturePass:
         if not self._proof.is_made(N):
             check_inputs(x)
             self._proof.make(x, N, ignored)
-        if self._kfac_approx == "auto":
-            self._kfac_approx = automatic_mode(self._proof.output_dim)
         if mask is None:
             return
         if splits_by_example(x, y):  # the first example with a hidden position, and another one
@@ -480,6 +482,28 @@ class CurvaturePass:
             x, mask = examples(x, which), mask[which]
             ignored = None if ignored is None else ignored[which]
         self._proof.make_for_masks(x, mask, ignored)
+
+    def _decide_mode(self, x: Any = None, y: Any = None) -> None:
+        """Decide kfac_approx="auto" by the first batch of each rank; collective.
+
+        Called without data at the end of a pass that had none.
+        """
+        seen = None
+        if y is not None:
+            mode, traces = automatic_mode(self._proof.output_dim), {}
+            if mode == "reduce" and self._proof.plan.splits:
+                some = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
+                # Dropout that is on must not use up the user's random numbers.
+                with forked_random_numbers(self._model), self._no_autocast():
+                    traces = block_traces(
+                        self._model, self._proof.assignment, self._likelihood, *some
+                    )
+            seen = mode, traces
+        of_ranks = [of_rank for of_rank in self.ranks.gather(seen, "a curvature pass") if of_rank]
+        if of_ranks:
+            mode = of_ranks[0][0]
+            by_trace = nearest_modes([traces for _, traces in of_ranks])
+            self._kfac_approx = by_trace if mode == "reduce" else mode
 
     def _check_rows(self, examples: int, hides: bool) -> None:
         """Raise an error where each example's rows are needed and not known.

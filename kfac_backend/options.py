@@ -23,7 +23,6 @@ __all__ = [
     "ShiftLabels",
     "TargetOptions",
     "Unsupported",
-    "automatic_mode",
     "check_kfac_approx",
     "check_option",
     "check_positive",
@@ -131,9 +130,10 @@ class PassOptions(Options):
         kfac_approx: how to treat the positions that share a layer's weight. expand takes each
             position as an example of its own; reduce combines the positions of an example first,
             which is faster, and exact where the network itself sums over them; auto takes expand
-            if examples have several loss terms, outputs (N, ..., C), and reduce if they have one. A
-            mapping sets the mode by layer name, such as {"head*": expand, "*": reduce}; the first
-            pattern that matches counts.
+            if examples have several loss terms, outputs (N, ..., C); if they have one, each layer
+            has the mode whose block has the better trace, for some examples. A mapping sets the
+            mode by layer name, such as {"head*": expand, "*": reduce}; the first pattern that
+            matches counts.
         fisher: which matrix the factors approximate. exact is the generalised Gauss-Newton matrix
             (GGN), by C - 1 (classification) or C backward passes a batch for each loss term of an
             example; mc estimates it without bias from labels drawn from the model, by mc_samples
@@ -252,20 +252,11 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
     return dict(kfac_approx)
 
 
-def automatic_mode(num_dimensions: int) -> Mode:
-    """The mode of "auto" by the outputs' axes: expand for (N, ..., C), reduce for (N, C).
-
-    A loss term at each position is the paper's expand setting, one for each example its reduce
-    setting (Eschenhagen et al. 2023, section 3.1).
-    """
-    return "expand" if num_dimensions > 2 else "reduce"
-
-
 def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:
     """Each layer's mode; the first pattern that fits its name counts.
 
     Args:
-        kfac_approx: anything but "auto", which the first outputs decide.
+        kfac_approx: anything but "auto", which the first batch decides.
         names: layers' names in the model.
 
     Raises:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kfac_backend.automatic_mode import automatic_mode
 from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.curvature import CurvaturePass
@@ -50,7 +51,7 @@ from kfac_backend.model.rule_assignment import (
     assign_rules,
 )
 from kfac_backend.optimizer.damped_inverse import diverging
-from kfac_backend.options import CurvatureOptions, automatic_mode
+from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.ranks import ProcessGroupOption
 

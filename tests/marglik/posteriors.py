@@ -56,7 +56,8 @@ def fitted(
     """A fitted posterior; the convolution is known if ``frozen``; other factors by the seed."""
     model = network(dtype, seed - 2)
     model[0].requires_grad_(not frozen)
-    laplace = KronLaplace(model, likelihood, **({"prior_precision": 0.7} | options))
+    defaults = {"prior_precision": 0.7, "kfac_approx": "reduce"}
+    laplace = KronLaplace(model, likelihood, **(defaults | options))
     torch.manual_seed(seed)
     laplace.fit([data(likelihood, dtype)])
     return laplace

@@ -1,0 +1,104 @@
+"""kfac_approx="auto": the mode of each layer, by the outputs' axes and by the blocks' traces.
+
+Outputs (N, ..., C), a loss term at each position, are the paper's expand setting (Eschenhagen et
+al. 2023, section 3.1). Outputs (N, C) are its reduce setting, but reduce is exact there only where
+the network averages its positions. The trace of a layer's block tells. With the gradient
+g_nv = Σ_r b_nvr ⊗ a_nr of example n for a vector v of the loss Hessian's root it is
+
+- exact: Σ_nv ‖Σ_r b_nvr a_nrᵀ‖²;
+- expand: Σ_nvr ‖b_nvr‖² · mean_nr ‖a_nr‖²: products of different positions are missing, so that it
+  is too small where positions are averaged;
+- reduce: Σ_nv ‖Σ_r b_nvr‖² · mean_n ‖mean_r a_nr‖²: gradients of different signs cancel, so that it
+  is too small, down to 1 %, where positions are told apart (a flattened head).
+
+A block that is too small counts too few parameters as determined by the data, and the weight decay
+that the evidence chooses for them is too small. So each layer has the mode that is nearer in trace,
+for some examples of the first batch; layers that no positions share have the same block in both.
+"""
+
+from collections.abc import Mapping, Sequence
+from glob import escape
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kfac_backend.layers import Use, WeightSharingRule
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.loss import BackwardVectors
+from kfac_backend.model.capture import Capture
+from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.options import CurvatureOptions, KfacApprox, Mode
+from kfac_backend.precision import at_least_float32
+
+__all__ = ["EXAMPLES", "automatic_mode", "block_traces", "nearest_modes"]
+
+EXAMPLES = 8
+"""Examples of the first batch that decide."""
+
+MOST_VECTORS = 16
+"""Vectors of the loss Hessian that decide; if it has more, as many labels are drawn instead."""
+
+
+def automatic_mode(num_dimensions: int) -> Mode:
+    """The mode of a network by its outputs' axes: expand for (N, ..., C), reduce for (N, C)."""
+    return "expand" if num_dimensions > 2 else "reduce"
+
+
+def block_traces(
+    model: nn.Module, assignment: RuleAssignment, likelihood: str, x: Any, y: Tensor
+) -> dict[str, Float[Tensor, "3"]]:
+    """Layer name -> the trace of its weight's block, exact, by expand and by reduce.
+
+    Of layers whose weight several positions share. Those that are told which example each row
+    belongs to are left out. Layers that share a weight have the sum over them; products of
+    different uses are in none of the traces.
+    """
+    traces: dict[tuple[Any, ...], Tensor] = {}
+
+    def add(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        if not issubclass(tracked.rule, WeightSharingRule) or use.rows is not None:
+            return
+        rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
+        if "weight" not in rule.names:
+            return
+        a, g = map(at_least_float32, (rule.inputs(use.a), rule.weight_gradients(b)))  # (G, N, R, d)
+        if a.shape[2] == 1:
+            return
+        exact = (g.mT @ a).square().sum()
+        expand = g.square().sum((1, 2, 3)) @ a.square().mean((1, 2)).sum(1)
+        reduce = g.sum(2).square().sum((1, 2)) @ a.mean(2).square().mean(1).sum(1)
+        found = torch.stack([exact, expand, reduce]).double()
+        traces[_weight(tracked)] = traces.get(_weight(tracked), 0) + found
+
+    with Capture(model, assignment, lambda *_: None, add, keep_inputs=True) as capture:
+        f = capture.forward(x)
+        few = likelihood_of(likelihood).num_vectors(f.shape[-1]) <= MOST_VECTORS
+        options = CurvatureOptions(fisher="exact" if few else "mc", mc_samples=MOST_VECTORS)
+        # A generator of its own, so that the pass's labels are the same with and without a choice.
+        generator = torch.Generator(f.device).manual_seed(0)
+        capture.backward(f, BackwardVectors(likelihood, options, generator)(f, y))
+    known = [tracked for tracked in assignment.layers if _weight(tracked) in traces]
+    return {tracked.name: traces[_weight(tracked)].cpu() for tracked in known}
+
+
+def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:
+    """The tensor, and which of the maps that it holds."""
+    return tracked.parameters.get("weight"), tracked.slots.get("weight")
+
+
+def nearest_modes(of_ranks: Sequence[Mapping[str, Float[Tensor, "3"]]]) -> KfacApprox:
+    """The mode that is nearer to the exact trace, as a ratio; reduce for layers without a trace.
+
+    Args:
+        of_ranks: the traces of each rank's examples.
+    """
+    names = dict.fromkeys(name for traces in of_ranks for name in traces)
+    expand: dict[str, Mode] = {}
+    for name in names:
+        total = torch.stack([traces[name] for traces in of_ranks if name in traces]).sum(0)
+        exact, by_expand, by_reduce = total.clamp(min=1e-300).log().tolist()
+        if abs(by_expand - exact) < abs(by_reduce - exact):
+            expand[escape(name)] = "expand"
+    return {**expand, "*": "reduce"} if expand else "reduce"

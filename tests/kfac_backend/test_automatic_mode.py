@@ -1,0 +1,117 @@
+"""kfac_approx="auto" beside the traces of dense blocks."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from kfac_backend import examples_of_rows, kronecker_factors
+from kfac_backend.automatic_mode import block_traces, nearest_modes
+from kfac_backend.curvature import CurvaturePass
+from tests.kfac_backend.block_checks import assert_same, factors_of
+from tests.oracles import dense_ggn_blocks, kfac_blocks
+from tests.random_numbers import normal
+
+
+def images(*head: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 2), *head).double()
+
+
+class Attention(nn.Module):
+    """Softmax attention of tokens (N, R, 4) by layers of its own; means over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).mT
+        return self.head((scores.softmax(-1) @ self.value(x)).mean(1))
+
+
+class Rows(nn.Module):
+    """A head over all positions of each example, whose rows come with an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(4, 3).double(), nn.Linear(18, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        N, R = x.shape[:2]
+        with examples_of_rows(torch.arange(N).repeat_interleave(R), N):
+            a = self.layer(x.flatten(0, 1)).tanh()
+        return self.head(a.unflatten(0, (N, R)).flatten(1))
+
+
+MODELS = {
+    # name: (model, inputs, layers with positions, one of them and its mode)
+    "flattened": (
+        images(nn.Flatten(), nn.Linear(36, 3)), normal(6, 2, 5, 5), ["0", "2"],
+        ("0", "expand"),
+    ),
+    "averaged": (
+        images(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), normal(6, 2, 5, 5),
+        ["0", "2"], ("2", "reduce"),
+    ),
+    "attention": (
+        Attention(), normal(6, 5, 4), ["query", "key", "value"], ("key", "expand"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_mode_with_the_better_trace(name):
+    model, x, layers, (one, mode_of_one) = MODELS[name]
+    y = torch.arange(6) % 3
+    exact = dense_ggn_blocks(model, x, "classification")
+    by_mode = [kfac_blocks(model, x, "classification", mode) for mode in ("expand", "reduce")]
+    assignment = CurvaturePass(model, "classification")._proof.assignment
+    traces = block_traces(model, assignment, "classification", x, y)
+    assert list(traces) == layers
+    modes = {}
+    for layer in layers:
+        blocks = [blocks[f"{layer}.weight"] for blocks in (exact, *by_mode)]
+        dense = torch.stack([block.trace() for block in blocks])
+        # The oracle's blocks round what is zero: the keys' gradients, summed over positions.
+        assert_close(traces[layer], dense, atol=1e-12, rtol=1e-9)
+        distance = (dense.clamp(min=1e-12) / dense[0]).log().abs()
+        modes[layer] = "expand" if distance[1] < distance[2] else "reduce"
+    assert modes[one] == mode_of_one
+    expand = {layer: mode for layer, mode in modes.items() if mode == "expand"}
+    expected = {**expand, "*": "reduce"} if expand else "reduce"
+    assert nearest_modes([traces]) == expected
+    # All of the first batch decide here; the second has nothing to say.
+    factors = factors_of(model, [(x, y), (x[:1], y[:1])], "auto")
+    assert factors.options.kfac_approx == expected
+    assert_same(factors, factors_of(model, [(x, y), (x[:1], y[:1])], expected))
+
+
+def test_ranks_decide_by_the_sum_of_their_traces():
+    one, other = ({"a": torch.tensor(t)} for t in ([4.0, 3.0, 1.0], [20.0, 1.0, 18.0]))
+    assert nearest_modes([one, {}]) == {"a": "expand", "*": "reduce"}
+    assert nearest_modes([one, other]) == "reduce"
+    assert nearest_modes([{"b[0]": one["a"]}]) == {"b[[]0]": "expand", "*": "reduce"}
+
+
+def test_layers_that_are_told_their_examples_keep_reduce():
+    model, x = Rows(), normal(6, 6, 4)
+    factors = factors_of(model, [(x, torch.arange(6) % 3)], "auto")
+    assert factors.options.kfac_approx == "reduce"
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_deciding_draws_none_of_the_users_random_numbers(fisher):
+    model = images(nn.Flatten(), nn.Linear(36, 3))
+    data = [(normal(6, 2, 5, 5), torch.arange(6) % 3)]
+    states = []
+    for mode in ("auto", {"0": "expand", "2": "expand", "*": "reduce"}):
+        torch.manual_seed(1)
+        factors = kronecker_factors(model, data, "classification", kfac_approx=mode, fisher=fisher)
+        states.append((factors.options.kfac_approx, torch.get_rng_state()))
+    assert states[0][0] == states[1][0]
+    assert torch.equal(states[0][1], states[1][1])
