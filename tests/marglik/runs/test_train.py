@@ -96,7 +96,7 @@ def test_digits_preset_keeps_its_promise(tmp_path, capsys, monkeypatch):
     assert main(["train", "--config", "digits", "--output", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr().out.partition("\nWritten to")[0]
     shown = (ROOT / "docs/index.md").read_text().partition("It ends with\n\n```")[2]
-    assert printed.startswith("Learned weight decays and averaged parameters ")
+    assert printed.lstrip().startswith("Learned weight decays and averaged parameters ")
     assert without_numbers(shown.partition("```")[0]) == without_numbers(printed)
     results = results_of(tmp_path / "run")
     assert (results["num_data"], results["held_out"]) == (1294, 144)
