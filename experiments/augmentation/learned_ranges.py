@@ -184,7 +184,7 @@ def augerino(problem: Problem, split: Split, seed: int) -> Trained:
                 average.update_parameters(model)
     ranges.requires_grad_(False)
     model.load_state_dict(average.module.state_dict() | {"ranges": ranges})
-    return Trained(model.eval(), torch.tensor(DECAY), time.process_time() - started)
+    return Trained(model.eval(), time.process_time() - started)
 
 
 def run(config: Config) -> dict[str, Any]:

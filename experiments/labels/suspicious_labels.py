@@ -39,11 +39,9 @@ from experiments.weight_decay.training import (
     small_images,
 )
 from marglik import (
-    Hyperparameters,
     OnlineResult,
     OnlineTraining,
     PriorLearner,
-    Schedule,
     settling_rate,
     suspicious_labels,
 )
@@ -96,30 +94,30 @@ def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
 
 
 def train(
-    config: Config, data: Split, kept: Hyperparameters | None = None, seed: int = 0
+    config: Config, data: Split, first: PriorLearner | None = None, seed: int = 0
 ) -> tuple[nn.Module, OnlineResult]:
-    """Train a network; with these prior precisions, or with learned ones."""
+    """Train a network with learned decays, or with the course of those of another training."""
     problem = PROBLEMS[config.data]
     torch.manual_seed(config.seed + seed)
     model = problem.make()
     loader = DataLoader(TensorDataset(*data), 50, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), problem.lr, momentum=0.9, nesterov=True)
-    schedule = Schedule(problem.epochs) if kept is None else Schedule(problem.epochs, updates=0)
-    learner = PriorLearner("classification", schedule=schedule, hyperparameters=kept)
+    learner = PriorLearner("classification", epochs=problem.epochs)
     scheduler = settling_rate(optimizer, problem.epochs * len(loader))
+    learner = learner if first is None else first.replay()
     result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
     return model.eval(), result
 
 
 @torch.no_grad()
-def of_other_folds(config: Config, data: Split, kept: Hyperparameters) -> Tensor:
+def of_other_folds(config: Config, data: Split, first: PriorLearner) -> Tensor:
     """Out-of-sample probabilities (N, C) of networks that were trained on the other folds."""
     x, y = data
     fold = torch.randperm(len(y), generator=torch.Generator().manual_seed(config.seed)) % FOLDS
     found = []
     for k in range(FOLDS):
         with torch.enable_grad():
-            model, _ = train(config, (x[fold != k], y[fold != k]), kept)
+            model, _ = train(config, (x[fold != k], y[fold != k]), first)
         found.append(model(x[fold == k]).softmax(-1))
     order = torch.cat([(fold == k).nonzero().flatten() for k in range(FOLDS)])
     return torch.cat(found)[order.argsort()]
@@ -162,11 +160,11 @@ def run(config: Config) -> dict[str, Any]:
 
     with quiet_training():
         model, result = train(config, (x, y))
-        assert result.training_probabilities is not None and result.kept is not None
+        assert result.training_probabilities is not None and result.learner is not None
         p = result.training_probabilities.mean()
         found = suspicious_labels(y, p)
         took("training")
-        others = of_other_folds(config, (x, y), result.kept)
+        others = of_other_folds(config, (x, y), result.learner)
         took("folds")
 
         own = p.gather(1, y[:, None]).squeeze(1)

@@ -153,16 +153,20 @@ class Batches:
 
 @dataclass
 class Trained:
-    """A network, the weight decays that it was trained with last, and its cost."""
+    """A network, its cost, and what learned its weight decays."""
 
     model: nn.Module
-    decays: Tensor
-    """Of each trainable tensor."""
     seconds: float
     """CPU time."""
     record: dict[str, Any] = field(default_factory=dict)
-    posterior: Any = None
+    learner: PriorLearner | None = None
     """Where the decays were learned."""
+
+    @property
+    def posterior(self) -> Posterior:
+        """At the network, where its decays were learned."""
+        assert self.learner is not None and self.learner.posterior is not None
+        return self.learner.posterior
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Training:
         self,
         split: Split,
         seed: int,
-        decays: float | Tensor | None,
+        decays: float | PriorLearner | None,
         rate: str = "settling",
         after_epoch: Callable[[int, nn.Module], None] | None = None,
         evidence: bool = False,
@@ -193,8 +197,8 @@ class Training:
         Args:
             split: the training data.
             seed: of the initial parameters and of the batches' order.
-            decays: fixed, one or one for each tensor, in a plain loop; None learns them with
-                default options.
+            decays: fixed, in a plain loop; the course of those of another training; None learns
+                them with default options.
             rate: "settling", our default rates with averaged parameters; or "cosine", to zero,
                 without an average, for fixed decays.
             after_epoch: called with the number of an epoch that has ended, and the network.
@@ -205,33 +209,27 @@ class Training:
         model = self.make()
         loader = Batches(*split, self.batch_size)
         N, steps = len(split[1]), self.epochs * len(loader)
-        start = torch.as_tensor(DEFAULT if decays is None else decays)
-        delta: Tensor = weight_decay_to_precision(start, N)
-        hyper = Hyperparameters(PriorGroups.from_model(model), delta)
         optimizer = self._optimizer(model)
         scheduler = settling_rate(optimizer, steps)
         if rate == "cosine":
             scheduler = CosineAnnealingLR(optimizer, steps)
         started = time.process_time()
-        if decays is not None:
-            fixed = start.expand(len(list(model.parameters())))
-            self._train(
-                model, loader, optimizer, scheduler, fixed.tolist(), rate != "cosine", after_epoch
-            )
-            trained = Trained(model.eval(), fixed, time.process_time() - started)
+        if isinstance(decays, (int, float)):
+            self._train(model, loader, optimizer, scheduler, decays, rate != "cosine", after_epoch)
+            trained = Trained(model.eval(), time.process_time() - started)
             if evidence:
+                delta = weight_decay_to_precision(decays, N)
+                hyper = Hyperparameters(PriorGroups.from_model(model), delta)
                 laplace = _posterior(model, hyper.prior_precision)
                 found, _ = update_prior(hyper, laplace, loader, N, steps=200)
                 trained.record["evidence_per_example"] = [found[0] / N, found[-1] / N]
             return trained
-        result = OnlineTraining(
-            model,
-            optimizer,
-            loader,
-            learner := PriorLearner("classification", CURVATURE, epochs=self.epochs),
-            scheduler=scheduler,
-        ).run()
+        learner = PriorLearner("classification", CURVATURE, epochs=self.epochs)
+        learner = learner if decays is None else decays.replay()
+        result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
         seconds = time.process_time() - started
+        if decays is not None:
+            return Trained(model.eval(), seconds)
         updates = [record for record in result.records if record["kind"] == "update"]
         record = {
             "weight_decay": updates[-1]["weight_decay"],
@@ -239,7 +237,7 @@ class Training:
         }
         if "ranges" in updates[0]:
             record["path"] = [of["ranges"] for of in updates]
-        return Trained(model.eval(), learner.weight_decays(), seconds, record, result.laplace)
+        return Trained(model.eval(), seconds, record, learner)
 
     def warm_up(self, split: Split) -> None:
         """Train for a moment, so that no timed training loads code first."""
@@ -248,11 +246,9 @@ class Training:
             short.run((split[0][:60], split[1][:60]), 0, decays)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # A group for each tensor, so that each may have a weight decay of its own.
-        groups = [{"params": [p]} for p in model.parameters()]
         if self.optimizer == "adam":
-            return torch.optim.Adam(groups, self.lr)
-        return torch.optim.SGD(groups, self.lr, momentum=0.9, nesterov=True)
+            return torch.optim.Adam(model.parameters(), self.lr)
+        return torch.optim.SGD(model.parameters(), self.lr, momentum=0.9, nesterov=True)
 
     def _train(
         self,
@@ -260,12 +256,12 @@ class Training:
         loader: Batches,
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler,
-        decays: list[float],
+        decay: float,
         averages: bool,
         after_epoch: Callable[[int, nn.Module], None] | None,
     ) -> None:
         """A plain loop with torch's weight decay; the last third of the epochs may be averaged."""
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        for group in optimizer.param_groups:
             group["weight_decay"] = decay
         average = AveragedModel(model) if averages else None
         for epoch in range(1, self.epochs + 1):

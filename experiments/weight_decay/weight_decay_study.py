@@ -6,8 +6,8 @@ Ways to class probabilities, all with the same network, data and epochs:
 - grid: the best of seven fixed decays, with that cosine;
 - grid, averaged: the same, with our learning rates and averaged parameters;
 - learned: a decay for each tensor, learned by the loop with its default options;
-- ensemble of five, with the grid's decay or with the learned ones (Lakshminarayanan et al. 2017,
-  arXiv:1612.01474);
+- ensemble of five, with the grid's decay or with the course that the learned ones took
+  (Lakshminarayanan et al. 2017, arXiv:1612.01474);
 - dropout that stays on, with the best of five probabilities and the grid's decay (Gal & Ghahramani
   2016, arXiv:1506.02142);
 - SWAG, around the grid's network (Maddox et al. 2019, arXiv:1902.02476);
@@ -172,7 +172,7 @@ class Ways:
         return self.training.run(self.train_split, seed, decays=decay, rate=rate)
 
     def ensemble(self, first: Way, decay: Any, rate: str) -> Way:
-        """The first network and four others with its decays."""
+        """The first network and four others with its decay, or with the course of its decays."""
         others = [
             self.way(self.fixed(decay, rate, self.seed + 1000 * i)) for i in range(1, MEMBERS)
         ]
@@ -327,7 +327,7 @@ def run(config: Config) -> dict[str, Any]:
             grid = ways["grid"]
             ways["ensemble, grid's decay"] = of.ensemble(grid, grid.chosen, "cosine")
             ways["ensemble, learned decays"] = of.ensemble(
-                ways["learned"], learned.decays, "settling"
+                ways["learned"], learned.learner, "settling"
             )
             ways["dropout"] = of.best({p: of.dropout(grid.chosen, p) for p in DROPOUT})
             ways["SWAG"] = of.swag(ways["grid, averaged"].chosen)

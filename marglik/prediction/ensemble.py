@@ -2,12 +2,12 @@
 
     p(y|x) = 1/K Σ_k p(y | f_k(x) / τ)
 
-One network learns the weight decays, the others train with them (`PriorLearner.fixed`): each costs
-one training, and no grid is searched. τ is fitted to the mixture, as members that are calibrated
-one by one make an underconfident mixture. The prediction's epistemic part is the members'
-disagreement: the mutual information between the label and the member, or the variance of their
-means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474); τ of the mixture: Rahaman & Thiery
-2021 (arXiv:2007.08792).
+One network learns the weight decays, the others train with the course that they took
+(`PriorLearner.replay`): each costs one training, and no grid is searched. τ is fitted to the
+mixture, as members that are calibrated one by one make an underconfident mixture. The prediction's
+epistemic part is the members' disagreement: the mutual information between the label and the
+member, or the variance of their means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474);
+τ of the mixture: Rahaman & Thiery 2021 (arXiv:2007.08792).
 """
 
 from collections.abc import Iterable, Sequence

@@ -138,7 +138,7 @@ class RunConfig:
             the data has no validation set. The network is not trained on them, but the posterior is
             fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
         members: number of networks that predict together. The first learns the weight decays, the
-            others train with them from other initial parameters, at the cost of a training each.
+            others replay their course from other initial parameters, for one training each.
         baseline: whether to train a plain network, too, with the initial weight decay kept, a rate
             that falls with a cosine and no average, to say what was gained. By default where that
             takes less than 20 seconds or a quarter of the run. With resume it may be added later.

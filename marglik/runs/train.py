@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
-from marglik.augmentation.ranges import ranges_of, set_ranges
 from marglik.data.batches import Batches, Shard, split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages, out_of_distribution_images
 from marglik.data.record import data_record
 from marglik.data.splits import DataSource, Splits, hold_out, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
-from marglik.posterior.prior import Hyperparameters, PriorGroups
+from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import compared, evaluate, evaluate_network
@@ -369,13 +368,14 @@ class Training:
         model: nn.Module,
         checkpoints: Checkpoints | None = None,
         log: RunLog | None = None,
-        kept: Hyperparameters | None = None,
+        first: PriorLearner | None = None,
         plain: bool = False,
     ) -> OnlineResult:
         """Train a network and its prior, starting from a checkpoint if there is one.
 
-        With ``kept``, the weight decays of another training, only the network is trained; a
-        ``plain`` one keeps the initial decay, and has neither an average nor a learned noise.
+        With the learner of a ``first`` training only the network is trained, and its decays take
+        their course; a ``plain`` one keeps the initial decay, and has neither an average nor a
+        learned noise.
         """
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
@@ -388,8 +388,6 @@ class Training:
         schedule = prior.schedule(run.epochs)
         if plain:
             schedule = replace(schedule, updates=0, average=None, clip=None)
-        elif kept is not None:
-            schedule = replace(schedule, updates=0)
         curvature = self.curvature.options(self.splits.targets)
         optimizer, scheduler = build_optimizer(
             model,
@@ -410,13 +408,12 @@ class Training:
             learn_sigma_noise=has_sigma,
             curvature_from=prior.curvature_from,
             schedule=schedule,
-            hyperparameters=kept,
         )
         return OnlineTraining(
             model,
             optimizer,
             batches,
-            learner,
+            first.replay() if first is not None else learner,
             scheduler=scheduler,
             curvature_loader=curvature_batches,
             fabric=self.fabric,
@@ -432,7 +429,7 @@ class Training:
         make_model: Callable[[], nn.Module],
         checkpoints: Mapping[str, Checkpoints],
     ) -> Ensemble:
-        """The first network with others that train with its decays, each from a seed of its own."""
+        """The first network and others, from other seeds, whose decays take the course of its."""
         models, seconds = [first], learned.seconds
         assert learned.laplace is not None
         likelihood = learned.laplace.likelihood
@@ -441,10 +438,9 @@ class Training:
             seed = self.run.seed + k
             torch.manual_seed(seed)
             model = make_model().to(self.fabric.device)
-            set_ranges(model, ranges_of(first))
             of_member = replace(self, run=replace(self.run, seed=seed), likelihood=likelihood)
             states = checkpoints[f"member_{k}"]
-            found = of_member.train(model, states, kept=learned.kept)
+            found = of_member.train(model, states, first=learned.learner)
             models.append(model)
             seconds += found.seconds
         sigma = float(learned.laplace.sigma_noise)

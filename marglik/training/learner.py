@@ -130,7 +130,7 @@ class PriorLearner:
 
     STATE = (
         "_epoch", "_steps", "_steps_at_update", "_highest_rate", "evidences", "evidences_of_steps",
-        "_best", "_invariant", "_moves", "_said", "_gradient_norm",
+        "_best", "_invariant", "_moves", "_said", "_gradient_norm", "_course",
     )  # fmt: skip
     """Attributes of plain data and tensors that change from step to step; see `state_dict`."""
 
@@ -188,6 +188,7 @@ class PriorLearner:
         self._given = hyperparameters
         self._structure: PriorStructure | Mapping[str, str] = structure
         self._weight_decay = weight_decay
+        self._replayed: Mapping[int, tuple[Tensor, Tensor]] = {}
         self._given_ranges: dict[str, float] = {}
         if sigma_noise is None:
             sigma_noise = 0.1 if learn_sigma_noise else 1.0
@@ -261,6 +262,7 @@ class PriorLearner:
         self._moves: dict[str, float] = {}
         self._gradient_norm: Tensor | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
+        self._course: dict[int, tuple[Tensor, Tensor]] = {}
         if self._given_ranges:
             set_ranges(model, self._given_ranges)
         self._ranges = RangeLearner(model)
@@ -404,23 +406,15 @@ class PriorLearner:
         delta = self.hyperparameters.prior_precision
         return precision_to_weight_decay(delta, self.num_data, self.temperature)
 
-    def kept_hyperparameters(self) -> Hyperparameters:
-        """The decays and σ that training has come to, one δ per tensor; not learned any further."""
-        # As training takes them, with the limit for scale-invariant weights.
-        decays = torch.tensor(self._decays, dtype=torch.float64)
-        return Hyperparameters(
-            PriorGroups.from_model(self._model),
-            weight_decay_to_precision(decays, self.num_data, self.temperature),
-            sigma_noise=self.hyperparameters.sigma_noise.item(),
-        )
+    def replay(self) -> "PriorLearner":
+        """A learner for another network of this kind, whose decays take the course of this one's.
 
-    def fixed(self) -> "PriorLearner":
-        """A learner for another network of this kind, with the decays and ranges of this one.
-
-        For the members of an `Ensemble`: it averages the parameters on the same schedule, but makes
-        no update and fits no posterior, so that a member costs one training. Call it after
-        `end_of_training`.
+        For the members of an `Ensemble`: in each epoch their decays, σ and the average are those
+        that this learner had in it, so that a member costs one training, without updates and
+        without a posterior. Not the last decays from the start: they belong to a network that fits,
+        and can keep one from ever fitting. Call it after `end_of_training`.
         """
+        delta, sigma = self._course[0]
         learner = PriorLearner(
             self.likelihood,
             self.curvature,
@@ -428,13 +422,16 @@ class PriorLearner:
             mean_over=self.mean_over,
             loss_scale=self.loss_scale,
             schedule=replace(self.schedule, updates=0),
-            hyperparameters=self.kept_hyperparameters(),
+            hyperparameters=Hyperparameters(
+                PriorGroups.from_model(self._model), delta, sigma_noise=sigma.item()
+            ),
         )
+        learner._replayed = dict(self._course)
         learner._given_ranges = ranges_of(self._model)
         return learner
 
     def _set_decays(self) -> None:
-        """Computed once per update, since the steps read them.
+        """Computed once per update, since the steps read them; remembered for `replay`.
 
         A decay λ of a scale-invariant weight w acts on its direction alone, which turns by up to
         sqrt(2 η λ) in a step. The evidence knows of no such rate: it raises δ as ‖w‖ falls, and
@@ -447,6 +444,11 @@ class PriorLearner:
                 min(decay, LARGEST_INVARIANT_DECAY) if name in self._invariant else decay
                 for name, decay in zip(self._named, self._decays, strict=True)
             ]
+        decays = torch.tensor(self._decays, dtype=torch.float64)
+        self._course[self._epoch] = (
+            weight_decay_to_precision(decays, self.num_data, self.temperature),
+            self.hyperparameters.sigma_noise,
+        )
 
     def _raise_start(self) -> None:
         """Raise decays that begin at the default, where the network could fit wrong labels.
@@ -537,6 +539,9 @@ class PriorLearner:
             return {}
         self._epoch = epoch
         self.clipped = 0
+        if epoch in self._replayed:
+            self.hyperparameters.set(*self._replayed[epoch])
+            self._set_decays()
         return self._update(self.schedule.steps) if self.is_due(epoch) else {}
 
     def end_of_training(self) -> dict[str, float]:

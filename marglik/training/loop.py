@@ -91,8 +91,8 @@ class OnlineResult:
     """What the steps predicted for each training example; see `marglik.suspicious_labels`."""
     seconds: float = 0.0
     """Wall-clock time of the loop; of a run that was resumed, the sum over its parts."""
-    kept: Hyperparameters | None = None
-    """The decays and σ at the end, for other networks; see `PriorLearner.kept_hyperparameters`."""
+    learner: PriorLearner | None = None
+    """What learned them; `PriorLearner.replay` gives other networks their course."""
 
     def verdict(self, plain: nn.Module, test: Iterable[Any], **options: Any) -> str:
         """What the learned weight decays gained against a plain network, in one sentence.
@@ -286,7 +286,7 @@ class OnlineTraining:
             self.learner.evidences_of_steps,
             self.probabilities,
             self._seconds,
-            self.learner.kept_hyperparameters(),
+            self.learner,
         )
 
     # --- an epoch of network steps ---
