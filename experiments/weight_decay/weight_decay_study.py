@@ -366,7 +366,7 @@ def tasks(options: argparse.Namespace) -> list[Config]:
         ("digits, MLP", 800, 0.0),
         ("digits, MLP", 800, 0.2),
         ("digits, LeNet", 600, 0.0),
-        ("CIFAR-10 (JPEG), convolutions", 4000, 0.0),
+        ("CIFAR-10 (JPEG), convolutions", 1000, 0.0),
         ("NCI1, GraphNetwork", 1500, 0.0),
     ]
     wrong = [
