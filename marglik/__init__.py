@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marglik.augmentation import LearnedAugmentation
     from marglik.estimators import MarglikClassifier, MarglikRegressor
-    from marglik.laplace import Laplace
+    from marglik.laplace import KronLaplace, Laplace
     from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
-    from marglik.posterior.laplace_torch import KronLaplace
     from marglik.posterior.posterior import Posterior
     from marglik.posterior.posterior_file import load_posterior, save_posterior
     from marglik.posterior.prior import (
@@ -82,7 +81,7 @@ _MODULES = {
     "Ensemble": "prediction.ensemble",
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.prior",
-    "KronLaplace": "posterior.laplace_torch",
+    "KronLaplace": "laplace",
     "Laplace": "laplace",
     "LearnedAugmentation": "augmentation.learned",
     "MarglikClassifier": "estimators",

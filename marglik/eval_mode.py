@@ -36,26 +36,24 @@ def kept_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in eval mode; each submodule's own mode is restored."""
-    with kept_mode(model):
+    """A context in which a model is in eval mode.
+
+    Afterwards, also after an error, it is what it was: its modes, hooks and parameter objects.
+    """
+    restore = restoration(model)
+    try:
         model.eval()
         yield
+    finally:
+        restore()
 
 
 def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
-    """The function, wrapped to run with the model in eval mode.
-
-    Afterwards, also after an error, the model is what it was before: its modes, its hooks and its
-    parameter objects. The last two matter for functions of laplace-torch, which may leave some.
-    """
+    """The function, wrapped to run with the model in eval mode, see `eval_mode`."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        restore = restoration(model)
-        try:
-            model.eval()
+        with eval_mode(model):
             return function(*args, **kwargs)
-        finally:
-            restore()
 
     return run

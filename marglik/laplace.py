@@ -1,6 +1,6 @@
 """`Laplace`: what users of laplace-torch call, by the same names, without laplace-torch.
 
-It returns a `Posterior` with these calls: of Kronecker factors (`KroneckerLaplace`), or of the
+It returns a `Posterior` with these calls: of Kronecker factors (`KronLaplace`), or of the
 whole GGN, its diagonal or its largest eigenpairs (`JacobianLaplace`), for small networks, last
 layers and subnetworks. Where a call means the same, its numbers are laplace-torch's;
 docs/laplace-torch.md is a table of the calls, each of which is tested on both.
@@ -24,7 +24,7 @@ from marglik.eval_mode import in_eval_mode
 from marglik.posterior.posterior import Posterior, last_layer, parameter_vector
 from marglik.prediction.links import probit_outputs
 
-__all__ = ["JacobianLaplace", "KroneckerLaplace", "Laplace"]
+__all__ = ["JacobianLaplace", "KronLaplace", "Laplace"]
 
 Structure = Literal["kron", "diag", "full", "lowrank"]
 Subset = Literal["all", "last_layer", "subnetwork"]
@@ -43,7 +43,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     subnetwork_indices: Collection[str] | Tensor = (),
     rank: int = 100,
     **options: Any,
-) -> "KroneckerLaplace":
+) -> "KronLaplace":
     """A Laplace approximation with the calls of laplace-torch's; a `Posterior` in all else.
 
     What differs: N is the number of examples that were seen, not the length of the loader's data
@@ -92,7 +92,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
             chosen = _checked(names, model, hessian_structure)
         else:
             shared = _with_others_frozen(model, names)
-    kind = KroneckerLaplace if hessian_structure == "kron" else JacobianLaplace
+    kind = KronLaplace if hessian_structure == "kron" else JacobianLaplace
     curvature = CurvatureOptions(**options)
     if kind is JacobianLaplace and curvature.fisher != "exact":
         raise ValueError(
@@ -147,8 +147,12 @@ def _checked(indices: Tensor, model: nn.Module, structure: Structure) -> Tensor:
     return indices.to(next(model.parameters()).device)
 
 
-class KroneckerLaplace(Posterior):
-    """A `Posterior` with laplace-torch's calls, see `Laplace`."""
+class KronLaplace(Posterior):
+    """A `Posterior` of all trainable parameters with laplace-torch's calls, see `Laplace`.
+
+    Of likelihoods other than classification and regression, `laplace_predictive` has the
+    predictions.
+    """
 
     structure: Structure = "kron"
     whole: nn.Module | None = None
@@ -275,6 +279,7 @@ class KroneckerLaplace(Posterior):
             diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
             generator: of the samples.
         """
+        self._check_predicts()
         is_classes = self.likelihood == "classification"
         if pred_type == "nn" or (is_classes and link_approx == "mc"):
             options = n_samples, diagonal_output, generator
@@ -303,6 +308,7 @@ class KroneckerLaplace(Posterior):
         if pred_type == "nn":
             return self.network_outputs(self.sample(n_samples, generator), x)
         f, covariance = self.output_distribution(x)
+        f = f.to(covariance)  # at least float32
         noise = torch.randn(
             f.shape[1], n_samples, generator=generator, device=f.device, dtype=f.dtype
         )
@@ -313,8 +319,16 @@ class KroneckerLaplace(Posterior):
 
     def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
         """Samples of class probabilities, or of regression's outputs; arguments as above."""
+        self._check_predicts()
         samples = self.functional_samples(*args, **keywords)
         return samples.softmax(-1) if self.likelihood == "classification" else samples
+
+    def _check_predicts(self) -> None:
+        if self.likelihood not in ("classification", "regression"):
+            raise NotImplementedError(
+                f"laplace-torch's predictions do not know likelihood {str(self.likelihood)!r}; use "
+                "marglik.laplace_predictive(la)(x)."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
@@ -342,7 +356,7 @@ class KroneckerLaplace(Posterior):
         self.restore(KroneckerFactors.from_state_dict(state).to(self._device))
 
 
-class JacobianLaplace(KroneckerLaplace):
+class JacobianLaplace(KronLaplace):
     """The same with the GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), its diagonal, or its largest eigenpairs.
 
     From Jacobians J_n (C, P), so that P is a few thousand at the most for the whole GGN. "lowrank"

@@ -38,7 +38,7 @@ import torch, numpy, safetensors.torch, tqdm.auto
 """
 
 NEED_AN_EXTRA = {
-    "KronLaplace", "MarglikClassifier", "MarglikRegressor", "marglik_training", "write_report",
+    "MarglikClassifier", "MarglikRegressor", "marglik_training", "write_report",
 }  # fmt: skip
 
 CORE = """
@@ -76,7 +76,7 @@ MISSING = {
     "marglik.MarglikClassifier": ("sklearn", "tables"),
     "marglik.calibrate(posterior, [(x, y)])": ("scipy", "statistics"),
     "marglik.maximize_evidence(posterior)": ("scipy", "statistics"),
-    "marglik.KronLaplace": ("laplace", "laplace"),
+    "marglik.marglik_training": ("laplace", "laplace"),
     "kfac_backend.KfacGGN": ("laplace", "laplace"),
     "marglik.write_report(['.'])": ("yaml", "report"),
     "marglik.data.Digits().load()": ("sklearn", "statistics"),

@@ -48,7 +48,7 @@ from experiments.studies import markdown, study
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import KfacApprox, Mode
-from marglik.posterior.laplace_torch import KronLaplace
+from marglik import KronLaplace
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.storage.provenance import environment
 from marglik.training.learner import update_prior

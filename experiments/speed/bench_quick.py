@@ -36,10 +36,9 @@ from experiments.studies import SHIPPED
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import CurvatureOptions, kronecker_factors
 from kfac_backend.optimizer import KFAC
-from marglik import Posterior
+from marglik import KronLaplace, Posterior
 from marglik.data import Batches
 from marglik.models import GPT, VisionTransformer
-from marglik.posterior.laplace_torch import KronLaplace
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner

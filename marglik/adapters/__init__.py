@@ -1,4 +1,4 @@
 """A fitted posterior with the interface of another library, in a module that says what to install.
 
-`marglik.KronLaplace` has the interface of laplace-torch.
+`marglik.Laplace` and `marglik.KronLaplace` have the calls of laplace-torch.
 """

@@ -95,24 +95,16 @@ class RangeLearner:
         self._shares = [(m.ranges / m.largest.to(m.ranges)).requires_grad_() for m in self.modules]
         self._adam = torch.optim.Adam(self._shares, lr=LR)
 
-    def learn(self, posterior: Any, data: Iterable[Any], num_data: int) -> None:
+    def learn(self, posterior: Posterior, data: Iterable[Any], num_data: int) -> None:
         """Some steps at a fitted posterior's factors, each on other batches of the data.
 
         Args:
             posterior: fitted to the training data.
             data: batches of the training data.
             num_data: N.
-
-        Raises:
-            TypeError: a posterior of laplace-torch.
         """
         if not self.modules:
             return
-        if not isinstance(posterior, Posterior):
-            raise TypeError(
-                f"The ranges of a LearnedAugmentation are learned by marglik's Posterior, not by "
-                f"{type(posterior).__name__}."
-            )
         parts = _random_parts(data, EXAMPLES / num_data)
         # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
         options = posterior.options

@@ -2,7 +2,7 @@
 
 p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹), block by block: H is the Kronecker-factored GGN, a sum over the
 data, and P₀ the prior precision δ of each tensor. The evidence needs only eigenvalues; eigenvectors
-are computed when a prediction first needs them. `KronLaplace` is this posterior with the interface
+are computed when a prediction first needs them. `marglik.laplace` has this posterior with the calls
 of laplace-torch.
 """
 
@@ -33,7 +33,7 @@ from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
-from marglik.eval_mode import in_eval_mode
+from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms
 
@@ -78,9 +78,12 @@ class Posterior:
         generator: source of the labels that fisher="mc" draws, on the model's device.
         process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
             data; None for this process alone.
+        keywords: single options that replace those of ``options``, such as
+            ``kfac_approx="reduce"``.
 
     Raises:
         ValueError: an option that is not supported, or a hyperparameter that is not positive.
+        TypeError: a keyword that is no option.
     """
 
     factors: KroneckerFactors | None = None
@@ -97,8 +100,10 @@ class Posterior:
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
+        **keywords: Any,
     ) -> None:
         check_module(model)
+        options = options.but(**keywords)
         options.check(likelihood)
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
@@ -172,8 +177,7 @@ class Posterior:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
             )
-        # A text while laplace-torch's constructor runs.
-        if not likelihood_of(self.likelihood).has_sigma and sigma != 1:
+        if not self.likelihood.has_sigma and sigma != 1:
             raise ValueError(
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
@@ -599,15 +603,11 @@ def last_layer(model: nn.Module, x: Any) -> str:
         ValueError: no layer with a trainable parameter of its own runs.
     """
     ran: list[str] = []
-
-    def run() -> None:
+    with torch.no_grad(), eval_mode(model):  # removes the hooks as well
         for name, module in model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-        with torch.no_grad():
-            call_with(model, {}, to_device(x, next(model.parameters()).device))
-
-    in_eval_mode(model, run)()  # removes the hooks as well
+        call_with(model, {}, to_device(x, next(model.parameters()).device))
     if not ran:
         raise ValueError(
             f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."

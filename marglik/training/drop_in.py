@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
-from marglik.posterior.laplace_torch import KronLaplace
+from marglik.laplace import KronLaplace
 from marglik.posterior.prior import (
     Hyperparameters,
     PriorGroups,
@@ -90,7 +90,8 @@ def marglik_training(
         temperature: T of the likelihood.
         fix_sigma_noise: whether to keep σ at its initial value.
         progress_bar: whether to show progress.
-        enable_backprop: make the returned Laplace's predictive differentiable in the input.
+        enable_backprop: False; what is returned has `joint_output_distribution`, which can be
+            differentiated in the input.
         dict_key_x: the input's key in batches that are mappings.
         dict_key_y: the targets' key in batches that are mappings.
         fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
@@ -113,20 +114,20 @@ def marglik_training(
             "laplace.marglik_training(..., backend=KfacGGN)."
         )
 
-    def laplace(**hyperparameters: Any) -> KronLaplace:
-        return KronLaplace(
-            model,
-            likelihood,
-            temperature=temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend,
-            backend_kwargs=dict(options),
-            **hyperparameters,
+    if not hasattr(backend, "fisher"):
+        raise TypeError(
+            f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, or "
+            "use laplace.marglik_training with other backends."
         )
-
-    curvature = laplace().options  # checks the arguments, too
+    if enable_backprop:
+        raise ValueError(
+            "enable_backprop=True is not supported: joint_output_distribution(x) of what is "
+            "returned can be differentiated in x, as can laplace.KronLaplace(..., backend=KfacGGN)."
+        )
+    # laplace-torch's backends know two likelihoods; of ours the options alone are needed.
+    known = "regression" if likelihood == "regression" else "classification"
+    keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y, "kfac_approx": "auto"}
+    curvature = backend(model, known, **keys | options).options
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
@@ -176,10 +177,16 @@ def marglik_training(
         fabric=fabric,
         progress=progress_bar,
     ).run()
-    found = laplace(
-        prior_precision=result.laplace.prior_precision, sigma_noise=result.laplace.sigma_noise
+    of = result.laplace
+    found = KronLaplace(
+        model,
+        likelihood,
+        curvature,
+        prior_precision=of.prior_precision,
+        sigma_noise=of.sigma_noise,
+        temperature=temperature,
     )
-    found.restore(result.laplace.fitted_factors())
+    found.restore(of.fitted_factors())
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return found, model, [-evidence for evidence in result.evidences], losses

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.laplace_torch.interface import KfacEF
 from marglik import KronLaplace
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
@@ -17,8 +16,8 @@ CASES = {
     "regression": {"likelihood": "regression", "sigma_noise": 0.4},
     "bernoulli": {"likelihood": "bernoulli"},
     "expand": {"kfac_approx": "expand"},
-    "empirical Fisher": {"backend": KfacEF},
-    "Monte Carlo Fisher": {"backend_kwargs": {"stochastic": True}},
+    "empirical Fisher": {"fisher": "empirical"},
+    "Monte Carlo Fisher": {"fisher": "mc"},
     "temperature": {"temperature": 0.3},
     "a prior for each tensor": {"prior_precision": torch.tensor([0.1, 3.0, 1 / 3, 70.0])},
     "frozen parameters": {"frozen": True},

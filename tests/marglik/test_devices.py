@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from marglik import KronLaplace
 from marglik.cli import main
-from marglik.posterior.laplace_torch import KronLaplace
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrate

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import KfacGGN
-from marglik import Laplace, calibrate
+from marglik import KronLaplace, Laplace, calibrate, laplace_predictive
 
 PAGE = Path(__file__).parents[2] / "docs/laplace-torch.md"
 TABLE = PAGE.read_text().partition("## The same calls")[2].partition("##")[0]
@@ -216,6 +216,17 @@ def test_a_subnetwork_leaves_the_rest_constant(structure):
     for wrong in (["nothing"], [], torch.tensor([0, 43]), torch.tensor([1, 1])):
         with pytest.raises(ValueError, match="no parameters|indices|whole tensors"):
             Laplace(network(), "classification", "subnetwork", structure, subnetwork_indices=wrong)
+
+
+def test_other_likelihoods_predict_by_our_predictive():
+    x, y = data("regression")
+    la = KronLaplace(network(), "bernoulli")
+    la.fit([(x, (y > 0).double())])
+    for predict in (la, la.predictive_samples):
+        with pytest.raises(NotImplementedError, match="'bernoulli'.*laplace_predictive"):
+            predict(x)
+    assert la.functional_samples(x, n_samples=4).shape == (4, 30, 3)
+    assert laplace_predictive(la)(x).mean.shape == (30, 3)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full", "lowrank"])

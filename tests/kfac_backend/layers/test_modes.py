@@ -147,8 +147,7 @@ LAYERWISE = {"layer": "expand", "*": "reduce"}
 
 def test_mappings_through_laplace_torch_and_ours(tmp_path):
     model, data = images()
-    options = {"prior_precision": 2.0, "backend": KfacGGN}
-    ours = KronLaplace(model, "classification", kfac_approx=LAYERWISE, **options)
+    ours = KronLaplace(model, "classification", prior_precision=2.0, kfac_approx=LAYERWISE)
     ours.fit(data)
     assert ours.factors is not None
     assert_same(ours.factors, factors_of(model, data, LAYERWISE))

@@ -74,7 +74,7 @@ def test_another_loss_is_a_named_error(kind):
     two = {k: v[:2] for k, v in batch.items()}
     calls = [
         lambda **o: factors(model, [batch], **o),
-        lambda **o: KronLaplace(model, "classification", backend_kwargs=o).fit([batch]),
+        lambda **o: KronLaplace(model, "classification", **o).fit([batch]),
         lambda **o: marglik_training(model, [batch], n_epochs=1, n_hypersteps=1, **o),
         lambda **o: predict_all(map_predictive(model), [batch], **o),
         lambda **o: KfacGGN(model, "classification", **o).kron(batch, batch["labels"], 4),

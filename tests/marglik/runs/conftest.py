@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.marglik.runs.tensor_problems import Problem, bernoulli, regression
-
 
 @pytest.fixture(scope="module", autouse=True)
 def in_one_thread(one_thread):
@@ -17,10 +15,3 @@ def in_one_thread(one_thread):
 def run(trained, tmp_path) -> Path:
     """A copy of the trained run."""
     return shutil.copytree(trained, tmp_path / "run")
-
-
-@pytest.fixture(scope="package", params=["regression", "bernoulli"])
-def problem(request, tmp_path_factory) -> Problem:
-    """Data in a TensorFile."""
-    make = {"regression": regression, "bernoulli": bernoulli}[request.param]
-    return make(tmp_path_factory.mktemp(request.param))
