@@ -182,7 +182,10 @@ class TableFile(DataSource):
         splits = replace(parts, validation=None, test=parts.validation)
         if self.validation:
             splits, _ = hold_out(splits, self.validation, self.seed, "validation")
-        return _standardised(splits) if self.standardise and not is_class else splits
+        if is_class or not self.standardise:
+            return splits
+        y = splits.train[1]
+        return splits.with_target_scale(y.mean().item(), y.std(correction=0).item() or 1.0)
 
     def _frame(self) -> Any:
         path = Path(self.path)
@@ -200,15 +203,3 @@ class TableFile(DataSource):
             reason = str(error).partition("\n")[0]
             kind = "Parquet" if is_parquet else "CSV"
             raise ValueError(f"'{path}' cannot be read as {kind} ({reason}).") from error
-
-
-def _standardised(splits: Splits) -> Splits:
-    """The same with the mean of the training targets subtracted, divided by their deviation."""
-    y = splits.train[1]
-    mean, std = y.mean().item(), y.std(correction=0).item() or 1.0
-
-    def scaled(pair: Any) -> Any:
-        return pair and (pair[0], ((pair[1] - mean) / std).float())
-
-    parts = {name: scaled(getattr(splits, name)) for name in ("train", "validation", "test")}
-    return replace(splits, **parts, target_scale=(mean, std))

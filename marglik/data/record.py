@@ -68,7 +68,10 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
         )
     if splits.are_images:
         return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
-    return _with_targets_scaled(splits, record.get("target_scale"))
+    scale = record.get("target_scale")
+    if splits.target_scale is None or scale is None or list(splits.target_scale) == scale:
+        return splits
+    return splits.with_target_scale(*scale)
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
@@ -89,19 +92,6 @@ def _form(splits: Splits) -> dict[str, Any]:
         return {"columns": list(splits.columns)}
     x = splits.train[0]
     return {"graphs": described(x)} if isinstance(x, Graphs) else {}
-
-
-def _with_targets_scaled(splits: Splits, scale: list[float] | None) -> Splits:
-    """The data with its targets standardised by another mean and standard deviation."""
-    own = splits.target_scale
-    if own is None or scale is None or list(own) == scale:
-        return splits
-
-    def scaled(pair: Any) -> Any:
-        return pair and (pair[0], (pair[1] * own[1] + own[0] - scale[0]) / scale[1])
-
-    parts = {name: scaled(getattr(splits, name)) for name in ("train", "validation", "test")}
-    return replace(splits, **parts, target_scale=(scale[0], scale[1]))
 
 
 def _some(classes: Any) -> str:

@@ -133,6 +133,16 @@ class Splits:
         y = self.test[1]
         return y.numel() if self.ignore_index is None else int((y != self.ignore_index).sum())
 
+    def with_target_scale(self, mean: float, std: float) -> "Splits":
+        """The same with its targets standardised by these, whatever they were by before."""
+        own_mean, own_std = self.target_scale or (0.0, 1.0)
+
+        def scaled(pair: Any) -> Any:
+            return pair and (pair[0], ((pair[1] * own_std + own_mean - mean) / std).float())
+
+        parts = {name: scaled(getattr(self, name)) for name in ("train", "validation", "test")}
+        return replace(self, **parts, target_scale=(mean, std))
+
     def _check_images(self) -> None:
         x, y = self.train
         mean, std = self.mean or (), self.std or ()

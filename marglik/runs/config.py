@@ -9,9 +9,9 @@ from kfac_backend.options import (
     TargetOptions,
     check_positive,
 )
-from marglik.posterior.prior import UpdateMethod
+from marglik.posterior.prior import PriorStructure, UpdateMethod
 from marglik.training.loop import CompileMode
-from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
+from marglik.training.schedule import CurvatureFrom, Schedule
 
 __all__ = [
     "Accelerator",
@@ -28,7 +28,7 @@ Accelerator = Literal["auto", "cpu", "cuda"]
 Augmentation = Literal["none", "standard", "learned"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 PriorMethod = UpdateMethod | Literal["fixed"]
-PriorRules = Literal["layerwise", "scalar", "kind", "stage"] | dict[str, str]
+PriorRules = PriorStructure | dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class CurvatureConfig(PassOptions):
         return CurvatureOptions(**of_pass | asdict(targets))
 
 
-@dataclass(frozen=True)
-class PriorConfig:
-    """The prior, in units of weight decay, and how it is learned.
+@dataclass(frozen=True, kw_only=True)
+class PriorConfig(Schedule):
+    """The prior, in units of weight decay, and how it is learned; its epochs are the run's.
 
     Args:
         weight_decay: initial weight decay of all groups. It stands for the prior precision
@@ -67,18 +67,9 @@ class PriorConfig:
             scalar a single one, kind one each for weights, biases and scalars, stage one per
             top-level child of the model. A mapping of group names to patterns of parameter names
             makes other groups, such as {convolutions: "stage*.weight", rest: "*"}.
-        updates: number of updates of the prior, spread over the epochs, at most one per epoch.
-        every: number of epochs between updates, in place of updates.
-        burn_in: first epoch that an update may follow.
-        steps: number of hyperparameter steps in each update.
         method: how an update raises the evidence. adam takes gradient steps; mackay iterates
             MacKay's fixed point, which needs no step size; fixed makes no updates, and so keeps
             weight_decay.
-        average: which parameters to end with. last takes their mean over the steps of the last
-            third of the epochs, null those of the last step.
-        keep: which update to end with. last keeps the last one; best goes back to the parameters
-            of the update with the highest evidence, which may be an early one, before the network
-            has reached a mode.
         curvature_from: which pass over the data an update makes. auto draws labels (fisher=mc) in
             all but the last where exact passes would take longer than the training; pass makes each
             as curvature says.
@@ -86,34 +77,21 @@ class PriorConfig:
 
     weight_decay: float = 5e-4
     structure: PriorRules = "layerwise"
-    updates: int = 20
-    every: int | None = None
-    burn_in: int = 0
-    steps: int = 10
     method: PriorMethod = "adam"
-    average: Average | None = "last"
-    keep: Keep = "last"
     curvature_from: CurvatureFrom = "auto"
 
     def __post_init__(self) -> None:
         check_positive("prior.weight_decay", self.weight_decay)
         try:
-            self.schedule(epochs=1)
+            super().__post_init__()
         except ValueError as error:
             raise ValueError(f"prior.{error}") from error
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
+        own = {field.name: getattr(self, field.name) for field in fields(Schedule)}
         burn_in = epochs + 1 if self.method == "fixed" else self.burn_in
-        return Schedule(
-            epochs,
-            self.every,
-            burn_in,
-            self.steps,
-            keep=self.keep,
-            updates=self.updates,
-            average=self.average,
-        )
+        return Schedule(**own | {"epochs": epochs, "burn_in": burn_in})
 
 
 @dataclass(frozen=True, kw_only=True)

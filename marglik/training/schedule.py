@@ -34,8 +34,8 @@ class Schedule:
 
     Args:
         epochs: passes over the training data; None if their number is not known.
-        every: epochs between updates; None spreads ``updates`` over the epochs before the average,
-            so that the parameters that are averaged belong to the same decays.
+        every: epochs between updates; None (null) spreads ``updates`` over the epochs before the
+            average, so that the parameters that are averaged belong to the same decays.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update. Few bound what one update changes: Adam's 10
             steps of 0.1 on log δ change a weight decay by a factor of e at most.
@@ -46,8 +46,8 @@ class Schedule:
         updates: number of updates, at most one per epoch, and without the one that ends training.
             0 keeps the decays as they are, and fits no posterior, not even at the end.
         average: "last" ends with the mean of the parameters over all steps of the last third of the
-            epochs, if their number is known; None with the parameters of the last step. With
-            keep="best" there is no average.
+            epochs, if their number is known; None (null) with the parameters of the last step.
+            With keep="best" there is no average.
         clip: largest norm of a step's gradient, in running means of that norm; None takes every
             step as it is. See `marglik.training.steps.clip_gradients`.
 
