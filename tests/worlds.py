@@ -21,7 +21,7 @@ from typing import Any
 
 IMPORTED = (
     "lightning.fabric", "marglik.cli", "marglik.runs.evaluate", "marglik.runs.train",
-    "marglik.report", "scipy.optimize", "sklearn.datasets", "torch._dynamo",
+    "marglik.report", "scipy.optimize", "sklearn.metrics", "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""
 ROOT = Path(__file__).parents[1]

@@ -45,7 +45,6 @@ from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import kept_mode
-from marglik.posterior.prior import Hyperparameters
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
@@ -135,8 +134,6 @@ class OnlineTraining:
         curvature_loader: data of the curvature pass; None takes the training loader.
         fabric: devices and precision, launched; None takes the model's device, in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
-        prior_is_damping: whether `KFAC`, damped on the product, adds each tensor's weight decay
-            T·δ/N to its damping; no effect on other optimisers.
         on_record: called with the record of each epoch and each update when it is made; after a
             resume, first with all earlier ones. Called on rank 0 alone.
         progress: whether to show progress bars, on rank 0 alone.
@@ -159,7 +156,6 @@ class OnlineTraining:
         curvature_loader: Loader | None = None,
         fabric: "Fabric | OneDevice | None" = None,
         compile_mode: CompileMode | None = None,
-        prior_is_damping: bool = True,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
     ) -> None:
@@ -198,12 +194,9 @@ class OnlineTraining:
         # Only steps go through the wrapped network; all else uses the caller's module.
         self._forward, self.optimizer = self.fabric.setup(compiled, optimizer)
         self._kfac = kfac
-        is_damped = kfac is not None and kfac.preconditioner.options.damping_on == "product"
-        self._own_damping = (
-            kfac.preconditioner.options.damping
-            if kfac is not None and is_damped and prior_is_damping
-            else None
-        )
+        self._own_damping: float | None = None
+        if kfac is not None and kfac.preconditioner.options.damping_on == "product":
+            self._own_damping = kfac.preconditioner.options.damping
         self._targets = Targets(learner.likelihood, learner.curvature)
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
@@ -214,16 +207,6 @@ class OnlineTraining:
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
         self._seconds = 0.0
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """δ of the groups, and σ."""
-        return self.learner.hyperparameters
-
-    @property
-    def num_data(self) -> int:
-        """N, the number of examples of all ranks."""
-        return self.learner.num_data
 
     def weight_decays(self) -> Tensor:
         """The weight decay T·δ/N of each group at present, (groups,)."""
@@ -313,7 +296,7 @@ class OnlineTraining:
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
         self.model.train()
-        variance = self.hyperparameters.sigma_noise.square().item()
+        variance = self.learner.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
             self._set_damping(self._own_damping, variance)
         for sampler in samplers_of(self.train_loader):

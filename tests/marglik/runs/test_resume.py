@@ -95,16 +95,6 @@ def assert_same(folder, expected):
     assert read_record(folder / "results.json") and read_posterior(folder)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.97])
-def test_a_killed_run_goes_on_to_the_same_bits(share, worlds, whole, tmp_path):
-    """In an update, and as it writes the results; the slow test kills it at each write."""
-    folder, writes = whole
-    number = max(1, round(share * writes))
-    (ended,) = worlds.run(1, f"{HERE}:at_write", number, 0, arguments(tmp_path / "run"))
-    assert ended.args == ("ended", -signal.SIGKILL), ended
-    resumed(worlds, tmp_path / "run", folder)
-
-
 def resumed(worlds, folder, expected):
     again = f"{HERE.rpartition('.')[0]}.commands_on_ranks:command"
     ((status, _, said),) = worlds.all(1, again, *arguments(folder, "--resume", "--overwrite"))
@@ -132,16 +122,26 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(worlds, whole, tmp_pa
 
 @pytest.fixture(scope="module")
 def stopped(worlds, whole, tmp_path_factory):
-    """A run that was killed half-way."""
-    folder = tmp_path_factory.mktemp("stopped") / "run"
-    worlds.run(1, f"{HERE}:at_write", whole[1] // 2, 0, arguments(folder))
-    assert (folder / "checkpoint" / "learned" / "state.pt").exists()
+    """A run that was killed in an update."""
+    return killed(worlds, round(0.3 * whole[1]), tmp_path_factory.mktemp("stopped") / "run")
+
+
+def killed(worlds, number, folder):
+    (ended,) = worlds.run(1, f"{HERE}:at_write", number, 0, arguments(folder))
+    assert ended.args == ("ended", -signal.SIGKILL), ended
     return folder
 
 
 @pytest.fixture
 def cut_off(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "cut off"))
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(worlds, whole, cut_off, tmp_path):
+    """In an update, and as it writes the results; the slow test kills it at each write."""
+    folder, writes = whole
+    resumed(worlds, cut_off, folder)
+    resumed(worlds, killed(worlds, round(0.97 * writes), tmp_path / "later"), folder)
 
 
 OTHER = {

@@ -221,7 +221,7 @@ def on_ranks(case: str, options: dict[str, Any], kind: str = "") -> dict[str, An
     found = outcome(run, result)
     kept = ("parameters", "laplace", "evidence", "records", "probabilities")
     drawn = {"mask": masks[0][:3], "next": torch.rand(3)}
-    return {name: found[name] for name in kept} | {"n": run.num_data} | drawn
+    return {name: found[name] for name in kept} | {"n": run.learner.num_data} | drawn
 
 
 def until(stop: int, folder: str, case: str) -> dict[str, Any] | None:
