@@ -1,7 +1,7 @@
 """Options of a run; each becomes an option of the command line, with this help."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from kfac_backend.options import (
     CurvatureOptions,
@@ -89,9 +89,11 @@ class PriorConfig(Schedule):
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
-        own = {field.name: getattr(self, field.name) for field in fields(Schedule)}
-        burn_in = epochs + 1 if self.method == "fixed" else self.burn_in
-        return Schedule(**own | {"epochs": epochs, "burn_in": burn_in})
+        own: dict[str, Any] = {of.name: getattr(self, of.name) for of in fields(Schedule)}
+        own["epochs"] = epochs
+        if self.method == "fixed":
+            own["burn_in"] = epochs + 1
+        return Schedule(**own)
 
 
 @dataclass(frozen=True, kw_only=True)
