@@ -231,7 +231,8 @@ class CurvaturePass:
         self._device = next(self._model.parameters()).device
         check_precision(self._options.backward_precision, self._device)
         self._failed = False  # whether a batch was added in part, so that the sums are useless
-        self._made_rules: dict[TrackedLayer, Rule] | None = None
+        # The rules hold the sums. They are made with the first part of a batch, after the proof.
+        self._rules: dict[TrackedLayer, Rule] = {}
         # With several ranks each draws labels of its own, from a generator that is derived from the
         # common one's state without changing that. Drawing from the common one would leave it in
         # different states on ranks with different numbers of batches; `_total_sums` advances it
@@ -332,7 +333,6 @@ class CurvaturePass:
 
     def _add(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
-        self._rows_seen: dict[TrackedLayer, set[int]] = {}
         self._begin_part()
         mask = mask_of(x, self._options.dict_key_mask)
         if self._weights is None:
@@ -444,13 +444,6 @@ class CurvaturePass:
         """How many examples of a batch at once; None: batches stay whole."""
         return self._proof.plan.part_size
 
-    @property
-    def _rules(self) -> dict[TrackedLayer, Rule]:
-        """All layers' rules, which hold the sums; made with the first batch."""
-        if self._made_rules is None:
-            self._made_rules = self._make_rules()
-        return self._made_rules
-
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
         return make_rules(self._proof.assignment, self._modes(self._kfac_approx), self._options)
 
@@ -526,8 +519,8 @@ class CurvaturePass:
                 raise unknown_examples(tracked, wrong.pop(), examples, "its block needs")
 
     def _begin_part(self) -> None:
-        for rule in self._rules.values():
-            rule.begin_forward()
+        self._rules = self._rules or self._make_rules()
+        self._rows_seen: dict[TrackedLayer, set[int]] = {}
 
     def _see_rows(self, tracked: TrackedLayer, use: Use) -> None:
         """Remember how many rows a layer got, for `_check_rows`."""
@@ -540,7 +533,7 @@ class CurvaturePass:
             self._rules[tracked].add_input(use)
 
     def _end_forward(self) -> None:
-        FactorSum.end_inputs(total for rule in self._rules.values() for total in rule.A.values())
+        FactorSum.end(total for rule in self._rules.values() for total in rule.A.values())
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
@@ -554,8 +547,7 @@ class CurvaturePass:
         return torch.default_generator
 
     def _end_vector(self) -> None:
-        for rule in self._rules.values():
-            rule.end_vector()
+        FactorSum.end(total for rule in self._rules.values() for total in rule.B.values())
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         """Called when a part's last vector has been propagated back, with outputs and targets."""

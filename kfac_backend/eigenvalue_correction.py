@@ -13,7 +13,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
 from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.layers import ExactRule, Use
+from kfac_backend.layers import ExactRule, Rule, Use
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.capture import unknown_examples
@@ -125,11 +125,6 @@ class CorrectionPass(CurvaturePass):
         self._product_bytes = LARGEST_PRODUCT.get(device, LARGEST_PRODUCT["cuda"])
         self._most: int | None = None  # examples of a part whose gradients can all be held
 
-    def reset(self) -> None:
-        """Forget the batches seen so far, and any failure."""
-        super().reset()
-        self._made_gradients: LayerGradients | None = None
-
     def factors(self) -> KroneckerFactors:
         """The factors with corrected eigenvalues, from all batches; the pass is reset.
 
@@ -161,14 +156,12 @@ class CorrectionPass(CurvaturePass):
         """The second moments."""
         return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
 
-    @property
-    def _gradients(self) -> LayerGradients:
-        """The layers, with zeros for sums; after the proof, which may find other rules for some."""
-        if self._made_gradients is None:
-            bases = {name: self._bases[name] for name in self._basis_names}
-            spectra = {n: (block, torch.zeros_like(block.spectrum())) for n, block in bases.items()}
-            self._made_gradients = LayerGradients(self._proof.assignment, spectra)
-        return self._made_gradients
+    def _make_rules(self) -> dict[TrackedLayer, Rule]:
+        """The layers' rules, which hold no sums; these begin as zeros."""
+        bases = {name: self._bases[name] for name in self._basis_names}
+        spectra = {n: (block, torch.zeros_like(block.spectrum())) for n, block in bases.items()}
+        self._gradients = LayerGradients(self._proof.assignment, spectra)
+        return self._gradients.rules
 
     @property
     def _basis_names(self) -> list[str]:
@@ -196,6 +189,7 @@ class CorrectionPass(CurvaturePass):
         return min(self._most, plan.part_size or self._most)
 
     def _begin_part(self) -> None:
+        super()._begin_part()
         self._uses: dict[TrackedLayer, int] = {}
         # For each use, the number of a vector -> its gradients, until they are squared together.
         self._held: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
@@ -218,7 +212,7 @@ class CorrectionPass(CurvaturePass):
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
-            rows = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
+            rows = self._rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             # A copy, since autograd may add to b in place, or reuse its memory.
             self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
             self._held_bytes += rows.nbytes

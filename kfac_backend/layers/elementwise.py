@@ -83,16 +83,12 @@ class ExactRule(Rule):
         In a scalar they may come as terms of a sum, (M, c).
         """
 
-    def add_input(self, use: Use) -> None:
-        """Count the use; the block has no input factor."""
-        self.count_use()
-
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the examples' gradients."""
         for name, gradients in self.gradients(use, b).items():
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
-            self.B[name].add_sums(apart(gradients, b)[None])
+            self.B[name].add(apart(gradients, b)[None])
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""

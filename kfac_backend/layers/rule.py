@@ -1,12 +1,12 @@
 """The contract of a rule: what a kind of layer must compute, so that a pass can make its blocks.
 
 Life cycle. A pass makes one rule for each layer with its first batch, and may let rules of tied
-layers `Rule.share` their sums. For each part of a batch it calls `Rule.begin_forward`,
-`Rule.add_input` for each use, and `FactorSum.end_inputs` for all rules; then, for each vector that
-is propagated back, `Rule.add_gradient` for each use that the vector reaches, and `Rule.end_vector`.
-All inputs are known before the first gradient, because the forward pass comes first. The rule holds
-the sums over all batches, and of the present batch only what must wait for other uses. After the
-last batch `Rule.block_sums` returns the sums, and the rule is dropped.
+layers `Rule.share` their sums. For each part of a batch it calls `Rule.add_input` for each use, and
+`FactorSum.end` for all input factors. Then, for each vector that is propagated back, it calls
+`Rule.add_gradient` for each use that the vector reaches, and `FactorSum.end` for all gradient
+factors. All inputs are known before the first gradient, because the forward pass comes first. The
+rule holds the sums over all batches, and of the present batch only what must wait for other uses.
+After the last batch `Rule.block_sums` returns the sums, and the rule is dropped.
 
 A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These add
 to no sum.
@@ -81,28 +81,20 @@ class FactorSum:
         self.gram = gram
         self.num_terms = 0
         """The number of outer products, of an A."""
-        self.begin_forward()
+        self._waiting: Tensor | None = None  # the sums of the uses so far
+        self._positions: int | Tensor = 0  # of each example, over these uses of an input
+        self._by_roots = False
 
-    def begin_forward(self) -> None:
-        """Forget the uses of the last forward pass."""
-        self.uses = 0
-        """The uses of the parameter in this forward pass."""
-        self._positions: int | Tensor = 0  # of each example, over these uses
-        self._by_roots: bool | None = None
-        self._waiting: Tensor | None = None
-
-    def add_sums(self, sums: Float[Tensor, "G N d"]) -> None:
-        """Add one use's sums of each example for a vector; they wait for those of other uses.
+    def add(self, sums: Float[Tensor, "G N d"]) -> None:
+        """Add one use's sums of each example; they wait for those of other uses.
 
         Args:
             sums: nobody may change them afterwards.
         """
-        if self.uses <= 1:
-            self.gram.add(sums, fresh=True)
-        else:
-            self._wait(at_least_float32(sums))
+        sums = at_least_float32(sums)
+        self._waiting = sums if self._waiting is None else self._waiting + sums
 
-    def add_input_sums(
+    def add_inputs(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
     ) -> None:
         """Add one use's sums of each example over ``positions``, or (N,) of them.
@@ -110,17 +102,16 @@ class FactorSum:
         They are divided when all uses are known, so that uses with different R are weighted by
         their positions.
         """
-        if self._by_roots not in (None, by_roots):
+        if self._waiting is None:  # the first use in this forward pass
+            self._positions, self._by_roots = 0, by_roots
+            self.num_terms += sums.shape[1]
+        elif self._by_roots != by_roots:
             raise NotImplementedError(
                 "A weight's inputs are scaled by 1/√R_n in one use (examples_of_rows) and not in "
                 "another. Use examples_of_rows in all of its uses, or in none."
             )
-        self._by_roots = by_roots
         self._positions = self._positions + positions
-        self._wait(sums)
-
-    def _wait(self, sums: Tensor) -> None:
-        self._waiting = sums if self._waiting is None else self._waiting + sums
+        self.add(sums)
 
     @property
     def roots(self) -> Tensor | None:
@@ -133,34 +124,29 @@ class FactorSum:
             return None
         return self._positions.clamp(min=1).double().sqrt()[:, None]
 
-    def end(self) -> None:
-        """Add what waits of gradients, when all uses that a vector reaches are in.
+    @staticmethod
+    def end(totals: Iterable["FactorSum"]) -> None:
+        """Add what waits, when all uses are in: of a forward pass, or all that a vector reaches.
 
         A vector need not reach all uses: those that it did not reach have the gradient zero.
         """
-        if self._waiting is not None:
-            self.gram.add(self._waiting, fresh=True)
-            self._waiting = None
-
-    @staticmethod
-    def end_inputs(totals: Iterable["FactorSum"]) -> None:
-        """Add what waits of inputs, divided by R_n or √R_n, when all uses are in."""
-        complete = [total for total in dict.fromkeys(totals) if total._waiting is not None]
-        # One operation for all layers with as many positions in each example: a GPU would wait for
-        # the start of each.
-        alike = [total for total in complete if isinstance(total._positions, int)]
+        waiting = [total for total in dict.fromkeys(totals) if total._waiting is not None]
+        # Inputs: the sum over an example's positions becomes their mean. One operation for all
+        # layers with as many positions in each example: a GPU would wait for the start of each.
+        alike = [total for total in waiting if isinstance(total._positions, int)]
+        alike = [total for total in alike if total._positions]  # not of gradients
         if alike:
             sums = [cast(Tensor, total._waiting) for total in alike]
             means = torch._foreach_div(sums, [float(cast(int, t._positions)) for t in alike])
             for total, mean in zip(alike, means, strict=True):
                 total._waiting = mean
-        for total in complete:
+        for total in waiting:
             sums = cast(Tensor, total._waiting)
-            total.num_terms += sums.shape[1]
             if isinstance(total._positions, Tensor):
-                scale = total._positions if total.roots is None else total.roots
-                total._waiting = sums / scale.clamp(min=1).to(sums.dtype).view(-1, 1)
-            total.end()
+                counts = total._positions.clamp(min=1)[:, None]
+                sums = sums / (counts if total.roots is None else total.roots).to(sums.dtype)
+            total.gram.add(sums, fresh=True)
+            total._waiting = None
 
 
 class ExampleGradients(NamedTuple):
@@ -237,19 +223,8 @@ class Rule(ABC):
     def check(cls, layer: Any) -> None:
         """Raise a NotImplementedError if the layer has an option that the rule does not support."""
 
-    def begin_forward(self) -> None:
-        """Prepare for a forward pass, of examples that were not seen before."""
-        for total in (*self.A.values(), *self.B.values()):
-            total.begin_forward()
-
-    def count_use(self) -> None:
-        """One more use of each parameter: its gradients may have to wait for those of others."""
-        for total in dict.fromkeys(self.B.values()):
-            total.uses += 1
-
-    @abstractmethod
-    def add_input(self, use: Use) -> None:
-        """Add the input of one use, which is one run of the layer; calls `count_use`."""
+    def add_input(self, use: Use) -> None:  # noqa: B027
+        """Add the input of one use, which is one run of the layer, to its input factors."""
 
     @abstractmethod
     def add_gradient(self, use: Use, b: Tensor) -> None:
@@ -259,11 +234,6 @@ class Rule(ABC):
             use: the use; it has its input only if `needs_input`.
             b: the gradients, in the output's shape.
         """
-
-    def end_vector(self) -> None:
-        """Called when a vector's gradients of all uses have been added."""
-        for total in self.B.values():
-            total.end()
 
     def separate(self) -> None:  # noqa: B027
         """Give each parameter sums of its own, where two had the same so far."""

@@ -121,7 +121,6 @@ class WeightSharingRule(Rule):
             # Reduce divides the weight's sums by √R_n, but not the bias's, which has no input
             # factor that would take the other √R_n.
             self.separate()
-        self.count_use()
         if "weight" not in self.names:
             return
         A = self.A["weight"]
@@ -136,10 +135,10 @@ class WeightSharingRule(Rule):
         sums, R = self.input_sums(a)  # (G, M, d_in)
         sums = apart(sums, a)
         if rows is None:
-            A.add_input_sums(sums, R, by_roots=False)
+            A.add_inputs(sums, R, by_roots=False)
         else:
             of_example = rows.sums(rows.weighted(sums.movedim(1, 0))).movedim(0, 1)
-            A.add_input_sums(of_example, rows.counts * R, rows.by_roots)
+            A.add_inputs(of_example, rows.counts * R, rows.by_roots)
 
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add to B: per group for the weight, over all outputs for the bias."""
@@ -162,7 +161,7 @@ class WeightSharingRule(Rule):
             # R_n counts the positions of all uses: it is known since the last input.
             roots = self.A["weight"].roots if weight else None
             sums = apart(sums, b)
-            self.B[name].add_sums(sums if roots is None else sums / roots.to(sums.dtype))
+            self.B[name].add(sums if roots is None else sums / roots.to(sums.dtype))
 
     def share(self, name: str, other: Rule, others_name: str) -> None:
         """Add to the sums of another layer's weight or bias."""

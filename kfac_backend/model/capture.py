@@ -171,8 +171,6 @@ class Capture:
         not added up.
         """
         self._clear()
-        if not self._in_training:
-            self.listen()
         self.folds = any(divided.by_parts.folds for divided in self._assignment.divided)
         self.not_folded.clear()
         self._number.clear()
@@ -222,6 +220,9 @@ class Capture:
             self._end_vector()
             if on_vector_end is not None:
                 on_vector_end()
+        # What is propagated back later is no vector: a training's own gradients, or those of what
+        # was computed from these gradients.
+        self._listens = False
 
     def _clear(self) -> None:
         self._listens = False

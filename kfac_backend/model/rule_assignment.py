@@ -299,9 +299,8 @@ def _parts(
 def followed(model: nn.Module, name: str) -> TrackedLayer:
     """A parameter as a layer that never runs: its gradients come from the operations on it."""
     prefix, _, local = name.rpartition(".")
-    module = model.get_submodule(prefix)
-    layer = OwnParameter(module, local, (1, *getattr(module, local).shape))
-    return TrackedLayer(name, layer, OwnParameterRule, {local: name}, OwnParameter)
+    view = (1, *model.get_parameter(name).shape)
+    return _own_parameter(prefix, model.get_submodule(prefix), local, view, name)
 
 
 def _own_parameter(

@@ -21,12 +21,11 @@ def sums_of(
     """A rule's sums after one batch of inputs (N, ...) with V output gradients (V, N, ...)."""
     rule = rule_type(layer, mode, {name for name, _ in layer.named_parameters()})
     use = Use(a, rows)
-    rule.begin_forward()
     rule.add_input(use)
-    FactorSum.end_inputs(rule.A.values())
+    FactorSum.end(rule.A.values())
     for b in vectors:
         rule.add_gradient(use, b)
-        rule.end_vector()
+        FactorSum.end(rule.B.values())
     return rule.block_sums()
 
 
