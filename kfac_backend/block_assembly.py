@@ -242,8 +242,11 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     As = [_dense(b.A) for b in blocks]
     of_B = _inner_products(Bs)  # (K, K) in float64
     if diagonal:
+        # Σ_k tr(A_k) B_k: each row of the sum keeps its trace.
         c = torch.stack([A.diagonal().double().sum() for A in As])
     else:
+        # The nearest product is found among the combinations of the factors, so that K × K inner
+        # products are enough, whatever the sizes of the factors are.
         c = _leading_coefficients(of_B, _inner_products(As))
     # B = Σ c_k B_k, and the best A for this B: Σ_k ⟨B, B_k⟩ A_k / ⟨B, B⟩.
     A = _combination(of_B @ c / (c @ of_B @ c), As)

@@ -363,8 +363,11 @@ class CurvaturePass:
             # Autocast is for the forward pass alone: Gram matrices are summed in float32.
             with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
                 # Sums over several uses of a tensor are complete only after the whole forward pass.
+                # Gradients need them: under reduce √R_n over all uses divides both sums.
                 self._end_forward()
-                # One backward pass for each vector: B.
+                # One backward pass for each vector v of the root of the loss Hessian, with the
+                # outputs' gradient v: what reaches a layer's output is b, whose outer products are
+                # B. The vectors are made one by one, so that memory never holds all of them.
                 self._vectors.may_ignore = self._targets.may_ignore
                 capture.backward(f, self._vectors(f, y), self._end_vector)
                 capture.check_runs()
@@ -384,6 +387,7 @@ class CurvaturePass:
         """
         self._check_whole()
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.
+        # Until then A is a sum over terms, too, and all sums of all ranks and batches just add.
         sums = self._total_sums()
         if not sums.num_data:
             raise ValueError(

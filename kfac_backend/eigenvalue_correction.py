@@ -212,6 +212,8 @@ class CorrectionPass(CurvaturePass):
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
+            # Not squared yet: G_nv = Σ_r b_nvr a_nrᵀ needs the inputs, whose rotation into the
+            # eigenbasis costs as much for one vector as for several.
             rows = self._rules[tracked].position_gradients(use, b)  # (M, R, d_out)
             # A copy, since autograd may add to b in place, or reuse its memory.
             self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
@@ -236,6 +238,7 @@ class CorrectionPass(CurvaturePass):
         if not self._held:
             return
         self._times_added += 1
+        # The vectors become the axis that a covariance has for outputs: (M, R, V, d_out).
         vectors = sorted({v for of_use in self._held.values() for v in of_use})
 
         def seen() -> Iterator[Seen]:
@@ -245,6 +248,8 @@ class CorrectionPass(CurvaturePass):
                 zero = torch.zeros_like(next(iter(of_use.values())))
                 yield tracked, use, torch.stack([of_use.get(v, zero) for v in vectors], 2)
 
+        # Parameter by parameter: uses of a tied tensor are summed before they are squared, since an
+        # example's gradient is the sum over all of them.
         with exact_arithmetic(self._options.backward_precision):
             for _, g in self._gradients.by_parameter(seen(), self._uses, self._at_once):
                 add_second_moments(g, self._product_bytes)

@@ -66,6 +66,8 @@ def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
     Falls back to float64, and to the CPU. Arguments and errors are those of `eigenvalues`.
     """
     check_finite_factor(matrix, name)
+    # The rows without coupling get unit vectors, in the first columns of Q; the solver's vectors
+    # fill the other columns, in the other rows. Sorting by the eigenvalues mixes the columns.
     alone, coupled = _rows_apart(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone]
     # In rows, as a file has them: products of the other layout are rounded differently.

@@ -79,7 +79,8 @@ def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:
     if A is None or B.dim() > 1 or block.numel <= DIRECT:
         values = block.eigenvalues()
         return *_spread(values), values.max()
-    # log β_i + log α_j lies on the sum of both grids: the weights are convolved.
+    # log β_i + log α_j lies on the sum of both grids: the weights are convolved, in the time of the
+    # grids' lengths and not of the d_out · d_in products. conv1d correlates, so one is flipped.
     start_B, weights_B = _spread(B)
     start_A, weights_A = _spread(A)
     product = F.conv1d(
@@ -93,6 +94,7 @@ def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
     values = values[values > SMALLEST * values.max()]
     if not len(values):
         return 0, values.new_zeros(NODES)
+    # Where each eigenvalue lies on the grid, and the nodes around it, half of them on either side.
     position = values.log() / STEP
     offsets = torch.arange(1 - NODES // 2, NODES // 2 + 1, device=values.device)
     first, last = int(position.min().floor()), int(position.max().floor())
@@ -100,6 +102,7 @@ def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
     weights = values.new_zeros(last - first + NODES)
     for part in position.split(CHUNK):
         below = part.floor()
+        # Many eigenvalues share a node, so that their weights are added to it by index.
         index = below.long()[:, None] + offsets - start
         weights.index_add_(0, index.flatten(), _lagrange(part - below, offsets).flatten())
     return start, weights

@@ -54,6 +54,7 @@ def covariance_part(
         return torch.cat(found)
     (b, a), transposed, block = *joined, gradients.block
     if a is None or block.Q_A is None:
+        # A bias: its gradient is Σ_r b, so that one rotation and one product are all.
         b = _without_input(b, block)
         return paired(b / s.flatten(), b)
     Q_B, Q_A, s = bases(block, s, transposed)
@@ -65,18 +66,24 @@ def covariance_part(
             a, b = a[:, :, reached], b[:, :, reached]
     G, N, R, C, d_out = b.shape
     d_in = a.shape[-1]
-    # One position, unless the sets are so large and the layer so small that gradients take less
-    # memory than the products of pairs of examples.
+    # One position: G̃ is the outer product b̃ ãᵀ, so that its entries need not be formed. The sum
+    # over j of ã_j² / s_ij is a weight for each i, and what remains is a sum over i alone. With
+    # sets of examples the weights are those of pairs. Where the sets are so large and the layer so
+    # small that gradients take less memory than these, the general way is taken.
     if R == 1 and (q == 1 or q * (d_in + C * d_out) <= C * d_in * d_out):
         b, a = rotated(b[:, :, 0], Q_B), rotated(a[:, :, 0], Q_A)
         if q == 1:
+            # w_ni = Σ_j ã_nj² / s_ij, and then Σ_i b̃_nci b̃_nc'i w_ni over rows and groups.
             weights = a.square() @ s.reciprocal().mT  # (G, N, d_out)
             b, scaled = (t.movedim(0, 2).flatten(2) for t in (b, b * weights[:, :, None]))
             return paired(scaled, b)
+        # The same for each pair p, r of a set: w_pri = Σ_j ã_pj ã_rj / s_ij.
         b, a = b.unflatten(1, (-1, q)), a.unflatten(1, (-1, q))
         weights = (a[:, :, :, None] * a[:, :, None]) @ s.reciprocal().mT[:, None, None]
         scaled = weights[..., None, :] * b[:, :, :, None]  # (G, T, q, q, C, d_out)
         return torch.einsum("gtprco,gtrdo->tpcrd", scaled, b).flatten(3).flatten(1, 2)
+    # Several positions: the entries of G̃, a few rows at a time, each divided by √s. Their inner
+    # products are summed over the parts.
     total = b.new_zeros((N, C) if variance_only else (N // q, q * C, q * C))
     root = s.rsqrt()
     for n, g, rows, part in _in_basis(b, a, Q_B, Q_A, q, product_bytes):
@@ -100,6 +107,8 @@ def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> Non
     Q_B, Q_A, moments = bases(block, moments, transposed)  # a view
     a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
     if b.shape[2] == 1:
+        # (b̃_i ã_j)² is a product of squares: those of b̃ are summed over the vectors first, and one
+        # product over the examples makes all d_out × d_in entries.
         squares = rotated(b[:, :, 0], Q_B).square().sum(2)  # (G, N, d_out)
         moments += squares.mT @ rotated(a[:, :, 0], Q_A).square()
         return
@@ -157,6 +166,7 @@ def _in_basis(
     product_bytes: int,
 ) -> Iterator[tuple[slice, int, slice, Float[Tensor, "n C rows d_in"]]]:
     """G̃ part by part: examples n, whole sets of q; the group; its rows; and the entries."""
+    # The gradients of the output are rotated once, before their rows are taken apart.
     b = rotated(b, Q_B)
     (G, N, R, C, d_out), d_in = b.shape, a.shape[-1]
     # Rotate the inputs or their products with b, whichever has fewer rows.
@@ -168,6 +178,7 @@ def _in_basis(
     rows = max(1, product_bytes // (at_once * C * d_in * b.element_size()))
     for start, row, g in product(range(0, N, at_once), range(0, d_out, rows), range(G)):
         n, some = slice(start, start + at_once), slice(row, row + rows)
+        # Σ_r b̃_r a_rᵀ: the outputs and the rows are one axis, so that it is a product over R.
         of_rows = b[g, n, ..., some].flatten(-2).mT  # (n, C·rows, R)
         # A batch of one is slower than a plain product.
         part = (of_rows[0] @ a[g, start])[None] if at_once == 1 else of_rows @ a[g, n]

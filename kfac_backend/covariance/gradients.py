@@ -59,9 +59,12 @@ class ParameterGradients(NamedTuple):
         size = max(1, most_bytes // (q * C * self.spectrum.numel() * Q_B.dtype.itemsize)) * q
         for start in range(0, N, size):
             some = slice(start, start + size)
+            # Dense, since uses in two orientations have no common factors; and summed before they
+            # are squared, which keeps the products of different uses.
             g = sum(dense_gradients(_of_some(of_use, some), way) for of_use, way in self.uses)
             assert isinstance(g, Tensor)
             g = g.to(Q_B.dtype).unflatten(-1, self.spectrum.shape)
+            # Q_Bᵀ g Q_A, by products from the right.
             g = (g.mT @ Q_B).mT
             yield g if Q_A is None else g @ Q_A
 
@@ -99,7 +102,8 @@ class LayerGradients:
         """
         tied = []
         for tracked, use, rows in seen:
-            # No other use contributes to the gradients in this layer's parameters.
+            # No other use contributes to the gradients in this layer's parameters, so that they can
+            # be squared, and dropped, before the next layer's are formed.
             alone = uses[tracked] == 1 and not self._tied.intersection(_places(tracked))
             if alone and most_bytes is not None:
                 for which, some in self._some_examples((tracked, use, rows), most_bytes):

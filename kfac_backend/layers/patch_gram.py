@@ -194,6 +194,8 @@ class _Correlation:
         imaginary = imaginary[1:-1]  # the first and the last are zero
         for dy in range(self._y.kernel):
             shift = dy * self._y.dilation
+            # The lines, and their partners dy offsets below, both with an axis of frequencies in
+            # front: one product (C, lines) @ (lines, C) for each frequency, in one batch.
             # p̂ = p + iu and q̂ = q + iv: conj(p̂) q̂ᵀ = (pᵀq + uᵀv) + i (pᵀv − uᵀq).
             p, u = (z[:, : max(0, H - shift)].flatten(1, 2) for z in (real, imaginary))
             q, v = (z[:, shift:].flatten(1, 2) for z in (real, imaginary))  # (F, lines, C)
@@ -208,15 +210,20 @@ class _Correlation:
     def total(self) -> Float[Tensor, "1 d d"]:
         """The Gram matrix, features in the order (height, width, channels)."""
         y, x, sums = self._y, self._x, dict(self._sums)
+        # Step 1: the products of what offsets miss, which were summed in batches of one size.
         for size, keys in _border(y, x).products.items():
             sums |= zip(keys, self._border[size], strict=True)
+        # Step 2: back from frequencies to lags. The transform is linear, so that once is enough for
+        # all batches.
         for dy, (real, imaginary) in self._spectra.items():
+            # Between the same lines, only pᵀv was summed up: uᵀq is its transpose.
             imaginary = imaginary if dy else imaginary - imaginary.mT
-            # Back from frequencies to lags, once for all batches.
             waves = _waves(x, real.dtype, real.device)
             by_lag = torch.addmm(waves.cosines @ real.flatten(1), waves.sines, imaginary.flatten(1))
             for dx, found in zip(_lags_of(x), by_lag.view(-1, *real.shape[1:]), strict=True):
                 sums[_Product(None, dy, None, dx)] = found
+        # Step 3: the block of each pair of offsets, (all − M_a) × (all − M_b): what the rows miss
+        # and what the columns miss is subtracted; what both miss has then been subtracted twice.
         like = sums[_Product(None, 0, None, 0)]
         total = like.new_empty(y.kernel, x.kernel, len(like), y.kernel, x.kernel, len(like))
         for dy, dx in _lags(y, x):

@@ -207,6 +207,9 @@ class Capture:
         """
         self._runs_backward = True
         self.listen()
+        # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
+        # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
+        # they pass. What it returns, the sources' own gradients, was reported in the same way.
         # Without a graph the output depends on no tracked layer, and all gradients are zero.
         for vector in vectors if f.requires_grad else ():
             torch.autograd.grad(
@@ -296,6 +299,8 @@ class Capture:
                     "them (requires_grad_(False))."
                 )
         self.folds = self.folds or fold > 1
+        # The rows' copies are a leaf of their own: in the expression autograd would sum the gradient
+        # over all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
         self._sources.append(source)
@@ -307,6 +312,8 @@ class Capture:
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
+            # An example's gradient in the expression is the sum over its rows; from there the
+            # expression's graph leads to the parameters, example by example.
             if rows is not None:
                 b = rows.sums(b)
             elif fold > 1:

@@ -112,7 +112,8 @@ def follow(
                 if name in why
             }
         )
-    # Weights became layers of their own in the second run; the rest meets examples by broadcasting.
+    # Weights became layers of their own in the second run, beside those that hooks see; the rest
+    # meets examples by broadcasting, and has the exact block of an elementwise parameter.
     own = {name: t for name, t in operations.own.items() if name not in of_layers}
     folded = {t.layer: ("folded",) for t in tried.folded}
     return replace(
@@ -143,6 +144,8 @@ class Shapes(Follower):
             return output
         shapes = [value.shape for value in outputs]
         keys = [e.key for e in call.expressions]
+        # Which of them are expressions in truth, and which have met the one example, shows only in
+        # the second run: it asks by the key of the true ones.
         # All subsets of many would be too many, as for a list of tensors that is concatenated.
         sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
         for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
@@ -191,9 +194,11 @@ class Trial(Follower):
         self._times[call.key] = time + 1
         try:
             way = self._way(call, outputs, time)
+            # In a loop the operation comes again, and it must then be the same.
             known = self._operations.ways.setdefault(call.key, way)
             if known != way:
                 raise Refused(f"meets {call} in different ways")
+            # Tried at once: with copies of the expressions the result must be what it was without.
             with DtypesInUse() as used:
                 output = super()._run(call)
             if way != "computed" and not close(expected.detach(), output.detach(), used.tolerance):

@@ -241,6 +241,8 @@ class Follower(TorchFunctionMode):
 
     def _follow_on(self, call: Call, outputs: list[Tensor]) -> None:
         """Remember the operation's results as expressions."""
+        # The operation runs again on the twins, whose graph leads to the leaves. The model sees the
+        # result without one, since a graph is how a tensor is told that depends on the examples.
         twins = tensors_in(call.run(self._twin))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
@@ -255,6 +257,8 @@ class Follower(TorchFunctionMode):
             axis: the output's axis of rows, counted from the end, since broadcasting aligns the
                 last axes.
         """
+        # The rows are as many as the other tensor has there. An expression has one entry there, or
+        # no such axis, so that its copies take that place, aligned as broadcasting would.
         M = max((t.shape[axis] for t in call.tensors if t.dim() >= -axis), default=1)
         if M == 1:  # the size comes from another argument, as in expand
             M = call.run().shape[axis]
@@ -299,6 +303,8 @@ class Follower(TorchFunctionMode):
         e = None if use is None else self._expression(use.weight)
         assert use is not None and e is not None
 
+        # A map of all rows has one weight; vmap runs it for each row, with a weight of its own. The
+        # row keeps a first axis of one, as the operation may need a batch.
         def of_row(a: Tensor, weight: Tensor) -> Tensor:
             own = {id(use.a): a[None], id(use.weight): weight}
             return call.run(lambda value: own.get(id(value), value))[0]

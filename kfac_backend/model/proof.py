@@ -358,6 +358,8 @@ class _Uses(Capture):
         self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Tensor:
         a = first_input(args, kwargs)
+        # The outputs of all tracked layers before were detached: a graph at this input can only
+        # lead to parameters that something else has used since.
         if a.requires_grad:
             self.found_outside(a, f"the input of layer {tracked}")
         own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
@@ -672,6 +674,8 @@ def find_runs(
         if is_out_of_memory(error):
             raise
         return assignment, {}
+    # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``folded`` is the
+    # answer, ``runs`` has no folded rows and is what copies of shared outputs are tried with.
     shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
     folded = {tracked: list(kinds) for tracked, kinds in runs.items()}
     for tracked, seen in shapes.items():
@@ -684,6 +688,7 @@ def find_runs(
                 shared[tracked, number] = shape
             elif len(shape) and shape[0] > 1 and twice[0] == 2 * shape[0]:
                 folded[tracked][number] = "folded"
+    # Step 2: try to copy the outputs of shared runs for each example.
     # A first axis of size one may be a batch axis or an axis with a single position. Its size does
     # not tell, so both are tried: with the wrong one the model's output changes.
     for first in (True, False) if shared else ():
@@ -693,6 +698,7 @@ def find_runs(
             runs[tracked][number] = folded[tracked][number] = kind
         if _takes_copies(model, _with_runs(assignment, runs), twins):
             return _with_runs(assignment, folded), {}
+    # Step 3: neither fits, as for a table that is indexed before it meets the examples.
     for tracked, number in shared:
         folded[tracked][number] = "followed"
     layers = dict.fromkeys(tracked for tracked, _ in shared)
@@ -849,6 +855,7 @@ def verify_gradients(
         forwards = explicit_forwards(assignment) if by_parts else _without_cudnn.held()
         with forwards, forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
+        # One random vector is enough: different linear maps agree on it with probability zero.
         u = noise_like(f)
         # With hooks and copies the output must be the same, and so must the gradients by the rules.
         try:
