@@ -28,8 +28,8 @@ from kfac_backend.block_assembly import (
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.gram import add_waiting
-from kfac_backend.layers.rule import BlockSums, FactorSum
+from kfac_backend.layers.gram import FactorSum, add_waiting
+from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
     IGNORED,

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Rule
-from kfac_backend.layers.gram import Gram
-from kfac_backend.layers.rule import BlockSums, FactorSum
+from kfac_backend.layers.gram import FactorSum, Gram
+from kfac_backend.layers.rule import BlockSums
 from kfac_backend.loss import loss_sum
 from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.calls import plain_attention

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from kfac_backend.layers.gram import gram_of_gradients
-from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use, apart, sum_over
+from kfac_backend.layers.gram import FactorSum, gram_of_gradients
+from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
 from kfac_backend.precision import at_least_float32
 
 __all__ = [

@@ -1,12 +1,13 @@
 """Gram matrices Σ x xᵀ of rows that are added batch by batch, in place.
 
-A block's factor is dense, a diagonal, or counts of tokens. Each kind has its
-own `Gram` with the same two methods. Those of convolutions' patches are in `patch_gram`.
+A block's factor is dense, a diagonal, or counts of tokens. Each kind has its own `Gram` with the
+same two methods. Those of convolutions' patches are in `patch_gram`. A `FactorSum` holds the Gram
+matrix of one factor, and the examples' sums that must wait for other uses of the parameter.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,7 @@ __all__ = [
     "CountGram",
     "DenseGram",
     "DiagonalGram",
+    "FactorSum",
     "Gram",
     "ScalarGram",
     "add_waiting",
@@ -252,6 +254,85 @@ def add_waiting(grams: Iterable[Gram]) -> None:
         elif isinstance(gram, DenseGram):
             gram.end_part()
     ScalarGram.add_waiting(scalars)
+
+
+class FactorSum:
+    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses.
+
+    Args:
+        gram: sums up the outer products.
+    """
+
+    def __init__(self, gram: Gram) -> None:
+        self.gram = gram
+        self.num_terms = 0
+        """The number of outer products, of an A."""
+        self._waiting: Tensor | None = None  # the sums of the uses so far
+        self._positions: int | Tensor = 0  # of each example, over these uses of an input
+        self._by_roots = False
+
+    def add(self, sums: Float[Tensor, "G N d"]) -> None:
+        """Add one use's sums of each example; they wait for those of other uses.
+
+        Args:
+            sums: nobody may change them afterwards.
+        """
+        sums = at_least_float32(sums)
+        self._waiting = sums if self._waiting is None else self._waiting + sums
+
+    def add_inputs(
+        self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
+    ) -> None:
+        """Add one use's sums of each example over ``positions``, or (N,) of them.
+
+        They are divided when all uses are known, so that uses with different R are weighted by
+        their positions.
+        """
+        if self._waiting is None:  # the first use in this forward pass
+            self._positions, self._by_roots = 0, by_roots
+            self.num_terms += sums.shape[1]
+        elif self._by_roots != by_roots:
+            raise NotImplementedError(
+                "A weight's inputs are scaled by 1/√R_n in one use (examples_of_rows) and not in "
+                "another. Use examples_of_rows in all of its uses, or in none."
+            )
+        self._positions = self._positions + positions
+        self.add(sums)
+
+    @property
+    def roots(self) -> Tensor | None:
+        """(N, 1): √R_n over all uses, which divides the gradients' sums as well, or None.
+
+        None if only the inputs' sums are divided, by R_n. Known after the last use of a forward
+        pass.
+        """
+        if not self._by_roots or isinstance(self._positions, int):
+            return None
+        return self._positions.clamp(min=1).double().sqrt()[:, None]
+
+    @staticmethod
+    def end(totals: Iterable["FactorSum"]) -> None:
+        """Add what waits, when all uses are in: of a forward pass, or all that a vector reaches.
+
+        A vector need not reach all uses: those that it did not reach have the gradient zero.
+        """
+        waiting = [total for total in dict.fromkeys(totals) if total._waiting is not None]
+        # Inputs: the sum over an example's positions becomes their mean. One operation for all
+        # layers with as many positions in each example: a GPU would wait for the start of each.
+        alike = [total for total in waiting if isinstance(total._positions, int)]
+        alike = [total for total in alike if total._positions]  # not of gradients
+        if alike:
+            sums = [cast(Tensor, total._waiting) for total in alike]
+            means = torch._foreach_div(sums, [float(cast(int, t._positions)) for t in alike])
+            for total, mean in zip(alike, means, strict=True):
+                total._waiting = mean
+        for total in waiting:
+            sums = cast(Tensor, total._waiting)
+            if isinstance(total._positions, Tensor):
+                counts = total._positions.clamp(min=1)[:, None]
+                sums = sums / (counts if total.roots is None else total.roots).to(sums.dtype)
+            total.gram.add(sums, fresh=True)
+            total._waiting = None
 
 
 def gram_of_gradients(parameter: Tensor) -> Gram:

@@ -2,7 +2,7 @@
 
 Life cycle. A pass makes one rule for each layer with its first batch, and may let rules of tied
 layers `Rule.share` their sums. For each part of a batch it calls `Rule.add_input` for each use, and
-`FactorSum.end` for all input factors. Then, for each vector that is propagated back, it calls
+`gram.FactorSum.end` for all input factors. Then, for each vector that is propagated back, it calls
 `Rule.add_gradient` for each use that the vector reaches, and `FactorSum.end` for all gradient
 factors. All inputs are known before the first gradient, because the forward pass comes first. The
 rule holds the sums over all batches, and of the present batch only what must wait for other uses.
@@ -20,15 +20,15 @@ cross terms between uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram import Gram
+from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
@@ -36,7 +36,6 @@ from kfac_backend.precision import at_least_float32
 __all__ = [
     "BlockSums",
     "ExampleGradients",
-    "FactorSum",
     "Rule",
     "Use",
     "apart",
@@ -68,85 +67,6 @@ class BlockSums(NamedTuple):
     """The number of terms in A."""
     slot: tuple[int, int] = (0, 1)
     """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
-
-
-class FactorSum:
-    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses.
-
-    Args:
-        gram: sums up the outer products.
-    """
-
-    def __init__(self, gram: Gram) -> None:
-        self.gram = gram
-        self.num_terms = 0
-        """The number of outer products, of an A."""
-        self._waiting: Tensor | None = None  # the sums of the uses so far
-        self._positions: int | Tensor = 0  # of each example, over these uses of an input
-        self._by_roots = False
-
-    def add(self, sums: Float[Tensor, "G N d"]) -> None:
-        """Add one use's sums of each example; they wait for those of other uses.
-
-        Args:
-            sums: nobody may change them afterwards.
-        """
-        sums = at_least_float32(sums)
-        self._waiting = sums if self._waiting is None else self._waiting + sums
-
-    def add_inputs(
-        self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
-    ) -> None:
-        """Add one use's sums of each example over ``positions``, or (N,) of them.
-
-        They are divided when all uses are known, so that uses with different R are weighted by
-        their positions.
-        """
-        if self._waiting is None:  # the first use in this forward pass
-            self._positions, self._by_roots = 0, by_roots
-            self.num_terms += sums.shape[1]
-        elif self._by_roots != by_roots:
-            raise NotImplementedError(
-                "A weight's inputs are scaled by 1/√R_n in one use (examples_of_rows) and not in "
-                "another. Use examples_of_rows in all of its uses, or in none."
-            )
-        self._positions = self._positions + positions
-        self.add(sums)
-
-    @property
-    def roots(self) -> Tensor | None:
-        """(N, 1): √R_n over all uses, which divides the gradients' sums as well, or None.
-
-        None if only the inputs' sums are divided, by R_n. Known after the last use of a forward
-        pass.
-        """
-        if not self._by_roots or isinstance(self._positions, int):
-            return None
-        return self._positions.clamp(min=1).double().sqrt()[:, None]
-
-    @staticmethod
-    def end(totals: Iterable["FactorSum"]) -> None:
-        """Add what waits, when all uses are in: of a forward pass, or all that a vector reaches.
-
-        A vector need not reach all uses: those that it did not reach have the gradient zero.
-        """
-        waiting = [total for total in dict.fromkeys(totals) if total._waiting is not None]
-        # Inputs: the sum over an example's positions becomes their mean. One operation for all
-        # layers with as many positions in each example: a GPU would wait for the start of each.
-        alike = [total for total in waiting if isinstance(total._positions, int)]
-        alike = [total for total in alike if total._positions]  # not of gradients
-        if alike:
-            sums = [cast(Tensor, total._waiting) for total in alike]
-            means = torch._foreach_div(sums, [float(cast(int, t._positions)) for t in alike])
-            for total, mean in zip(alike, means, strict=True):
-                total._waiting = mean
-        for total in waiting:
-            sums = cast(Tensor, total._waiting)
-            if isinstance(total._positions, Tensor):
-                counts = total._positions.clamp(min=1)[:, None]
-                sums = sums / (counts if total.roots is None else total.roots).to(sums.dtype)
-            total.gram.add(sums, fresh=True)
-            total._waiting = None
 
 
 class ExampleGradients(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram import DenseGram, DiagonalGram, Gram
-from kfac_backend.layers.rule import ExampleGradients, FactorSum, Rule, Use, apart, sum_over
+from kfac_backend.layers.gram import DenseGram, DiagonalGram, FactorSum, Gram
+from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
 
 __all__ = ["LinearRule", "TransposedLinearRule", "WeightSharingRule"]
 

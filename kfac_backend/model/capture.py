@@ -299,8 +299,8 @@ class Capture:
                     "them (requires_grad_(False))."
                 )
         self.folds = self.folds or fold > 1
-        # The rows' copies are a leaf of their own: in the expression autograd would sum the gradient
-        # over all rows; in the copies row m has its own.
+        # The copies are a leaf of their own: in the expression autograd would sum the gradient over
+        # all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
         self._sources.append(source)

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.gram import FactorSum
 from kfac_backend.layers.rows import Rows
-from kfac_backend.layers.rule import FactorSum
 from tests.positions import positions_of
 
 
