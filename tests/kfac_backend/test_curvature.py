@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from tests import oracles
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import (
@@ -142,25 +141,6 @@ def test_unsupported_freeze_leaves_out_with_a_warning():
     with pytest.warns(UserWarning, match="having no K-FAC rule: norm.weight, norm.bias"):
         factors = kronecker_factors(model, [(x, y)], "classification", unsupported="freeze")
     assert list(factors.blocks) == ["first.weight", "first.bias", "last.weight", "last.bias"]
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_unsupported_diagonal_is_the_exact_diagonal(fisher):
-    model = WithAffineNorm().double()
-    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
-    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
-    factors = kronecker_factors(
-        model, batches, "classification", unsupported="diagonal", fisher=fisher
-    )
-    if fisher == "exact":
-        expected = oracles.dense_ggn_blocks(model, x, "classification")
-    else:
-        expected = oracles.empirical_fisher_blocks(model, x, y, "classification")
-    for name in ("norm.weight", "norm.bias"):
-        assert_close(factors.to_dense(name), torch.diag(expected[name].diagonal()))
-    model.norm.requires_grad_(False)
-    plain = kronecker_factors(model, batches, "classification", fisher=fisher)
-    assert_close(factors.to_dense("first.weight"), plain.to_dense("first.weight"))
 
 
 def test_layers_that_take_no_part_have_a_zero_block():

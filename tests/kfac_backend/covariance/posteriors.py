@@ -45,10 +45,7 @@ NETWORKS = {
     "tokens": lambda: (OverTokens(), normal(5, 7, 4)),
     "all layers": lambda: (network(), data(5)[0]),
     "scalars": lambda: (nn.Sequential(Scale(), nn.Linear(6, 3), Bias()), normal(5, 6)),
-    "wide kernel": lambda: convolution(kernel_size=5, padding=2),
     "stride": lambda: convolution(kernel_size=3, stride=(2, 1)),
-    "dilation": lambda: convolution(kernel_size=2, dilation=2, padding="same"),
-    "reflected": lambda: convolution(kernel_size=3, padding=1, padding_mode="reflect"),
     "groups": lambda: convolution(kernel_size=3, groups=2),
     "depthwise": lambda: (
         nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Flatten(), nn.Linear(80, 3)),
@@ -125,13 +122,13 @@ def of_layer(blocks, model, layer):
     return {name: blocks[name] for name, p in model.named_parameters() if id(p) in own}
 
 
-def precision_of(factors: KroneckerFactors, deltas=1.0, damping=False):
+def precision_of(factors: KroneckerFactors, deltas=1.0):
     """Eigenvectors, and eigenvalues with the prior's precision, of each parameter."""
     precision = {}
     for i, (name, block) in enumerate(factors.blocks.items()):
         eigen = block.decompose()
         delta = deltas if isinstance(deltas, float) else deltas[i]
-        precision[name] = eigen, eigen.spectrum(delta, damping)
+        precision[name] = eigen, eigen.spectrum(delta)
     return precision
 
 

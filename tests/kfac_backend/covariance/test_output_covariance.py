@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -22,7 +21,6 @@ from tests.kfac_backend.covariance.posteriors import (
     covariance_parts,
     of_layer,
     posterior,
-    precision_of,
 )
 from tests.random_numbers import error
 
@@ -93,21 +91,6 @@ def test_memory_decides_how_many_examples_run_at_once():
     for inputs in (short, long):  # each shape has a number of its own
         covariance(inputs)
     assert seen[0] > 20 and max(seen[-5:]) < 5
-
-
-def test_damping():
-    """Of a product: √δ is added to either factor."""
-    model, x = case("mlp")
-    y = torch.arange(5) % 3
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    root, dense = 0.5**0.5, {}
-    for name, block in factors.blocks.items():
-        dense[name] = block.to_dense() + 0.5 * torch.eye(block.numel)
-        if block.A is not None:
-            B, A = (F + root * torch.eye(len(F)) for F in (block.B, block.A))
-            dense[name] = torch.kron(B, A)
-    blocks = precision_of(factors, 0.5, damping=True)
-    assert_close(OutputCovariance(model, blocks)(x)[1], brute_force(model, x, dense))
 
 
 def freed_after(use) -> bool:

@@ -10,24 +10,21 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
 from kfac_backend.layers import patch_gram
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
 from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.window import windows
-from tests import oracles
 from tests.kfac_backend.block_checks import (
     MODES,
 )
-from tests.kfac_backend.layers.exact_models import PixelsLast
 from tests.kfac_backend.layers.rule_checks import (
     assert_gradients,
     assert_sums,
     some_vectors,
     sums_of,
 )
-from tests.positions import CONVOLUTIONS, TRANSPOSED
+from tests.positions import TRANSPOSED
 from tests.random_numbers import error, normal
 
 SIZES = {
@@ -103,34 +100,6 @@ def test_unfolds_some_images_at_a_time(monkeypatch, groups):
     assert all_at_once[0] == [5 * R]
     assert_close(one_by_one[1], all_at_once[1])
     assert_close(some[1], all_at_once[1])
-
-
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.flatten(2).mean(2)
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "end"),
-    [
-        ("expand", {"kernel_size": 3}, PixelsLast()),  # patches that overlap
-        ("reduce", {"kernel_size": 3, "padding": 1}, Mean()),
-    ],
-    ids=["overlapping patches", "cropped patches"],
-)
-@pytest.mark.parametrize("layer_type", TRANSPOSED[:2])
-def test_exact_only_where_all_positions_are_alike(layer_type, mode, options, end):
-    """Negative controls of the cases in which a mode is exact, see `exact_models`."""
-    layer = layer_type(3, 2, stride=2, **options)
-    model, x = (
-        nn.Sequential(CONVOLUTIONS[TRANSPOSED.index(layer_type)](2, 3, 1), layer, end).double(),
-        normal(2, 2, 3, 2),
-    )
-    x = x if layer_type is nn.ConvTranspose2d else x[..., 0]
-    data = [(x, torch.zeros_like(model(x)))]
-    factors = kronecker_factors(model, data, "regression", kfac_approx=mode)
-    exact = oracles.dense_ggn_blocks(model, x, "regression")["1.weight"]
-    assert error(factors.to_dense("1.weight"), exact) > 0.05
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import (
     MODES,
-    OTHER,
     assert_blocks,
     randomize,
 )
-from tests.kfac_backend.layers.tied_models import CalledTwice, LanguageModel, Pooled, TwoLayers
+from tests.kfac_backend.layers.tied_models import LanguageModel, Pooled, TwoLayers
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 from tests.taps import reference_blocks
@@ -28,17 +27,6 @@ def setting(build: type[Pooled], pool: bool) -> tuple[Pooled, Tensor, Tensor]:
     x = tokens if issubclass(build, LanguageModel) else normal(3, 3, 3)
     f = model(x)
     return model, x, torch.randint(f.shape[-1], f.shape[:-1], generator=generator)
-
-
-@pytest.mark.parametrize(("mode", "pool"), [("expand", False), ("reduce", True)])
-def test_parallel_uses_are_exact_in_their_setting(mode, pool):
-    # As if it were one call with all positions; the modes differ.
-    model, x, _ = setting(CalledTwice, pool)
-    y = torch.zeros_like(model(x))
-    exact = ggn_blocks(model, lambda run: run(x), "regression")
-    assert_blocks(kronecker_factors(model, [(x, y)], "regression", kfac_approx=mode), exact)
-    other = kronecker_factors(model, [(x, y)], "regression", kfac_approx=OTHER[mode])
-    assert error(other.to_dense("layer.weight"), exact["layer.weight"]) > 0.1
 
 
 @pytest.mark.parametrize("mode", MODES)

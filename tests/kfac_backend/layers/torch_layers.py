@@ -1,4 +1,7 @@
-"""Each layer of torch.nn that has parameters, with one example that has one position."""
+"""Each layer of torch.nn that has parameters, with one example that has one position.
+
+Lazy layers are of the plain classes once they have run, as LazyLinear shows.
+"""
 
 import torch
 from torch import nn
@@ -53,34 +56,18 @@ RIGHT = {
     ),
 }
 for axes in (1, 2, 3):
-    for lazy in ("", "Lazy"):
-        channels = () if lazy else (4,)
-        RIGHT |= {
-            f"{lazy}Conv{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(nn, f"{lazy}Conv{axes}d")(
-                    *channels, 3, 3
-                ),
-                images(axes),
-            ),
-            f"{lazy}ConvTranspose{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(
-                    nn, f"{lazy}ConvTranspose{axes}d"
-                )(*channels, 3, 2),
-                images(axes, size=1),
-            ),
-            f"{lazy}BatchNorm{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(
-                    nn, f"{lazy}BatchNorm{axes}d"
-                )(*channels),
-                images(axes),
-            ),
-            f"{lazy}InstanceNorm{axes}d": (
-                lambda axes=axes, lazy=lazy, channels=channels: getattr(
-                    nn, f"{lazy}InstanceNorm{axes}d"
-                )(*channels, affine=True),
-                images(axes),
-            ),
-        }
+    RIGHT |= {
+        f"Conv{axes}d": (
+            lambda axes=axes: getattr(nn, f"Conv{axes}d")(4, 3, 3), images(axes),
+        ),
+        f"ConvTranspose{axes}d": (
+            lambda axes=axes: getattr(nn, f"ConvTranspose{axes}d")(4, 3, 2), images(axes, size=1),
+        ),
+        f"BatchNorm{axes}d": (lambda axes=axes: getattr(nn, f"BatchNorm{axes}d")(4), images(axes)),
+        f"InstanceNorm{axes}d": (
+            lambda axes=axes: getattr(nn, f"InstanceNorm{axes}d")(4, affine=True), images(axes),
+        ),
+    }  # fmt: skip
 
 NAMED = {
     "Bilinear": (lambda: nn.Bilinear(3, 3, 4), one(3)),

@@ -60,6 +60,10 @@ REFUSED = {
     ),
     "a label out of range": (network, X, Y + 1, "classification", ValueError, "Label 3 is out of"),
     "integers": (network, X.byte(), Y, "classification", TypeError, r"'0' .Linear.*uint8.*x.float"),
+    "tokens in floating point": (
+        lambda: nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(12, 3)).double(),
+        X, Y, "classification", TypeError, r"'0' .Embedding.*needs integers.*tokens.long\(\)",
+    ),
     "no examples": (network, X[:0], Y[:0], "classification", ValueError, "has no examples"),
     "no batch axis": (
         lambda: nn.Linear(4, 3).double(),

@@ -449,21 +449,3 @@ def test_masked_positions_of_folded_rows_are_not_guessed():
         kronecker_factors(
             model, [{"x": x, "attention_mask": mask, "labels": labels}], "classification"
         )
-
-
-def test_large_ones_have_the_exact_diagonal():
-    model = Model(
-        lambda m, x: m.head((x + m.positions).tanh().mean(1)),
-        positions=zeros(1, 1100, 3),
-        head=head(),
-    )
-    x = normal(2, 1100, 3)
-    block = factors(model, x).blocks["positions"]
-    assert block.B.shape == (3300, 1, 1)
-    jacobian = torch.func.jacrev(
-        lambda p: torch.func.functional_call(model, {"positions": p}, (x,))
-    )(model.positions.detach()).flatten(2)
-    p = model(x).softmax(1).detach()
-    Lambda = torch.diag_embed(p) - p[:, :, None] * p[:, None]
-    exact = torch.einsum("ncp,ncd,ndp->p", jacobian, Lambda, jacobian)
-    assert_close(block.B.flatten(), exact)
