@@ -64,8 +64,11 @@ def block_traces(
         if "weight" not in rule.names:
             return
         a, g = map(at_least_float32, (rule.inputs(use.a), rule.weight_gradients(b)))  # (G, N, R, d)
-        if a.shape[2] == 1:
+        if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
+        # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
+        # the exact trace alone. The traces of both modes need only squared norms, since
+        # tr(B ⊗ A) = tr B · tr A. The means are A's, over positions or of them.
         exact = (g.mT @ a).square().sum()
         expand = g.square().sum((1, 2, 3)) @ a.square().mean((1, 2)).sum(1)
         reduce = g.sum(2).square().sum((1, 2)) @ a.mean(2).square().mean(1).sum(1)

@@ -163,6 +163,7 @@ class FactorGradientPass(CurvaturePass):
         """The rules, whose sums become scalars."""
         self._scalars: list[Tensor] = []
         rules = super()._make_rules()
+        # A weight and its bias have each a derivative G_B, so that they cannot share one sum.
         for rule in rules.values():
             rule.separate()
         weights: dict[FactorSum, Tensor] = {}
@@ -189,6 +190,8 @@ class FactorGradientPass(CurvaturePass):
                 rows, columns = rule.B[local], rule.A[local]
                 rows, columns = (columns, rows) if rule.transposed else (rows, columns)
                 weights |= {rows: of_B, columns: of_A / max(terms, 1)}
+        # Rules choose the rows x as in any pass. In the place of Σ x xᵀ each row is paired with G
+        # at once, while its graph still lives.
         for rule in rules.values():
             for total in (*rule.A.values(), *rule.B.values()):
                 total.gram = _Paired(total.gram, weights.get(total), self._scalars)
@@ -196,6 +199,8 @@ class FactorGradientPass(CurvaturePass):
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         value = self._of_loss * loss_sum(f, y, self._likelihood)
+        # All of a part's inner products are one number, differentiated in one backward pass. With
+        # the end of the part the graph goes, so that memory holds one part's.
         value = torch.stack([value.double(), *(s.double() for s in self._scalars)]).sum()
         self._scalars.clear()
         if not value.requires_grad:

@@ -86,7 +86,8 @@ class KroneckerBlock:
         """(B ⊗ A) v for vectors v (..., P)."""
         columns = 1 if self.A is None else self.A.shape[-1]
         V = v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)  # (..., G, d_out, d_in)
-        V = (V.mT @ self.B).mT  # B V, since B is symmetric
+        # W ↦ B W A for the matrix W that v is, row by row. B V, since B is symmetric:
+        V = (V.mT @ self.B).mT
         if self.A is not None:
             V = V @ self.A
         return V.reshape(v.shape)
@@ -354,7 +355,8 @@ class EigenBlock:
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
         V = v.reshape(*v.shape[:-1], *self.spectrum_shape)  # (..., d_out, d_in)
-        # Q_Bᵀ V Q_A, with rows multiplied from the right.
+        # Into the eigenbasis, Q_Bᵀ V Q_A, with rows multiplied from the right; there the power is
+        # entry by entry; and back.
         V = (V.mT @ self.Q_B).mT
         if self.Q_A is not None:
             V = V @ self.Q_A

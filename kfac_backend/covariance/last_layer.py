@@ -206,6 +206,8 @@ class LastLayerCovariance:
         """Covariances (m, K, K) or variances (m, K) of the outputs at m positions' inputs a."""
         if columns is None and not variance_only:
             columns = torch.arange(C, device=a.device).expand(len(a), C)
+        # Weight and bias are independent in the posterior, so that their covariances add. For both
+        # the covariance is Q diag(w) Qᵀ, with one w for each position; for a bias w is 1 / s.
         total = a.new_zeros(())
         for local, name in self._parameters.items():
             block, spectrum = self._precision[name]
@@ -220,6 +222,7 @@ class LastLayerCovariance:
             elif variance_only:
                 total = total + (w if Q is None else w @ Q.square().mT).gather(1, columns)
             elif Q is None:
+                # Q is the identity: outputs covary with themselves alone.
                 same = columns[:, :, None] == columns[:, None]
                 total = total + same * w.gather(1, columns)[:, None]
             else:

@@ -43,6 +43,7 @@ def linearised_outputs(
         parts = [x]
         if N and size:
             parts = [examples(x, slice(start, start + size)) for start in range(0, N, size)]
+        # Change by change: each is a forward pass with a tangent, which holds no graph.
         found = []
         for change in zip(*changes.values(), strict=True):
             by_name = dict(zip(changes, change, strict=True))

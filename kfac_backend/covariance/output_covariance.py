@@ -255,6 +255,8 @@ class OutputCovariance:
             f = capture.forward(x)
             self._check_output(f, x)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
+        # One vector's gradients were measured; K of them are held. The memory that the products
+        # leave decides the number of pairs.
         of_pair = (held * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
@@ -328,6 +330,8 @@ class OutputCovariance:
                 seen[tracked, use] = rows.new_zeros(m, R, K, d_out)
             seen[tracked, use][:, :, current] = rows
 
+        # Step 1: forward, and one vector for each wanted output. It has a one at that output of all
+        # pairs at once: examples do not mix, so that each pair's gradients are its own.
         with self._capture(hold, channels_last, count, differentiable) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
@@ -351,6 +355,8 @@ class OutputCovariance:
 
             with torch.autocast(f.device.type, enabled=False):
                 capture.backward(f, vectors())
+        # Step 2: contract what is held, layer by layer; each layer's gradients are dropped before
+        # the next one's are rotated.
         f = f if differentiable else f.detach()  # frees the graph before the products
         result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
         result = result[index[:, None], part.positions[:, None], columns]

@@ -170,6 +170,8 @@ class ConvTransposeRule(ImageRule):
         """Σ a ⊗ patch over input pixels for the weight, Σ b over output pixels for the bias."""
         gradients = {}
         if "weight" in self.names:
+            # The outputs become examples, so that the pixels can be read as an image again, and its
+            # patches are those that each input pixel writes to.
             images = b.permute(0, 2, 3, 1).flatten(0, 1)  # (N·C, C_out, R_out)
             images = images.unflatten(2, self._sizes[tuple(a.shape[2:])])
             by_output = self.weight_gradients(images).unflatten(1, (len(a), -1))

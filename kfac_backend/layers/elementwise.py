@@ -136,6 +136,7 @@ class ChannelsRule(ExactRule):
                 f"counted_positions takes for rows: one of the first {rows}. Call the layer "
                 "outside of it, or flatten the rows to one axis."
             )
+        # ∂f/∂w = Σ z ∘ b and ∂f/∂bias = Σ b, over all axes but the first that share the parameter.
         axes = [axis for axis in range(1, b.dim()) if axis not in own]
         gradients = {}
         if self.multiplier in self.names:

@@ -69,6 +69,7 @@ class EmbeddingRule(WeightSharingRule):
     def input_sums(self, a: Tensor) -> tuple[Tensor, int]:
         """How often each token comes in each example (1, N, V), and R."""
         tokens = _tokens(a)
+        # Sums of one-hot rows, without these rows: a token adds one to its own entry.
         counts = torch.zeros(len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype)
         counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=self._dtype))
         return counts[None], tokens.shape[1]

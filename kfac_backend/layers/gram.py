@@ -141,6 +141,7 @@ class DenseGram(Gram):
             gram = tall_product(rows[0], rows[0])[None]
             self._total = gram if self._total is None else self._total.add_(gram)
             return
+        # The first product writes into memory as it is (beta = 0), without zeros to add to.
         d, keep = rows.shape[-1], 0.0 if self._total is None else 1.0
         if self._total is None:
             self._total = rows.new_empty(len(rows), d, d)
@@ -225,6 +226,8 @@ class ScalarGram(Gram):
         alike: dict[tuple[Any, ...], list[ScalarGram]] = {}
         by_number: dict[tuple[Any, ...], tuple[list[ScalarGram], list[Tensor]]] = {}
         for scalar in scalars:
+            # Scalars with terms of the same shapes, such as all biases behind convolutions of one
+            # size, are summed in one operation.
             shapes = tuple(terms.shape for terms in scalar._waiting)
             kind = scalar.like.dtype, scalar.like.device
             alike.setdefault((shapes, *kind), []).append(scalar)
@@ -240,6 +243,7 @@ class ScalarGram(Gram):
             of_number[1].append(sums)
             for scalar in group:
                 scalar._waiting, scalar._num_waiting = [], 0
+        # What differed in shape may now agree in the number of sums: these are squared together.
         for group, sums in by_number.values():
             squares = torch.cat(sums).square().sum(1)
             torch._foreach_add_([s._total for s in group], [*squares.view(-1, 1, 1, 1)])

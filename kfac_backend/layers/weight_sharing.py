@@ -134,6 +134,8 @@ class WeightSharingRule(Rule):
         # may have R positions of its own; R_n counts all of them.
         sums, R = self.input_sums(a)  # (G, M, d_in)
         sums = apart(sums, a)
+        # Divided by R only when all uses are in: a mean of means would weigh all uses alike,
+        # however many positions they have.
         if rows is None:
             A.add_inputs(sums, R, by_roots=False)
         else:

@@ -146,6 +146,8 @@ def patch_sums(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Float[Tensor, "
     """
     if len(axes) == 2:
         return _of_two_axes(a, *axes)
+    # The counts' matrix (kernel, size) of one axis after the other: an entry is in the sum for an
+    # offset as often as the offset meets it.
     sums = a
     for axis, window in enumerate(axes[:-1], start=2):
         inner = sums.shape[axis + 1 :]

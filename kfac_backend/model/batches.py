@@ -173,6 +173,8 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     handles = [module.register_forward_hook(hook) for module in modules]
     try:
         # Dropout that is on must not use up the user's random numbers.
+        # An example alone, and beside another: where its output is the same, batches may be split.
+        # The largest activation of the one example tells how many fit into the cache.
         with torch.no_grad(), forked_random_numbers(model):
             one = call_with(model, {}, examples(x, slice(1)))
             by_example = largest  # before a second example makes activations larger

@@ -152,6 +152,8 @@ def _called(
     kwargs: dict[str, Any],
 ) -> Any:
     """What the model returns; its arguments are copied, since it may change them in place."""
+    # All parameters are given anew, detached unless the caller gives others, under each of their
+    # names: nothing is written into the model. Buffers that may change are copies.
     args, kwargs = _copied((args, kwargs))
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
     state = _tied(model, values) | _changing_buffers(model)

@@ -237,6 +237,8 @@ def assign_rules(
     own_parameters: list[TrackedLayer] = []
     divided: list[DividedLayer] = []
     without_rule: list[tuple[str, nn.Module, str]] = []
+    # A module's own parameters go to the rule of its class, or to its parts; then to what it
+    # declared; what is left has no rule.
     for prefix, module in model.named_modules():
         own = {
             local: names[id(p)]
