@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -98,17 +96,13 @@ def several_terms():
     return model, normal(5, 3, 2)
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("build", [several_terms, lambda: (network(), data()[0])])
-def test_likelihoods_and_loss_terms(build, likelihood, kfac_approx):
+def test_other_batches_in_another_order(build):
     model, x = build()
-    y = targets(model(x).detach(), likelihood)
-    factors = kronecker_factors(model, [(x, y)], likelihood, kfac_approx=kfac_approx)
-    exact = exact_blocks(model, x, likelihood)
+    y = targets(model(x).detach(), "classification")
+    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx="reduce")
     one = corrected_factors(factors, model, [(x, y)])
-    assert max(check(factors, one, exact)) > 1e-3
-    # In other batches, and in another order.
+    assert max(check(factors, one, exact_blocks(model, x, "classification"))) > 1e-3
     again = corrected_factors(factors, model, [(x[3:], y[3:]), (x[:3], y[:3])])
     for name, block in one.blocks.items():
         assert_close(again.blocks[name].eigenvalues(), block.eigenvalues())
@@ -150,30 +144,6 @@ def test_monte_carlo_fisher_draws_labels_anew():
     Q = basis(again.blocks["8.weight"])
     expected = (Q.T @ exact_blocks(model, x, "classification")["8.weight"] @ Q).diag()
     assert 1e-4 < float((found - expected).norm() / expected.norm()) < 0.1
-
-
-@given(
-    size=st.integers(3, 5), kernel=st.integers(1, 3), stride=st.integers(1, 2),
-    padding=st.integers(0, 2), dilation=st.integers(1, 2), groups=st.sampled_from([1, 2]),
-    transposed=st.booleans(), kfac_approx=st.sampled_from(MODES),
-)  # fmt: skip
-@settings(max_examples=15, deadline=None)
-def test_convolutions(size, kernel, stride, padding, dilation, groups, transposed, kfac_approx):
-    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    reach = dilation * (kernel - 1) + 1
-    if transposed:
-        assume((size - 1) * stride + reach > 2 * padding)
-    else:
-        assume(size + 2 * padding >= reach)
-    torch.manual_seed(0)
-    model = nn.Sequential(kind(2, 4, kernel, **options), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
-    x = normal(3, 2, size, size)
-    model.double()(x)
-    y = torch.tensor([0, 1, 1])
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    found = corrected_factors(factors, model, [(x, y)])
-    check(factors, found, exact_blocks(model, x, "classification"))
 
 
 @pytest.mark.parametrize("product", [1, 300])
