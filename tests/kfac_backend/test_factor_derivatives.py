@@ -119,8 +119,9 @@ def test_gradient_is_that_of_differences(name):
     assert error(without, found) > 1e-3
 
 
-def test_random_part_of_the_data_is_scaled_and_batches_add_up():
-    model, [(x, y)] = problem("Conv1d", "classification")
+@pytest.mark.parametrize("name", ["Conv1d", "scalars of images"])
+def test_random_part_of_the_data_is_scaled_and_batches_add_up(name):
+    model, [(x, y)] = problem(name, "classification")
     whole = kronecker_factors(model, [(x, y)], "classification")
     parts = [(x[:1], y[:1]), (x[1:], y[1:])]
     of_factors = derivatives(whole)
