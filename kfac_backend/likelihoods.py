@@ -86,9 +86,17 @@ class Likelihood(str):
     """Whether link "probit" approximates the mean of the probabilities."""
     is_count: ClassVar[bool] = False
     """Whether the numbers are whole."""
+    learned: ClassVar[dict[str, Any]] = {}
+    """Option -> the number that learning starts from. `PriorLearner` learns those that are not
+    given by the evidence."""
+    least: ClassVar[dict[str, float]] = {}
+    """Option -> what its number must exceed, if not 0."""
 
     options: dict[str, Any]
     """What it was made with."""
+    numbers: dict[str, Tensor]
+    """The values of the options in `learned`, float64; the loss and Λ can be differentiated in
+    them."""
 
     _known: ClassVar[dict[str, type["Likelihood"]]] = {}
 
@@ -101,7 +109,7 @@ class Likelihood(str):
         """The text with these options, which ``__init__`` checks."""
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         self = super().__new__(cls, f"{cls.name}({given})" if options else cls.name)
-        self.options = options
+        self.options, self.numbers = options, {}
         return self
 
     def __init__(self) -> None:
@@ -110,6 +118,22 @@ class Likelihood(str):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as a string."""
         return likelihood_of, (str(self),)
+
+    def but(self, **options: Any) -> "Likelihood":
+        """The same with other values of some options."""
+        return type(self)(**{**self.options, **options})
+
+    def to_learn(self) -> dict[str, Any]:
+        """The entries of `learned` whose options are not given."""
+        return {name: at for name, at in self.learned.items() if name not in self.options}
+
+    def _keep(self, **options: float | Sequence[float]) -> None:
+        """Check the values of options that can be learned, and keep them in `numbers`."""
+        for name, value in options.items():
+            number, least = torch.tensor(value, dtype=torch.float64), self.least.get(name, 0)
+            if not ((number > least) & (number < math.inf)).all():
+                raise ValueError(f"{name} must exceed {least:g} and be finite")
+            self.numbers[name] = number
 
     def num_vectors(self, C: int) -> int:
         """The number of columns of `root` at C outputs."""
@@ -509,7 +533,7 @@ class Regression(Diagonal):
 class RegressionPerOutput(Regression):
     """A number for each output, each with a noise of its own: N(y_c; f_c, σ² s_c²).
 
-    `PriorLearner` learns σ as for "regression", and the relative noises s by the evidence.
+    `PriorLearner` learns σ as for "regression".
 
     Args:
         noise: s, one number for each output; divided by their geometric mean, which σ takes up, so
@@ -518,31 +542,31 @@ class RegressionPerOutput(Regression):
     """
 
     name = "regression_per_output"
+    learned: ClassVar[dict[str, Any]] = {"noise": [1.0]}
 
     def __init__(self, noise: Sequence[float] = (1.0,)) -> None:
-        """Check the relative noises."""
-        given = torch.tensor(noise, dtype=torch.float64)
-        if given.dim() != 1 or not (given > 0).all():
-            raise ValueError("noise is a positive number for each output")
-        self.noise = given / given.log().mean().exp()
+        """Divide the noises by their geometric mean."""
+        self._keep(noise=noise)
+        self.numbers["noise"] /= self.numbers["noise"].log().mean().exp()
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless there is a noise for each output, too."""
         super().check(f, y)
-        if len(self.noise) not in (1, f.shape[-1]):
+        if len(self.numbers["noise"]) not in (1, f.shape[-1]):
             raise ValueError(f"likelihood '{self}' is not for {f.shape[-1]} outputs.")
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """½(y − f)²/s² of each output."""
-        return super().losses(f, y) / self.noise.to(f).square()
+        return super().losses(f, y) / self.numbers["noise"].to(f).square()
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """1/s², the Hessian at σ = 1."""
-        return self.noise.to(f).square().reciprocal().expand_as(f)
+        return self.numbers["noise"].to(f).square().reciprocal().expand_as(f)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means f, σ²s² and the outputs' variance."""
-        return f, (sigma.to(f) * self.noise.to(f)).square().expand_as(f), variance
+        noise = sigma.to(f) * self.numbers["noise"].to(f)
+        return f, noise.square().expand_as(f), variance
 
 
 class KnownNoise(Regression):
@@ -586,14 +610,28 @@ class KnownNoise(Regression):
 
 
 class Heteroscedastic(Diagonal):
-    """A number and its noise from each input: N(y; m, exp(s)) with outputs f = [m, s].
+    """A number and its noise from each input: N(y; m, n² exp(k u)) with outputs f = [m, u].
 
-    The last axis of the outputs has the C means and then the C log variances. Λ is the Fisher
-    information diag(exp(−s), ½); the Hessian is indefinite. Source: Immer et al. 2023
-    (arXiv:2301.05183), there with natural parameters.
+    The last axis of the outputs has the C means and then the C numbers u, which are log variances
+    at n = k = 1. Λ is the Fisher information diag(1/(n² exp(k u)), k²/2); the Hessian is indefinite.
+    Source: Immer et al. 2023 (arXiv:2301.05183), there with natural parameters.
+
+    `PriorLearner` learns n and k, from a k so small that the noise is the same for all inputs. So
+    the means are fitted first, as by "regression", and the noise depends on the input as far as
+    the evidence asks for it. From k = 1 networks fit the variances of single examples at once. k
+    is to u what a prior precision of its own would be.
+
+    Args:
+        noise: n.
+        strength: k.
     """
 
     name = "heteroscedastic"
+    learned: ClassVar[dict[str, Any]] = {"noise": 1.0, "strength": 0.01}
+
+    def __init__(self, noise: float = 1.0, strength: float = 1.0) -> None:
+        """Check the options."""
+        self._keep(noise=noise, strength=strength)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """Half as many numbers as outputs."""
@@ -603,25 +641,35 @@ class Heteroscedastic(Diagonal):
             )
         return *f.shape[:-1], f.shape[-1] // 2
 
+    def mean_and_log_variance(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The means m and the log variances s = 2 log n + k u, each (*terms, C)."""
+        mean, u = f.chunk(2, -1)
+        return mean, 2 * self.numbers["noise"].log().to(f) + self.numbers["strength"].to(f) * u
+
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """½((y − m)² exp(−s) + s + log 2π) of each number."""
-        mean, s = f.chunk(2, -1)
+        mean, s = self.mean_and_log_variance(f)
         return 0.5 * ((y.to(f) - mean).square() * (-s).exp() + s + math.log(2 * math.pi))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The diagonal exp(−s), ½."""
-        _, s = f.chunk(2, -1)
-        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], -1)
+        """The diagonal exp(−s), k²/2."""
+        _, s = self.mean_and_log_variance(f)
+        return torch.cat([(-s).exp(), self._of_log_variance(torch.full_like(s, 0.5))], -1)
 
     def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
         """Normal numbers."""
-        mean, s = f.chunk(2, -1)
+        mean, s = self.mean_and_log_variance(f)
         return mean + (0.5 * s).exp() * _normal(s, generator)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means m, E exp(s), and the means' variance."""
-        (mean, s), (of_mean, of_s) = f.chunk(2, -1), variance.chunk(2, -1)
-        return mean, (s + 0.5 * of_s).exp(), of_mean
+        mean, s = self.mean_and_log_variance(f)
+        of_mean, of_u = variance.chunk(2, -1)
+        return mean, (s + 0.5 * self._of_log_variance(of_u)).exp(), of_mean
+
+    def _of_log_variance(self, variance: Tensor) -> Tensor:
+        """The variance of u, or what is squared as it is, in terms of s."""
+        return self.numbers["strength"].to(variance).square() * variance
 
 
 class Poisson(Diagonal):
@@ -682,30 +730,31 @@ class NegativeBinomial(Poisson):
     """
 
     name = "negative_binomial"
+    learned: ClassVar[dict[str, Any]] = {"r": 1.0}
 
     def __init__(self, r: float = 1.0) -> None:
         """Check r."""
-        if not 0 < r < math.inf:
-            raise ValueError("r must be positive")
-        self.r = r
+        self._keep(r=r)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """−log p(y) of each output."""
-        return _negative_binomial(y.to(f), f.exp(), torch.as_tensor(self.r).to(f))
+        return _negative_binomial(y.to(f), f.exp(), self.numbers["r"].to(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal μ r/(μ + r)."""
-        return self.r * torch.sigmoid(f - math.log(self.r))
+        r = self.numbers["r"].to(f)
+        return r * torch.sigmoid(f - r.log())
 
     def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
         """Counts with gamma rates."""
-        rate = torch._standard_gamma(torch.full_like(f, self.r), generator=generator)
-        return torch.poisson(rate * f.exp() / self.r, generator=generator)
+        r = self.numbers["r"].to(f)
+        rate = torch._standard_gamma(r.expand_as(f), generator=generator)
+        return torch.poisson(rate * f.exp() / r, generator=generator)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The moments of y where μ is log-normal."""
         mean, noise, of_mean = super().moments(f, variance, sigma)
-        return mean, noise + (mean.square() + of_mean) / self.r, of_mean
+        return mean, noise + (mean.square() + of_mean) / self.numbers["r"].to(f), of_mean
 
 
 class StudentT(Diagonal):
@@ -719,37 +768,42 @@ class StudentT(Diagonal):
     """
 
     name = "student_t"
+    learned: ClassVar[dict[str, Any]] = {"df": 4.0, "scale": 1.0}
+    least: ClassVar[dict[str, float]] = {"df": 2}
 
     def __init__(self, df: float = 4.0, scale: float = 1.0) -> None:
         """Check the options."""
-        if not (2 < df < math.inf and 0 < scale < math.inf):
-            raise ValueError("df must exceed 2, and scale must be positive")
-        self.df, self.scale = df, scale
+        self._keep(df=df, scale=scale)
+
+    def _noise(self, f: Tensor) -> Tensor:
+        """The variance s²ν/(ν − 2) around f."""
+        df, scale = self.numbers["df"].to(f), self.numbers["scale"].to(f)
+        return (scale.square() * df / (df - 2)).expand_as(f)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """−log p(y) of each output."""
-        variance = self.scale**2 * self.df / (self.df - 2)
-        return -self.log_density(y.to(f), f, torch.as_tensor(variance).to(f))
+        return -self.log_density(y.to(f), f, self._noise(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal (ν + 1)/((ν + 3) s²)."""
-        return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2))
+        df, scale = self.numbers["df"].to(f), self.numbers["scale"].to(f)
+        return ((df + 1) / ((df + 3) * scale.square())).expand_as(f)
 
     def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
         """A normal number over the root of a gamma number, for each output."""
-        shape = torch.full_like(f, self.df / 2)
-        gamma = torch._standard_gamma(shape, generator=generator) / (self.df / 2)
-        return f + self.scale * _normal(f, generator) / gamma.sqrt()
+        half, scale = 0.5 * self.numbers["df"].to(f), self.numbers["scale"].to(f)
+        gamma = torch._standard_gamma(half.expand_as(f), generator=generator) / half
+        return f + scale * _normal(f, generator) / gamma.sqrt()
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means f, s²ν/(ν − 2) and the outputs' variance."""
-        noise = self.scale**2 * self.df / (self.df - 2)
-        return f, torch.full_like(f, noise), variance
+        return f, self._noise(f), variance
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """The t distribution's of this variance."""
-        v, scale = self.df, variance * (self.df - 2) / self.df  # s²
-        constant = math.lgamma((v + 1) / 2) - math.lgamma(v / 2)
+        v = self.numbers["df"].to(mean)
+        scale = variance * (v - 2) / v  # s²
+        constant = torch.lgamma((v + 1) / 2) - torch.lgamma(v / 2)
         kernel = (v + 1) / 2 * torch.log1p((y - mean).square() / (v * scale))
         return constant - 0.5 * (math.pi * v * scale).log() - kernel
 
@@ -758,8 +812,9 @@ class StudentT(Diagonal):
         with extra("statistics"):
             from scipy import stats
 
-        scale = (variance * (self.df - 2) / self.df).sqrt()
-        return torch.as_tensor(stats.t.cdf((y - mean) / scale, self.df)).to(mean)
+        df = float(self.numbers["df"])
+        scale = (variance * (df - 2) / df).sqrt()
+        return torch.as_tensor(stats.t.cdf((y - mean) / scale, df)).to(mean)
 
 
 class Weibull(Diagonal):
@@ -771,17 +826,16 @@ class Weibull(Diagonal):
     then C ones or zeros. Predictions are of log t, in Gumbel's family.
 
     Args:
-        shape: k; above 1 events become more frequent with time. The evidence tells shapes apart.
+        shape: k; above 1 events become more frequent with time.
     """
 
     name = "weibull"
     needs_targets = True
+    learned: ClassVar[dict[str, Any]] = {"shape": 1.0}
 
     def __init__(self, shape: float = 1.0) -> None:
         """Check the shape."""
-        if not 0 < shape < math.inf:
-            raise ValueError("shape must be positive")
-        self.shape = shape
+        self._keep(shape=shape)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """Times, and whether they are of events."""
@@ -797,13 +851,15 @@ class Weibull(Diagonal):
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss eᶻ − d (z + log k) of each output."""
         t, d = y.to(f).chunk(2, -1)
-        z = self.shape * (t.log() - f)
-        return z.exp() - d * (z + math.log(self.shape))
+        k = self.numbers["shape"].to(f)
+        z = k * (t.log() - f)
+        return z.exp() - d * (z + k.log())
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal k² eᶻ."""
         t, _ = y.to(f).chunk(2, -1)
-        return self.shape**2 * (self.shape * (t.log() - f)).exp()
+        k = self.numbers["shape"].to(f)
+        return k.square() * (k * (t.log() - f)).exp()
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """S ε, as what censors the times is not known."""
@@ -811,8 +867,8 @@ class Weibull(Diagonal):
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """Of log t: f − γ/k with Euler's γ, π²/(6k²), and the outputs' variance."""
-        noise = torch.full_like(f, math.pi**2 / 6 / self.shape**2)
-        return f - EULER / self.shape, noise, variance
+        k = self.numbers["shape"].to(f)
+        return f - EULER / k, (math.pi**2 / 6 / k.square()).expand_as(f), variance
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
         """Log t, and which are censored."""
@@ -881,8 +937,13 @@ class Weighted(Likelihood):
         for name in (
             *("kind", "has_sigma", "has_probit", "is_count", "num_vectors", "predicted"),
             *("log_probabilities", "moments", "log_density", "cdf", "sample"),
+            *("numbers", "least", "to_learn"),
         ):
             setattr(self, name, getattr(of, name))
+
+    def but(self, **options: Any) -> Likelihood:
+        """With other values of some of the other's options."""
+        return Weighted(of=str(self.of.but(**options)))
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """One number more than the other's."""

@@ -66,8 +66,8 @@ from marglik.prediction.metrics import compute_metrics
 from marglik.storage.provenance import environment
 
 __all__ = [
-    "Config", "Gaussian", "Task", "Training", "grid_and_ensemble", "main", "report", "run",
-    "run_split", "train_side_by_side",
+    "Config", "Gaussian", "Task", "Training", "grid_and_ensemble", "main", "metrics_of",
+    "outputs_of", "report", "run", "run_split", "train_side_by_side",
 ]  # fmt: skip
 
 FOLDERS = {
@@ -211,7 +211,7 @@ def run_split(config: Config) -> dict[str, Any]:
         "config": asdict(config),
         "num_data": len(y),
         "num_test": len(y_test),
-        "methods": {name: _metrics(g, splits, y_test) for name, g in (found | rivals).items()},
+        "methods": {name: metrics_of(g, splits, y_test) for name, g in (found | rivals).items()},
         "learned": learned,
         "grid search": chosen,
     }
@@ -279,7 +279,7 @@ def _float64() -> Any:
     return Fabric(accelerator="cpu", devices=1, precision="64-true")
 
 
-def _metrics(found: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:
+def metrics_of(found: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:
     """Test log likelihood (nats) and RMSE in the target's units, and the cost."""
     mean, std = splits.target_scale or (0.0, 1.0)
     variance = found.variance * std**2
@@ -311,7 +311,7 @@ def train_side_by_side(
     epochs = repeat(training.batches(data, seeds[0]))
     for x, y in islice(chain.from_iterable(epochs), training.steps):
         assert isinstance(x, Tensor)
-        f = _outputs(parameters, x)  # (K, N, 1)
+        f = outputs_of(parameters, x)  # (K, N, 1)
         norms = torch.stack([p.square().flatten(1).sum(1) for p in parameters]).sum(0)  # (K,)
         loss = 0.5 * ((f - y).square().mean((1, 2)) + decays * norms).sum()
         optimizer.zero_grad()
@@ -324,7 +324,7 @@ def train_side_by_side(
     return networks
 
 
-def _outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+def outputs_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
     """Outputs of all networks, (K, N, 1)."""
     W1, b1, W2, b2 = parameters
     h = torch.baddbmm(b1[:, None], x.expand(len(W1), -1, -1), W1.mT).tanh()

@@ -24,8 +24,10 @@ def evidence_gradient(
     parts: Iterable[Iterable[Any]],
     tensors: Sequence[Tensor],
     options: CurvatureOptions | None = None,
+    of_loss: float | None = None,
 ) -> Iterator[list[Tensor]]:
-    """The gradient of the evidence in tensors from which the network computes its layers' inputs.
+    """The gradient of the evidence in tensors from which the network computes its layers' inputs,
+    or which the likelihood reads.
 
     At fixed θ, δ, σ and T; `kfac_backend.factor_gradients` says what else is held fixed. The
     factors are those of the fit, also after the tensors have changed between two parts.
@@ -36,10 +38,11 @@ def evidence_gradient(
             other, for several gradients.
         tensors: leaves, such as buffers.
         options: of the pass; those of the posterior by default.
+        of_loss: how much the loss counts; −1/(σ²T) by default, 0 is −½ log det alone.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
-    of_loss = -1 / (float(sigma) ** 2 * T)
+    of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
     curvature = FactorGradientPass(
         factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
     )

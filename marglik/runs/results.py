@@ -41,7 +41,7 @@ def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
     trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
     delta = laplace.prior_precision.expand(len(trainable))
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
-    relative = getattr(laplace.likelihood, "noise", 1.0)  # of each output
+    relative = laplace.likelihood.numbers.get("noise", 1.0)  # of each output
     sigma = (laplace.sigma_noise.double().cpu() * relative).tolist()
     return {
         "num_data": laplace.n_data,

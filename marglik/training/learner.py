@@ -13,7 +13,7 @@ examples.
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from copy import copy, deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.likelihoods import Likelihood, RegressionPerOutput, likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
@@ -163,10 +163,11 @@ class PriorLearner:
             raise ValueError(
                 f"learn_sigma_noise=True is for likelihood 'regression', not {likelihood!r}."
             )
-        self.likelihood = likelihood
-        self._asked = str(likelihood)
+        self._asked = likelihood_of(likelihood)
         self.curvature = curvature
         self.schedule = replace(schedule, **options)
+        self._to_learn = self._asked.to_learn() if self.schedule.updates else {}
+        self.likelihood = self._asked.but(**self._to_learn) if self._to_learn else self._asked
         self.temperature = temperature
         self.mean_over: MeanOver = mean_over
         self.loss_scale = loss_scale
@@ -660,8 +661,8 @@ class PriorLearner:
             )
             if not is_last:  # the last posterior is that of the ranges as they are
                 self._ranges.learn(posterior, self._loader, self.num_data)
-                if isinstance(self.likelihood, RegressionPerOutput) and steps:
-                    self.likelihood, sigma = noise_step(posterior, data)
+                if self._to_learn and steps:
+                    self.likelihood, sigma = likelihood_step(posterior, data, self._to_learn)
                     if hyper.learn_sigma_noise:
                         hyper.set(hyper.prior_precision, sigma)
             return found
@@ -714,7 +715,7 @@ class PriorLearner:
         """What must agree for a state to be continued; the number of epochs may change."""
         schedule = {k: v for k, v in asdict(self.schedule).items() if k != "epochs"}
         return {
-            "likelihood": self._asked,
+            "likelihood": str(self._asked),
             "temperature": self.temperature,
             "mean_over": self.mean_over,
             "loss_scale": self.loss_scale,
@@ -817,33 +818,82 @@ def update_prior(
     }
     if posterior.likelihood.has_sigma:
         record["sigma_noise"] = hyperparameters.sigma_noise.item()
-        if isinstance(posterior.likelihood, RegressionPerOutput):
-            record["relative_noise"] = posterior.likelihood.noise.tolist()
+    if posterior.likelihood.numbers:
+        record["likelihood"] = str(posterior.likelihood)
     return evidences, record
 
 
-def noise_step(posterior: Posterior, data: Loader) -> tuple[RegressionPerOutput, Tensor]:
-    """A step of the noise of each output, σ_c = σ s_c; returns the likelihood with s, and σ.
+def likelihood_step(
+    posterior: Posterior, data: Loader, names: Collection[str]
+) -> tuple[Likelihood, Tensor]:
+    """A step of numbers ξ of the likelihood on the evidence at fixed θ and δ; and σ.
 
-    σ_c² ← (SSE_c/T + γ_c σ_c²) T / N, the expectation-maximisation step, which raises the evidence
-    at fixed θ, and whose fixed point is MacKay's σ_c² = SSE_c / (N − T γ_c). SSE_c and γ_c, the
-    part of the effective parameters that output c determines, come together as the gradient of the
-    evidence without its constants: SSE_c / (T σ_c²) + γ_c in log s_c.
+    The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
+    outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
+    the data, and the sum is maximised, within a factor e of the present ξ. A fixed point is a
+    stationary point of the evidence: of the noise of an output MacKay's σ² = SSE/(N − T γ).
 
     Args:
-        posterior: fitted with likelihood "regression_per_output".
+        posterior: fitted.
         data: batches of all its data.
+        names: of the numbers, keys of `Likelihood.numbers`.
     """
-    factors = posterior.fitted_factors()
-    likelihood = factors.likelihood
-    assert isinstance(likelihood, RegressionPerOutput)
-    # A leaf with an entry for each output, which the pass over the data reads.
-    likelihood.noise = s = likelihood.noise.expand(posterior.n_outputs).clone()
-    ((gradient,),) = evidence_gradient(posterior, [data], [s])
-    sigma = posterior.sigma_noise.double().cpu()
-    terms = factors.num_loss_terms / posterior.temperature
-    noise = sigma * s * (s * gradient / terms).sqrt()
-    return RegressionPerOutput(noise=noise.tolist()), noise.log().mean().exp()
+    factors, T = posterior.fitted_factors(), posterior.temperature
+    likelihood, sigma = factors.likelihood, posterior.sigma_noise.double().cpu()
+    assert isinstance(likelihood, Likelihood)
+    # Leaves with an entry for each output, where there are several, which the pass reads.
+    present = [
+        xi.expand(posterior.n_outputs).clone() if xi.dim() else xi.clone()
+        for xi in (likelihood.numbers[name] for name in names)
+    ]
+    least = [likelihood.least.get(name, 0.0) for name in names]
+
+    def put(values: Sequence[Tensor]) -> None:
+        likelihood.numbers.update(zip(names, values, strict=True))
+
+    # Step 1: the gradient of −½ log det, and the outputs.
+    put(present)
+    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0)
+    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, least, strict=True)]
+    outputs, device = [], posterior.params[0].device
+    with torch.no_grad(), eval_mode(posterior.model):
+        for batch in data:
+            x, y = split_batch(to_device(batch, device), posterior.options.dict_key_y)
+            args, kwargs = arguments(posterior.model, x)
+            outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
+    of_ranks = posterior.ranks.gather(outputs, "a step of the likelihood")
+    outputs = [pair for own in of_ranks for pair in own]
+
+    def log_p() -> Tensor:
+        losses = torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
+        # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
+        scale = likelihood.numbers["noise"].log().mean() if likelihood.has_sigma else 0.0
+        count = factors.num_loss_terms * factors.num_outputs
+        return -(losses / sigma.square() + count * scale) / T
+
+    # Step 2: the maximum, in the logarithms of what ξ exceeds its least value by.
+    moves = [torch.zeros_like(xi, requires_grad=True) for xi in present]
+
+    def moved() -> list[Tensor]:
+        return [
+            low + (xi - low) * move.tanh().exp()
+            for xi, low, move in zip(present, least, moves, strict=True)
+        ]
+
+    optimizer = torch.optim.LBFGS(moves, max_iter=100, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        put(moved())
+        value = -log_p() - sum((g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True))
+        value.backward()
+        return value
+
+    optimizer.step(objective)
+    put(present)
+    found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
+    taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
+    return likelihood.but(**found), sigma * taken.log().mean().exp()
 
 
 def _now(device: torch.device) -> float:

@@ -1,0 +1,272 @@
+"""What the evidence learns of likelihoods: the noise of each output, and their shapes.
+
+On linear models: of independent Gaussian outputs the evidence is exact, of others it is that of
+dense matrices, or an integral over all parameters.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize, stats
+from torch import nn
+from torch.testing import assert_close
+
+from kfac_backend.likelihoods import likelihood_of
+from marglik import OnlineTraining, Posterior, PriorLearner
+from marglik.training.learner import likelihood_step
+from tests.evidence_oracles import bayesian_linear_regression_log_evidence
+
+N, D, DELTA = 60, 12, 3.0
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    W = torch.randn(3, D, generator=generator, dtype=torch.float64)
+    noise = torch.tensor([0.1, 0.5, 2.0]).double()
+    y = x @ W.T + noise * torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def posterior_at_the_maximum(x, y, noises):
+    """Of a linear layer whose weights are the posterior mean under these noises."""
+    model = nn.Linear(D, 3, bias=False).double()
+    relative = noises / noises.log().mean().exp()
+    posterior = Posterior(
+        model,
+        f"regression_per_output(noise={relative.tolist()})",
+        prior_precision=DELTA,
+        sigma_noise=noises.log().mean().exp(),
+    )
+    with torch.no_grad():
+        for c in range(3):
+            precision = x.T @ x / noises[c] ** 2 + DELTA * torch.eye(D).double()
+            model.weight[c] = torch.linalg.solve(precision, x.T @ y[:, c] / noises[c] ** 2)
+    posterior.fit([(x, y)])
+    return posterior
+
+
+def exact_evidence(x, y, noises):
+    """Of independent outputs, each with its noise."""
+    prior = torch.full((D,), DELTA).double()
+    return sum(
+        bayesian_linear_regression_log_evidence(x, y[:, c], prior, float(noises[c]))
+        for c in range(3)
+    )
+
+
+def test_evidence_and_its_steps_are_those_of_bayesian_linear_regression(data):
+    x, y = data
+    noises, evidences = torch.ones(3).double(), []
+    for _ in range(200):
+        posterior = posterior_at_the_maximum(x, y, noises)
+        evidences.append(float(posterior.log_marginal_likelihood()))
+        if len(evidences) < 3:
+            assert_close(evidences[-1], exact_evidence(x, y, noises), rtol=1e-9, atol=1e-9)
+        likelihood, sigma = likelihood_step(
+            posterior, [(x[:20], y[:20]), (x[20:], y[20:])], ["noise"]
+        )
+        before, noises = noises, sigma * likelihood.numbers["noise"]
+        if torch.allclose(noises, before, rtol=1e-6, atol=0):
+            break
+    assert all(b > a - 1e-9 for a, b in zip(evidences, evidences[1:], strict=False))
+    # The fixed point: no noise nearby has a higher evidence.
+    best = exact_evidence(x, y, noises)
+    for c in range(3):
+        for factor in (0.97, 1.03):
+            moved = noises.clone()
+            moved[c] *= factor
+            assert exact_evidence(x, y, moved) < best
+    # Negative control: the noises of least squares alone, without γ, are too small.
+    residuals = y - posterior_at_the_maximum(x, y, noises).model(x).detach()
+    assert exact_evidence(x, y, residuals.square().mean(0).sqrt()) < best - 0.1
+
+
+def test_training_learns_them_and_a_resumed_one_keeps_them(data):
+    x, y = data
+    model = nn.Linear(D, 3, bias=False).double()
+    learner = PriorLearner(
+        "regression_per_output", learn_sigma_noise=True, every=1, average=None, loss_scale=2 / 3
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = [(x, y)]
+    learner.start(model, optimizer, loader, epochs=8)
+    for epoch in range(1, 9):
+        for _ in range(20):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            learner.add_to_gradients()
+            optimizer.step()
+        learner.end_of_epoch(epoch)
+    noises = learner.hyperparameters.sigma_noise * learner.likelihood.numbers["noise"]
+    residual = (y - model(x)).square().mean(0).sqrt().detach()
+    assert ((noises / residual - 1).abs() < 0.5).all()
+    assert noises[2] / noises[0] > 5  # a shared noise would be equal
+
+    again = PriorLearner(
+        "regression_per_output", learn_sigma_noise=True, every=1, average=None, loss_scale=2 / 3
+    )
+    again.load_state_dict(learner.state_dict())
+    again.start(model, optimizer, loader, epochs=8)
+    assert again.likelihood == learner.likelihood != "regression_per_output"
+
+
+# Shapes: name -> outputs at which data is drawn, a draw of n targets, and log p (n,) and the
+# diagonal of Λ (n, C) as functions of targets, outputs (C,) and numbers, by scipy and from papers.
+SHAPES = {
+    "negative_binomial": (
+        [1.2],
+        lambda rng, n: rng.negative_binomial(2.5, 2.5 / (2.5 + math.exp(1.2)), (n, 1)),
+        lambda y, f, r: stats.nbinom.logpmf(y[:, 0], r, r / (r + np.exp(f[0]))),
+        lambda y, f, r: np.exp(f[0]) * r / (np.exp(f[0]) + r) * np.ones_like(y),
+    ),
+    "student_t": (
+        [0.4],
+        lambda rng, n: 0.4 + 0.3 * rng.standard_t(5, (n, 1)),
+        lambda y, f, df, scale: stats.t.logpdf(y[:, 0], df, f[0], scale),
+        lambda y, f, df, scale: (df + 1) / (df + 3) / scale**2 * np.ones_like(y),
+    ),
+    "weibull": (
+        [0.5],
+        lambda rng, n: _censored(math.exp(0.5) * rng.weibull(1.8, (n, 1))),
+        lambda y, f, k: np.where(
+            y[:, 1] == 1,
+            stats.gumbel_l.logpdf(np.log(y[:, 0]), f[0], 1 / k),
+            stats.gumbel_l.logsf(np.log(y[:, 0]), f[0], 1 / k),
+        ),
+        lambda y, f, k: k**2 * (y[:, :1] / np.exp(f[0])) ** k,
+    ),
+    "heteroscedastic": (
+        [0.4, 1.0],
+        lambda rng, n: 0.4 + 0.7 * rng.standard_normal((n, 1)),
+        lambda y, f, n, k: stats.norm.logpdf(y[:, 0], f[0], n * np.exp(k * f[1] / 2)),
+        lambda y, f, n, k: np.stack(
+            [np.exp(-k * f[1]) / n**2 * np.ones(len(y)), k**2 / 2 * np.ones(len(y))], 1
+        ),
+    ),
+}
+
+
+def _censored(t):
+    """Half of the times end at 1.5, where they are larger."""
+    end = np.where(np.arange(len(t)) % 2, 1.5, 1e9)[:, None]
+    return np.concatenate([np.minimum(t, end), t <= end], 1)
+
+
+def shape_posterior(name, f, y, numbers):
+    """Of outputs that are the parameters themselves, f = θ · 1."""
+    model = nn.Linear(1, len(f), bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(f)[:, None])
+    likelihood = likelihood_of(name).but(**numbers)
+    posterior = Posterior(model, likelihood, prior_precision=DELTA)
+    x, y = torch.ones(len(y), 1).double(), torch.from_numpy(y.astype(float))
+    posterior.fit([(x, y)])
+    return posterior, [(x[:5], y[:5]), (x[5:], y[5:])]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_is_the_maximum_of_the_fit_and_the_tangent_of_the_determinant(name):
+    """By scipy, of densities of scipy and determinants by numpy, differentiated numerically."""
+    f, draw, log_p, diagonal = SHAPES[name]
+    f, y = np.array(f), draw(np.random.default_rng(0), 12)
+    likelihood = likelihood_of(name)
+    start = {key: 1.3 * value for key, value in likelihood.learned.items()}
+    if name == "student_t":
+        start["scale"] = 0.4  # within a factor e of the best
+    least = np.array([likelihood.least.get(key, 0) for key in start])
+    xi = np.array([*start.values()])
+
+    def value(move):  # the numbers, at logarithms of their distance from the least ones
+        return least + (xi - least) * np.exp(move)
+
+    def log_det(move):
+        lam = diagonal(y, f, *value(move)).sum(0)
+        return np.linalg.slogdet(np.diag(lam) + DELTA * np.eye(len(lam)))[1]
+
+    steps = 1e-5 * np.eye(len(xi))
+    tangent = np.array([-(log_det(h) - log_det(-h)) / 4e-5 for h in steps])
+    fit = lambda move: log_p(y, f, *value(move)).sum()  # noqa: E731
+
+    def best(slope):
+        found = optimize.minimize(
+            lambda move: -fit(move) - slope @ move, 0 * xi, bounds=[(-1, 1)] * len(xi), tol=1e-12
+        )
+        return value(found.x)
+
+    posterior, data = shape_posterior(name, f, y, start)
+    evidence = fit(0 * xi) - 0.5 * DELTA * (f @ f) - 0.5 * log_det(0 * xi)
+    evidence += 0.5 * len(f) * math.log(DELTA)
+    assert_close(float(posterior.log_marginal_likelihood()), evidence, rtol=1e-9, atol=1e-9)
+    found, sigma = likelihood_step(posterior, data, start)
+    assert sigma == 1 and found.options.keys() == start.keys()
+    found = np.array([*found.options.values()])
+    np.testing.assert_allclose(found, best(tangent), rtol=2e-3)
+    # Negative control: the determinant counts.
+    assert np.abs(best(tangent) / best(0 * tangent) - 1).max() > 5e-3
+    assert posterior.likelihood.numbers.keys() == start.keys()  # which are as they were
+    assert [float(v) for v in posterior.likelihood.numbers.values()] == pytest.approx([*xi])
+
+
+@pytest.mark.parametrize("name", ["negative_binomial", "student_t", "weibull"])
+def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
+    """p(D|ξ) = ∫ p(D|f, ξ) N(f; 0, 1/δ) df over a grid, at the numbers found and beside them."""
+    f, draw, log_p, _ = SHAPES[name]
+    y = draw(np.random.default_rng(1), 300)
+    likelihood = likelihood_of(name)
+    numbers = dict(likelihood.learned)
+    for _ in range(30):
+        xi = [*numbers.values()]
+        f = optimize.minimize(lambda f, xi=xi: -log_p(y, f, *xi).sum() + 0.5 * DELTA * f @ f, f).x
+        posterior, data = shape_posterior(name, f, y, numbers)
+        before, numbers = numbers, likelihood_step(posterior, data, numbers)[0].options
+        if np.allclose([*before.values()], [*numbers.values()], rtol=1e-4):
+            break
+    xi = np.array([*numbers.values()])
+    grid = f[0] + np.linspace(-1, 1, 2001)
+
+    def evidence(xi):
+        prior = stats.norm.logpdf(grid, 0, DELTA**-0.5)
+        joint = [log_p(y, [at], *xi).sum() for at in grid] + prior
+        return np.logaddexp.reduce(joint) + math.log(grid[1] - grid[0])
+
+    exact = optimize.minimize(
+        lambda move: -evidence(xi * np.exp(move)), 0 * xi, method="Nelder-Mead",
+        options={"xatol": 1e-3, "fatol": 1e-4},
+    ).x  # fmt: skip
+    assert np.abs(exact).max() < 0.03
+    # Negative control: it is not flat, and the start was another.
+    start = np.array([*likelihood.learned.values()])
+    assert evidence(xi) > evidence(start) + 1 and np.abs(np.log(start / xi)).max() > 0.2
+
+
+def test_training_learns_what_is_not_given():
+    """Counts of r = 2 at log means that depend on x; a given r and a learner's fixed one stay."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(600, 1, generator=generator) * 2
+    rate = torch._standard_gamma(torch.full((600, 1), 2.0), generator=generator) / 2
+    y = torch.poisson(rate * (1 + x).exp(), generator=generator)
+
+    def trained(likelihood, **options):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        learner = PriorLearner(likelihood, epochs=40, **options)
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        OnlineTraining(model, optimizer, [(x[:300], y[:300]), (x[300:], y[300:])], learner).run()
+        return learner
+
+    learned = trained("negative_binomial")
+    r = learned.likelihood.options["r"]
+    assert 1.7 < r < 2.4
+    assert learned.posterior.likelihood == learned.likelihood == learned.fixed().likelihood
+    assert learned.record["likelihood"] == f"negative_binomial(r={r!r})"
+    assert trained("negative_binomial(r=0.7)").likelihood == "negative_binomial(r=0.7)"
+    assert trained("negative_binomial", updates=0).likelihood == "negative_binomial"
+    weighted = torch.cat([y, torch.ones_like(y)], 1), "weighted(of='negative_binomial')"
+    y, text = weighted
+    of = trained(text).likelihood
+    assert of.startswith("weighted(of='negative_binomial(r=")
+    assert float(of.numbers["r"]) == pytest.approx(r, rel=1e-3)
