@@ -39,7 +39,7 @@ loader = DataLoader(TensorDataset(*data), batch_size=50, shuffle=True)
 # ## Training both
 #
 # Only the likelihood's name and the number of outputs differ. `regression` learns σ;
-# `heteroscedastic` has none.
+# `heteroscedastic` starts from one noise for all inputs, and learns how much it depends on them.
 
 
 # %%

@@ -613,7 +613,8 @@ class Heteroscedastic(Diagonal):
     """A number and its noise from each input: N(y; m, n² exp(k u)) with outputs f = [m, u].
 
     The last axis of the outputs has the C means and then the C numbers u, which are log variances
-    at n = k = 1. Λ is the Fisher information diag(1/(n² exp(k u)), k²/2); the Hessian is indefinite.
+    at n = k = 1. Λ is the Fisher information diag(1/(n² exp(k u)), k²/2), as the Hessian is
+    indefinite.
     Source: Immer et al. 2023 (arXiv:2301.05183), there with natural parameters.
 
     `PriorLearner` learns n and k, from a k so small that the noise is the same for all inputs. So

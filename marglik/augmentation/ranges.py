@@ -26,8 +26,7 @@ def evidence_gradient(
     options: CurvatureOptions | None = None,
     of_loss: float | None = None,
 ) -> Iterator[list[Tensor]]:
-    """The gradient of the evidence in tensors from which the network computes its layers' inputs,
-    or which the likelihood reads.
+    """The gradient of the evidence in tensors that layers' inputs, or the likelihood, depend on.
 
     At fixed θ, δ, σ and T; `kfac_backend.factor_gradients` says what else is held fixed. The
     factors are those of the fit, also after the tensors have changed between two parts.

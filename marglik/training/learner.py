@@ -102,7 +102,9 @@ class PriorLearner:
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another
-            of `kfac_backend.likelihoods`.
+            of `kfac_backend.likelihoods`. Of "student_t", say, degrees of freedom and scale are
+            learned, too; of "student_t(df=4)" the scale alone. The loop's loss then changes with
+            each update: it is ``learner.likelihood.loss(f, y)``.
         curvature: all options of the curvature pass.
         weight_decay: initial weight decay of all groups. From the default SGD goes on with up to
             1e-2 for a classifier's weights, once it is known which of them matter in length.
@@ -166,7 +168,9 @@ class PriorLearner:
         self._asked = likelihood_of(likelihood)
         self.curvature = curvature
         self.schedule = replace(schedule, **options)
-        self._to_learn = self._asked.to_learn() if self.schedule.updates else {}
+        s = self.schedule
+        learns = s.updates and s.steps and (s.epochs is None or s.burn_in <= s.epochs)
+        self._to_learn = self._asked.to_learn() if learns else {}
         self.likelihood = self._asked.but(**self._to_learn) if self._to_learn else self._asked
         self.temperature = temperature
         self.mean_over: MeanOver = mean_over
