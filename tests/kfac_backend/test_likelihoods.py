@@ -45,6 +45,10 @@ FISHERS = {
     ),
     "student_t(df=5.0, scale=0.7)": (F1, REALS, 1e-3, lambda f: stats.t(5, f[0], 0.7).pdf),
     "heteroscedastic": (F2, REALS, 1e-3, lambda f: stats.norm(f[0], math.exp(f[1] / 2)).pdf),
+    "heteroscedastic(noise=0.7, strength=0.5)": (
+        *(F2, REALS, 1e-3),
+        lambda f: stats.norm(f[0], 0.7 * math.exp(f[1] / 4)).pdf,
+    ),
     "ordinal(cuts=[-1.0, 0.5, 2.0])": (
         *(F1, torch.arange(4), 1.0),
         lambda f: lambda y: np.diff(stats.logistic.cdf([-np.inf, *CUTS, np.inf], f[0]))[y],
@@ -171,6 +175,7 @@ def test_drawn_gradients_square_to_lambda(text):
 MOMENTS = {
     "regression_per_output(noise=[0.5, 2.0])": (F2, 0.8),
     "heteroscedastic": (F2, 1.0),
+    "heteroscedastic(noise=0.7, strength=0.5)": (F2, 1.0),
     "poisson": (F1, 1.0),
     "negative_binomial(r=1.7)": (F1, 1.0),
     "student_t(df=5.0, scale=0.7)": (F1, 1.0),
@@ -267,6 +272,8 @@ def test_likelihoods_are_their_text(text):
         ("gauss", "choose one of 'classification'"),
         ("poisson(rate=3)", "poisson"),
         ("student_t(df=1)", "df must exceed 2"),
+        ("negative_binomial(r=0)", "r must exceed 0"),
+        ("heteroscedastic(strength=inf)", "not understood"),
         ("student_t(df=__import__('os'))", "not understood"),
         ("classification(smoothing=1.0)", "smoothing in"),
         ("ordinal(cuts=[1, 0])", "ascend"),
