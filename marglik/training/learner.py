@@ -193,7 +193,7 @@ class PriorLearner:
         self._given = hyperparameters
         self._structure: PriorStructure | Mapping[str, str] = structure
         self._weight_decay = weight_decay
-        self._replayed: Mapping[int, tuple[Tensor, Tensor]] = {}
+        self._replayed: Mapping[int, tuple[Tensor, Tensor, str]] = {}
         self._given_ranges: dict[str, float] = {}
         if sigma_noise is None:
             sigma_noise = 0.1 if learn_sigma_noise else 1.0
@@ -267,7 +267,7 @@ class PriorLearner:
         self._moves: dict[str, float] = {}
         self._gradient_norm: Tensor | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
-        self._course: dict[int, tuple[Tensor, Tensor]] = {}
+        self._course: dict[int, tuple[Tensor, Tensor, str]] = {}
         if self._given_ranges:
             set_ranges(model, self._given_ranges)
         self._ranges = RangeLearner(model)
@@ -414,14 +414,14 @@ class PriorLearner:
     def replay(self) -> "PriorLearner":
         """A learner for another network of this kind, whose decays take the course of this one's.
 
-        For the members of an `Ensemble`: in each epoch their decays, σ and the average are those
-        that this learner had in it, so that a member costs one training, without updates and
+        For the members of an `Ensemble`: in each epoch their decays, noises and the average are
+        those that this learner had in it, so that a member costs one training, without updates and
         without a posterior. Not the last decays from the start: they belong to a network that fits,
         and can keep one from ever fitting. Call it after `end_of_training`.
         """
-        delta, sigma = self._course[0]
+        delta, sigma, likelihood = self._course[0]
         learner = PriorLearner(
-            self.likelihood,
+            likelihood,
             self.curvature,
             temperature=self.temperature,
             mean_over=self.mean_over,
@@ -453,6 +453,7 @@ class PriorLearner:
         self._course[self._epoch] = (
             weight_decay_to_precision(decays, self.num_data, self.temperature),
             self.hyperparameters.sigma_noise,
+            str(self.likelihood),
         )
 
     def _raise_start(self) -> None:
@@ -545,7 +546,8 @@ class PriorLearner:
         self._epoch = epoch
         self.clipped = 0
         if epoch in self._replayed:
-            self.hyperparameters.set(*self._replayed[epoch])
+            delta, sigma, self.likelihood = self._replayed[epoch]
+            self.hyperparameters.set(delta, sigma)
             self._set_decays()
         return self._update(self.schedule.steps) if self.is_due(epoch) else {}
 
@@ -665,11 +667,13 @@ class PriorLearner:
             )
             if not is_last:  # the last posterior is that of the ranges as they are
                 self._ranges.learn(posterior, self._loader, self.num_data)
-                if self._to_learn and steps:
-                    self.likelihood, sigma = likelihood_step(posterior, data, self._to_learn)
-                    if hyper.learn_sigma_noise:
-                        hyper.set(hyper.prior_precision, sigma)
-            return found
+            if not self._to_learn or not steps:
+                return found
+            self.likelihood, sigma = likelihood_step(posterior, data, self._to_learn)
+            if hyper.learn_sigma_noise:
+                hyper.set(hyper.prior_precision, sigma)
+        # The last posterior is that of the numbers as they are.
+        return self._fit(0, is_last) if is_last else found
 
     # --- what it says while it runs ---
 

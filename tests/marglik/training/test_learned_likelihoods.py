@@ -261,7 +261,14 @@ def test_training_learns_what_is_not_given():
     learned = trained("negative_binomial")
     r = learned.likelihood.options["r"]
     assert 1.7 < r < 2.4
-    assert learned.posterior.likelihood == learned.likelihood == learned.fixed().likelihood
+    assert learned.posterior.likelihood == learned.likelihood
+    member = learned.replay()  # of an ensemble: from the same start
+    assert member.likelihood == "negative_binomial(r=1.0)"
+    model = nn.Linear(1, 1)
+    member.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
+    for epoch in range(1, 40):
+        member.end_of_epoch(epoch)
+    assert float(member.likelihood.numbers["r"]) == pytest.approx(r, rel=0.05)
     assert learned.record["likelihood"] == f"negative_binomial(r={r!r})"
     assert trained("negative_binomial(r=0.7)").likelihood == "negative_binomial(r=0.7)"
     assert trained("negative_binomial", updates=0).likelihood == "negative_binomial"
