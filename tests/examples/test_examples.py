@@ -19,6 +19,7 @@ SHOWN = {
     "segmentation": ["Laplace, calibrated", "cal/ECE"],
     "time_series": ["noise 0.2", "cal/coverage90"],
     "alarm": ["own digits", "AUROC"],
+    "counts": ["negative_binomial(r=", "Poisson, plain"],
     "survival": ["33% of the times are censored", "cal/coverage50"],
     "uci_regression": ["made up", "σ =", "cal/coverage90"],
     "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
