@@ -48,7 +48,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from experiments.data import data_file
 from experiments.data.uci import FILE, UCI
@@ -60,23 +59,12 @@ from experiments.studies import (
     standard_error,
     study,
 )
-from experiments.uci.regression import (
-    FOLDERS,
-    LR,
-    Gaussian,
-    Pair,
-    Training,
-    metrics_of,
-    outputs_of,
-)
-from kfac_backend.likelihoods import Likelihood, likelihood_of
-from marglik import PriorLearner, laplace_predictive, settling_rate
+from experiments.uci.regression import FOLDERS, LR, Gaussian, Training, metrics_of
+from marglik import OnlineTraining, PriorLearner, laplace_predictive, settling_rate
 from marglik.models import MLP
 from marglik.storage.provenance import environment
-from marglik.training.learner import OBSERVED_STEPS
-from marglik.training.steps import NEW_NORM, WeightAverage
 
-__all__ = ["Config", "main", "report", "run", "train_side_by_side"]
+__all__ = ["Config", "main", "report", "run"]
 
 STEPS = 5000
 """Steps of Adam for every network."""
@@ -84,7 +72,8 @@ SPLITS = dict.fromkeys(FOLDERS, 5) | {"kin8nm": 3, "naval": 3, "power plant": 3,
 """Number of splits of each set."""
 DEVELOPMENT = "concrete", "energy", "yacht"
 """Sets on whose training parts the start was chosen."""
-METHODS = "one noise", "heteroscedastic"
+LIKELIHOODS = {"one noise": "regression", "heteroscedastic": "heteroscedastic"}
+METHODS = tuple(LIKELIHOODS)
 
 
 @dataclass(frozen=True)
@@ -111,136 +100,40 @@ class Config:
 def run(config: Config) -> dict[str, Any]:
     """Both networks on all splits; metrics in the target's units, nats per example."""
     torch.set_num_threads(1)
-    path = data_file(FILE)
-    loaded = [UCI(FOLDERS[config.data], k, path).load() for k in range(config.splits)]
-    train, test = (
-        [(x.double(), y.double()) for x, y in (getattr(s, part) for s in loaded)]
-        for part in ("train", "test")
-    )
-    splits: list[dict[str, Any]] = [{"methods": {}, "learned": {}} for _ in loaded]
-    for method, likelihood in zip(METHODS, ("regression", "heteroscedastic"), strict=True):
+    splits = [run_split(config, k) for k in range(config.splits)]
+    return {"config": asdict(config), "splits": splits, **environment(torch.device("cpu"))}
+
+
+def run_split(config: Config, k: int) -> dict[str, Any]:
+    """Both networks on split k."""
+    splits = UCI(FOLDERS[config.data], k, data_file(FILE)).load()
+    (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
+    found: dict[str, Any] = {"num_data": len(y), "methods": {}, "learned": {}}
+    for outputs, method in enumerate(METHODS, start=1):
         start = time.process_time()
-        learners = train_side_by_side(config.training, likelihood, train)
-        seconds = (time.process_time() - start) / len(learners)
-        for k, learner in enumerate(learners):
-            assert learner.posterior is not None
-            x, y = test[k]
-            of = laplace_predictive(learner.posterior)(x)
-            found = Gaussian(of.mean, of.total, seconds, 1)
-            splits[k]["methods"][method] = metrics_of(found, loaded[k], y)
-            splits[k]["learned"][method] = {
-                "likelihood": str(learner.likelihood),
-                "sigma_noise": learner.hyperparameters.sigma_noise.item(),
-                "evidence_per_example": learner.evidences[-1] / learner.num_data,
-            }
-    return {
-        "config": asdict(config),
-        "num_data": len(train[0][1]),
-        "splits": splits,
-        **environment(torch.device("cpu")),
-    }
-
-
-def train_side_by_side(
-    training: Training, likelihood: str, data: Sequence[Pair]
-) -> list[PriorLearner]:
-    """Train a network for each data set of one size, as `OnlineTraining` would each alone.
-
-    The networks' parameters are parts of stacked ones, so that a step of all costs little more than
-    a step of one. Each has a `PriorLearner` with its default options, which makes the updates; what
-    it does in a step (`add_to_gradients`) is done here for all of them. A test compares both.
-    """
-    x, y = (torch.stack(parts) for parts in zip(*data, strict=True))
-    is_one = likelihood == "regression"
-    networks, learners, orders = [], [], []
-    for seed, own in enumerate(data):
-        torch.manual_seed(seed)
-        outputs = 1 if is_one else 2
-        networks.append(MLP(x.shape[2], (training.hidden,), outputs, "tanh").double())
-        orders.append(training.batches((own[0], torch.arange(len(own[1]))), seed))
-    epochs = math.ceil(training.steps / len(orders[0]))
-    together = zip(*(network.parameters() for network in networks), strict=True)
-    stacked = [nn.Parameter(torch.stack(parts).detach()) for parts in together]
-    for k, (network, own) in enumerate(zip(networks, data, strict=True)):
-        for p, of_all in zip(network.parameters(), stacked, strict=True):
-            p.data = of_all.data[k]
-        learners.append(PriorLearner(likelihood, learn_sigma_noise=is_one, epochs=epochs))
-        optimizer = torch.optim.Adam(network.parameters(), training.lr)
-        learners[-1].start(network, optimizer, [own], epochs)
-    optimizer = torch.optim.Adam(stacked, training.lr, fused=True)
-    rate = settling_rate(optimizer, epochs * len(orders[0]))
-    schedule, average, norms, step = learners[0].schedule, WeightAverage(), None, 0
-    for epoch in range(1, epochs + 1):
-        of_all, pulls = _of_all(learners)
-        for chosen in zip(*orders, strict=True):
-            rows = torch.stack([index for _, index in chosen])[..., None]  # (K, M, 1)
-            x_batch = x.gather(1, rows.expand(-1, -1, x.shape[2]))
-            optimizer.zero_grad()
-            f = outputs_of(stacked, x_batch)
-            (of_all.losses(f, y.gather(1, rows)).sum() / rows.shape[1]).backward()
-            if schedule.is_averaged(epoch):
-                average.add(stacked)
-            norms = _add_priors(stacked, pulls, networks, learners, norms, step)
-            if step == OBSERVED_STEPS - 1:  # after which the decays have their limits
-                of_all, pulls = _of_all(learners)
-            optimizer.step()
-            rate.step()
-            step += 1
-        for learner in learners:
-            learner.end_of_epoch(epoch)
-    if average.count:
-        average.add(stacked)
-        average.write(stacked)
-    for learner in learners:
-        learner.end_of_training()
-    return learners
-
-
-def _of_all(learners: Sequence[PriorLearner]) -> tuple[Likelihood, torch.Tensor]:
-    """A likelihood with the numbers of all, (K, 1, 1), and the pull of each decay, (K, tensors)."""
-    likelihood = likelihood_of(learners[0].likelihood)
-    of_all = likelihood.but()
-    for name in of_all.numbers:
-        numbers = [learner.likelihood.numbers[name] for learner in learners]
-        of_all.numbers[name] = torch.stack(numbers)[:, None, None]
-    pulls = [
-        [learner.gradient_scale * decay for decay in learner.decays_of_parameters()]
-        for learner in learners
-    ]
-    return of_all, torch.tensor(pulls, dtype=torch.float64)
-
-
-@torch.no_grad()
-def _add_priors(
-    stacked: Sequence[torch.Tensor],
-    pulls: torch.Tensor,
-    networks: Sequence[MLP],
-    learners: Sequence[PriorLearner],
-    norms: torch.Tensor | None,
-    step: int,
-) -> torch.Tensor:
-    """What `PriorLearner.add_to_gradients` does, for all networks; returns their running norms."""
-    gradients = [p.grad for p in stacked if p.grad is not None]
-    if step < OBSERVED_STEPS:  # the learners look at these themselves
-        for k, (network, learner) in enumerate(zip(networks, learners, strict=True)):
-            for p, gradient in zip(network.parameters(), gradients, strict=True):
-                p.grad = gradient[k].clone()
-            learner.add_to_gradients()
-            for p, gradient in zip(network.parameters(), gradients, strict=True):
-                assert p.grad is not None
-                gradient[k] = p.grad
-    else:
-        for j, (p, gradient) in enumerate(zip(stacked, gradients, strict=True)):
-            gradient += pulls[:, j].view(-1, *[1] * (p.dim() - 1)) * p
-    norm = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)  # (K,)
-    norms = norm if norms is None else norms
-    clip = learners[0].schedule.clip
-    if step >= OBSERVED_STEPS and clip is not None:
-        factor = (clip * norms / norm).clamp(max=1)
-        for gradient in gradients:
-            gradient *= factor.view(-1, *[1] * (gradient.dim() - 1))
-        norm = norm * factor
-    return norms.lerp(norm, NEW_NORM)
+        torch.manual_seed(k)
+        training = config.training
+        model = MLP(x.shape[1], (training.hidden,), outputs, "tanh").double()
+        loader = training.batches((x, y), k)
+        epochs = math.ceil(training.steps / len(loader))
+        optimizer = torch.optim.Adam(model.parameters(), training.lr)
+        learner = PriorLearner(
+            LIKELIHOODS[method], learn_sigma_noise=method == "one noise", epochs=epochs
+        )
+        rate = settling_rate(optimizer, epochs * len(loader))
+        OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
+        assert learner.posterior is not None
+        of = laplace_predictive(learner.posterior)(x_test)
+        seconds = time.process_time() - start
+        found["methods"][method] = metrics_of(
+            Gaussian(of.mean, of.total, seconds, 1), splits, y_test
+        )
+        found["learned"][method] = {
+            "likelihood": str(learner.likelihood),
+            "sigma_noise": learner.hyperparameters.sigma_noise.item(),
+            "evidence_per_example": learner.evidences[-1] / learner.num_data,
+        }
+    return found
 
 
 def report(found: Sequence[dict[str, Any]]) -> str:

@@ -67,7 +67,7 @@ from marglik.storage.provenance import environment
 
 __all__ = [
     "Config", "Gaussian", "Task", "Training", "grid_and_ensemble", "main", "metrics_of",
-    "outputs_of", "report", "run", "run_split", "train_side_by_side",
+    "report", "run", "run_split", "train_side_by_side",
 ]  # fmt: skip
 
 FOLDERS = {
@@ -311,7 +311,7 @@ def train_side_by_side(
     epochs = repeat(training.batches(data, seeds[0]))
     for x, y in islice(chain.from_iterable(epochs), training.steps):
         assert isinstance(x, Tensor)
-        f = outputs_of(parameters, x)  # (K, N, 1)
+        f = _outputs(parameters, x)  # (K, N, 1)
         norms = torch.stack([p.square().flatten(1).sum(1) for p in parameters]).sum(0)  # (K,)
         loss = 0.5 * ((f - y).square().mean((1, 2)) + decays * norms).sum()
         optimizer.zero_grad()
@@ -324,7 +324,7 @@ def train_side_by_side(
     return networks
 
 
-def outputs_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+def _outputs(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
     """Outputs of all networks, (K, N, 1)."""
     W1, b1, W2, b2 = parameters
     h = torch.baddbmm(b1[:, None], x.expand(len(W1), -1, -1), W1.mT).tanh()

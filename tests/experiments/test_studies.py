@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from experiments import studies
 from experiments.augmentation import learned_ranges
@@ -34,7 +33,6 @@ from experiments.weight_decay import (
     weight_decay_study,
 )
 from experiments.weight_decay.training import convolutions, digits, mlp, no_norm
-from marglik import OnlineTraining, PriorLearner, settling_rate
 from marglik.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
@@ -194,37 +192,6 @@ def small_uci_heteroscedastic(patch):
     one, of_inputs = (found["splits"][0]["learned"][name] for name in heteroscedastic.METHODS)
     assert one["likelihood"] == "regression" and "strength" in of_inputs["likelihood"]
     return [found], heteroscedastic.report
-
-
-@pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
-def test_networks_side_by_side_are_as_each_alone(likelihood):
-    """With updates, limits of gradients and the average, by the loop of marglik itself."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 150, 4, generator=generator).double()
-    y = x[..., :1].sin() + 0.2 * torch.randn(2, 150, 1, generator=generator).double()
-    data = list(zip(x, y, strict=True))
-    training = regression.Training(20, 120, 64, 0.03)
-    together = heteroscedastic.train_side_by_side(training, likelihood, data)
-    is_one = likelihood == "regression"
-    for seed, (own, found) in enumerate(zip(data, together, strict=True)):
-        torch.manual_seed(seed)
-        network = MLP(4, (20,), 1 if is_one else 2, "tanh").double()
-        batches = training.batches(own, seed)
-        epochs = 120 // len(batches)
-        optimizer = torch.optim.Adam(network.parameters(), training.lr, fused=True)
-        alone = PriorLearner(likelihood, learn_sigma_noise=is_one, epochs=epochs)
-        rate = settling_rate(optimizer, 120)
-        OnlineTraining(
-            network, optimizer, batches, alone, scheduler=rate, curvature_loader=[own]
-        ).run()
-        assert_close(found.weight_decays(), alone.weight_decays(), rtol=1e-4, atol=0)
-        assert found.evidences == pytest.approx(alone.evidences, rel=1e-5)
-        numbers = (
-            list(map(float, learner.likelihood.numbers.values())) for learner in (found, alone)
-        )
-        assert next(numbers) == pytest.approx(next(numbers), rel=1e-4)
-    # Negative control: another seed is another network.
-    assert together[0].evidences != pytest.approx(together[1].evidences, rel=1e-2)
 
 
 def small_bench_curvature(patch):
