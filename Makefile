@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci uci-heteroscedastic update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison optimizer-defaults ranks-timing docs gpu
+.PHONY: train test test-slow test-lowest lint house bench bench-quick large-classes exactness presets out-of-distribution table2 clean weight-decay-study default-options learned-ranges suspicious-labels uci uci-heteroscedastic update-step-timing transformer-timing models graph-network-training vision-transformer-training optimizer-comparison ranks-timing docs gpu
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
 	$(BIN)/marglik train --config digits
@@ -104,12 +104,9 @@ graph-network-training: $(INSTALLED)  ## the paper's figure 3 on NCI1, K-FAC bes
 vision-transformer-training: $(INSTALLED)  ## the paper's figure 4 on CIFAR-10 (JPEG), K-FAC beside NAdamW: half an hour; resumes
 	$(BIN)/python -m experiments.optimizers.steps_to_target --study vision_transformer_training
 
-optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, SOAP and K-FAC with the same tuning; resumes
+optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, Muon, SOAP, Shampoo and K-FAC's defaults on five small problems: an hour; resumes
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.optimizers.steps_to_target --study optimizer_comparison
-
-optimizer-defaults: $(INSTALLED)  ## can K-FAC's defaults be trusted? five small problems, a quarter of an hour; resumes
-	$(BIN)/python -m experiments.optimizers.optimizer_defaults
+	$(BIN)/python -m experiments.optimizers.optimizer_comparison
 
 test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

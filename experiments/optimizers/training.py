@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.optim import SGD, AdamW, NAdam, Optimizer
+from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
+from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
 from marglik.data.batches import split_batches
 from marglik.data.splits import SplitName, Splits
@@ -33,14 +33,16 @@ __all__ = [
     "Problem",
     "Schedule",
     "Timing",
+    "Training",
     "best_candidate",
+    "measure",
     "quasi_random_search",
     "run",
     "run_timing",
     "settled_at",
 ]
 
-BaseName = Literal["nesterov", "adamw", "nadamw", "soap"]
+BaseName = Literal["nesterov", "adamw", "nadamw", "muon", "soap", "shampoo", "kfac"]
 Part = Literal["search", "seeds"]
 Row = dict[str, Any]
 
@@ -69,7 +71,7 @@ class Method:
     title: str
     base: BaseName
     kfac_approx: Mode | None = None
-    """Mode of K-FAC's preconditioner; None for no preconditioner."""
+    """Mode of K-FAC's preconditioner before this optimiser; None for no preconditioner."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the preconditioner, except its damping."""
     momentum: float = 0.9
@@ -231,12 +233,13 @@ class Training:
         torch.manual_seed(seed)
         self.model = problem.make_model(splits)
         self.loss = problem.loss or _loss(problem.likelihood)
-        self.method = method
-        self.peak_lr = candidate.lr
-        self.optimizer = _optimizer(
-            method, _groups(self.model, candidate.lr, problem.scalar_lr_factor), candidate.lr
-        )
-        self.scheduler = LambdaLR(self.optimizer, schedule.factor)
+        groups = _groups(self.model, candidate.lr, problem.scalar_lr_factor)
+        if method.base == "kfac":
+            self.optimizer: Optimizer = KFAC(
+                self.model, problem.likelihood, candidate.lr, params=groups, seed=seed
+            )
+        else:
+            self.optimizer = _optimizer(method, self.model, groups, candidate.lr)
         self.preconditioner = None
         if method.kfac_approx is not None:
             assert candidate.damping is not None
@@ -247,6 +250,8 @@ class Training:
                 kfac_approx=method.kfac_approx,
                 seed=seed,
             )
+        self.peak_lr = candidate.lr
+        self.scheduler = LambdaLR(self.optimizer, schedule.factor)
         loader = split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed)
         self.batches = _full_batches(loader, problem.batch_size)
 
@@ -261,9 +266,7 @@ class Training:
         loss = self.loss(self.model(x), y)
         loss.backward()
         if self.preconditioner is not None:
-            at_peak = self.preconditioner.options.norm_control == "peak_kl_clip"
-            now = self.optimizer.param_groups[0]["lr"]
-            self.preconditioner.step(lr=self.peak_lr if at_peak else now)
+            self.preconditioner.step(lr=self.peak_lr)
         self.optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # SOAP's first step has no update
@@ -296,20 +299,20 @@ def _curve(
             if not math.isfinite(mean):
                 raise FloatingPointError(f"The loss is {mean}.")
             losses.clear()
-            measured = _measure(problem, splits, training.model, "validation")
+            measured = measure(problem, splits, training.model, "validation")
             if not math.isfinite(measured["loss"]):
                 raise FloatingPointError(f"The validation loss is {measured['loss']}.")
             for key, value in {"step": step, "train loss": mean, **measured}.items():
                 found.setdefault(key, []).append(value)
     except FloatingPointError as error:
         diverged = f"step {step}: {error}"
-    test = None if diverged else _measure(problem, splits, training.model, "test")
+    test = None if diverged else measure(problem, splits, training.model, "test")
     # Processor seconds, measurements included: the cost of the study, not a comparison.
     seconds = time.process_time() - started
     return {**found, "test": test, "diverged": diverged, "processor_seconds": seconds}
 
 
-def _measure(
+def measure(
     problem: Problem, splits: Splits, model: nn.Module, split: SplitName
 ) -> dict[str, float]:
     """Mean loss (nats), and accuracy or average precision."""
@@ -373,7 +376,9 @@ def _groups(model: nn.Module, lr: float, scalar_lr_factor: float) -> list[dict[s
     return [{"params": params, "lr": lr * factor} for params, factor in rates if params]
 
 
-def _optimizer(method: Method, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+def _optimizer(
+    method: Method, model: nn.Module, groups: list[dict[str, Any]], lr: float
+) -> Optimizer:
     decay = method.weight_decay
     if method.base == "nesterov":
         return SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)
@@ -381,10 +386,87 @@ def _optimizer(method: Method, groups: list[dict[str, Any]], lr: float) -> Optim
         return AdamW(groups, lr, method.betas, weight_decay=decay)
     if method.base == "nadamw":
         return NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)
-    # Only this method needs it.
-    from pytorch_optimizer import SOAP  # pyright: ignore[reportMissingImports]
+    if method.base == "muon":
+        return MuonAndAdamW(model, groups, lr, method.betas, decay)
+    # Only these methods need it.
+    import pytorch_optimizer  # pyright: ignore[reportMissingImports]
 
-    return SOAP(groups, lr, method.betas, weight_decay=decay, precondition_frequency=10)
+    if method.base == "soap":
+        return pytorch_optimizer.SOAP(
+            groups, lr, method.betas, weight_decay=decay, precondition_frequency=10
+        )
+    # The norm of each layer's step is RMSProp's, as grafting in Anil et al. 2020 has it. The plain
+    # Shampoo of the library has no such norm, and sums its statistics without forgetting.
+    return pytorch_optimizer.ScalableShampoo(
+        groups,
+        lr,
+        method.betas,
+        moving_average_for_momentum=True,
+        weight_decay=decay,
+        decoupled_weight_decay=True,
+        start_preconditioning_step=10,
+        preconditioning_compute_steps=10,
+        graft_type=3,
+    )
+
+
+class MuonAndAdamW(Optimizer):
+    """torch's Muon for weight matrices, AdamW for the rest, as Muon's documentation asks for.
+
+    Embeddings, biases, norms and scalars belong to the rest. torch's Muon takes two axes alone, so
+    that a convolution's kernel (C_out, C_in, h, w) is the matrix (C_out, C_in h w), as in Jordan's
+    own code. With adjust_lr_fn="match_rms_adamw" one learning rate serves both.
+
+    Args:
+        model: the model.
+        groups: of its parameters, with their learning rates.
+        lr: the highest learning rate.
+        betas: AdamW's.
+        weight_decay: of both.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
+        embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        self._matrices = {  # parameter -> a matrix in the same memory
+            p: nn.Parameter(p.detach().flatten(1))
+            for group in groups
+            for p in group["params"]
+            if p.dim() > 1 and p not in embeddings
+        }
+        others = [
+            {**group, "params": [p for p in group["params"] if p not in self._matrices]}
+            for group in groups
+        ]
+        matrices = list(self._matrices.values())
+        self._muon = Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._adamw = AdamW(
+            [g for g in others if g["params"]], lr, betas, weight_decay=weight_decay
+        )
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+        self._muon.param_groups, self._adamw.param_groups = (
+            self.param_groups[:1],
+            self.param_groups[1:],
+        )
+        self._all = [p for group in groups for p in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the model's parameters."""
+        for p in self._all:
+            p.grad = None
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A step of each."""
+        for p, matrix in self._matrices.items():
+            matrix.grad = None if p.grad is None else p.grad.flatten(1)
+        self._muon.step()
+        self._adamw.step()
 
 
 # Time

@@ -35,7 +35,7 @@ from experiments.speed.contenders import (
 from experiments.studies import SHIPPED
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import CurvatureOptions, kronecker_factors
-from kfac_backend.optimizer import KFAC
+from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import KronLaplace, Posterior
 from marglik.data import Batches
 from marglik.models import GPT, VisionTransformer
@@ -88,7 +88,8 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     step = training_step(new(), x, y)
     found["training step"] = step
     model = new()
-    optimizer = KFAC(model, "classification", lr=1e-3, kfac_approx="reduce")
+    options = PreconditionerOptions(factor_every=10, update_every=10)
+    optimizer = KFAC(model, "classification", 1e-3, options=options, kfac_approx="reduce")
 
     def kfac_step() -> None:
         optimizer.zero_grad()

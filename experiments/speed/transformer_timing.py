@@ -110,9 +110,7 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, mode: Mode | None) -> Work:
     """A step of AdamW; with a mode, behind new factors and a new preconditioner."""
     preconditioner = None
     if mode is not None:
-        options = PreconditionerOptions(
-            factor_every=1, update_every=1, ema_decay=0.0, norm_control="none"
-        )
+        options = PreconditionerOptions(factor_every=1, update_every=1, ema_decay=0.0, kl_clip=None)
         preconditioner = KfacPreconditioner(
             model, "classification", options, kfac_approx=mode, fisher="mc"
         )

@@ -72,7 +72,7 @@ def marglik(
         factor_every=factor_every,
         update_every=update_every,
         ema_decay=0.0,
-        norm_control="none",
+        kl_clip=None,
     )
 
     def contender(model: nn.Module, x: Tensor, y: Tensor) -> Work:

@@ -119,7 +119,7 @@ def diverging(what: str, way_out: str = "") -> FloatingPointError:
     """
     return FloatingPointError(
         f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
-        f"warm the learning rate up, or set norm_control (kl_clip).{way_out}"
+        f"warm the learning rate up, or set kl_clip.{way_out}"
     )
 
 

@@ -65,7 +65,7 @@ class KfacPreconditioner:
     neither does `torch.compile` of the model that is given here, or of its parts: steps with new
     factors run as Python.
 
-    With a `torch.amp.GradScaler` the gradients may stay scaled if ``norm_control`` is "none";
+    With a `torch.amp.GradScaler` the gradients may stay scaled if ``kl_clip`` is None;
     otherwise call ``scaler.unscale_(optimizer)`` before. Use fisher="mc" with a scaler, since
     factors of "empirical" would be those of the scaled loss. In all cases pass
     error_if_nonfinite=False, as the scaler itself skips steps with such gradients.
@@ -200,8 +200,9 @@ class KfacPreconditioner:
         """Replace the gradients; once per step of the optimiser, before it.
 
         Args:
-            lr: the optimiser's learning rate, which norm_control="kl_clip" needs; for
-                "peak_kl_clip" the highest of its schedule, the same in all steps.
+            lr: the learning rate that ``kl_clip`` is for: the highest of the schedule, the same in
+                all steps. With the present one, steps would have the same length at every rate
+                while they are clipped, and a schedule no effect.
 
         Raises:
             RuntimeError: new factors are due, and no backward pass was seen.
@@ -209,10 +210,10 @@ class KfacPreconditioner:
             ValueError: no learning rate, though it is needed.
         """
         options = self.options
-        if options.norm_control != "none" and lr is None:
+        if options.kl_clip is not None and lr is None:
             raise ValueError(
-                f"norm_control={options.norm_control!r} needs the learning rate: step(lr=...), for "
-                "example optimizer.param_groups[0]['lr'], or the highest for 'peak_kl_clip'."
+                f"kl_clip={options.kl_clip} needs the learning rate, the highest of its schedule: "
+                "step(lr=...). Or pass kl_clip=None."
             )
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
@@ -353,22 +354,29 @@ class KfacPreconditioner:
                 F.lerp_(of_batch, share)
             del new[name]  # frees the batch's factors one by one
 
-    def _precondition(self, lr: float | None) -> None:
-        with_gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+    def check_gradients(self) -> None:
+        """Raise a FloatingPointError for gradients with NaN or infinity, if these are an error."""
         if self.error_if_nonfinite:
-            _check_finite(with_gradient)
-        clips = self.options.norm_control != "none"
+            _check_finite(self._with_gradient())
+
+    def _with_gradient(self) -> dict[str, Tensor]:
+        return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+
+    def _precondition(self, lr: float | None) -> None:
+        self.check_gradients()
+        with_gradient = self._with_gradient()
+        limit = self.options.kl_clip
         inner_products, preconditioned = [], []
         for name, inverse in self._inverses.items():
             if name in with_gradient:
                 g = with_gradient[name]
                 p = precondition(inverse, g)  # (F + λI)⁻¹ g
-                if clips:
+                if limit is not None:
                     inner_products.append((p * g).sum(dtype=torch.float32))
                 preconditioned.append(g.copy_(p))
         # One factor for all parameters, so that the direction of the step stays.
-        if inner_products and lr is not None:
-            nu = kl_clip_factor(torch.stack(inner_products), lr, self.options.limit)
+        if inner_products and lr is not None and limit is not None:
+            nu = kl_clip_factor(torch.stack(inner_products), lr, limit)
             torch._foreach_mul_(preconditioned, nu)
 
     def _tell_plain(self, exclude: Sequence[str]) -> None:

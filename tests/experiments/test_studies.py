@@ -14,7 +14,7 @@ from experiments import studies
 from experiments.augmentation import learned_ranges
 from experiments.exactness.networks import Config as Exactness
 from experiments.labels import suspicious_labels
-from experiments.optimizers import optimizer_defaults, steps_to_target
+from experiments.optimizers import optimizer_comparison, steps_to_target
 from experiments.optimizers.training import Method, Problem, Schedule
 from experiments.predictions import out_of_distribution
 from experiments.speed import (
@@ -49,8 +49,7 @@ TABLES = {
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "large_classes": ("speed.large_classes",),
     "learned_ranges": ("augmentation.learned_ranges",),
-    "optimizer_comparison": (TO_TARGET, "--study", "optimizer_comparison"),
-    "optimizer_defaults": ("optimizers.optimizer_defaults",),
+    "optimizer_comparison": ("optimizers.optimizer_comparison",),
     "out_of_distribution": ("predictions.out_of_distribution",),
     "presets": ("weight_decay.presets",),
     "ranks_timing": ("speed.ranks_timing",),
@@ -163,13 +162,22 @@ def small_out_of_distribution(patch):
     return [found], out_of_distribution.table
 
 
-def small_optimizer_defaults(patch):
-    patch.setattr(optimizer_defaults, "STEPS", 10)
-    patch.setattr(optimizer_defaults, "SEEDS", (1,))
-    patch.setitem(optimizer_defaults.SCHEDULES, "cosine", Schedule(10, 1))
-    found = optimizer_defaults.run_one(optimizer_defaults.Task("squares", "cosine", "clip"))
-    assert all(curve["loss"][-1] < curve["loss"][0] for curve in found["curves"])
-    return [found], optimizer_defaults.table
+def small_optimizer_comparison(patch):
+    patch.setitem(optimizer_comparison.STEPS, "autoencoder", 30)
+    patch.setattr(optimizer_comparison, "SEEDS", (1, 2))
+    for method in ("sgd", "muon", "kfac"):
+        patch.setitem(optimizer_comparison.RATES, method, (0.03, 100.0))
+    found = [
+        optimizer_comparison.run_one(optimizer_comparison.Task("autoencoder", method))
+        for method in ("sgd", "muon", "kfac")
+    ]
+    for result in found:
+        assert result["lr"] == 0.03 and result["search"]["100.0"] > result["search"]["0.03"]
+        assert all(curve["train loss"][-1] < curve["train loss"][0] for curve in result["curves"])
+    # K-FAC has its default rate, too.
+    assert {curve["lr"] for curve in found[-1]["curves"]} == {0.03, 0.1}
+    assert set(optimizer_comparison.figure(found)) == {"curves"}
+    return found, optimizer_comparison.table
 
 
 def small_table2(patch):
@@ -354,7 +362,7 @@ TINY = steps_to_target.Study(
         "sgd": Method("SGD", "nesterov"),
         "adamw": Method("AdamW", "nadamw"),
         "reduce": Method("K-FAC-reduce", "nesterov", "reduce", pace=0.75),
-        "diverges": Method("K-FAC, plain", "nesterov", "expand", {"norm_control": "none"}),
+        "diverges": Method("K-FAC, plain", "nesterov", "expand", {"kl_clip": None}),
     },
     {"tiny": Schedule(12, 2)},
     {"sgd": (1e-2, 1e-1), "adamw": (1e-3, 1e-2), "reduce": (1e-3, 1e-2), "diverges": (0.1, 1e4)},

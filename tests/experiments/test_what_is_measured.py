@@ -1,8 +1,6 @@
 """That the studies measure what they say: their own algebra against oracles."""
 
-import inspect
 import itertools
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -16,15 +14,12 @@ from torch.testing import assert_close
 from experiments.exactness import modes
 from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
-from experiments.optimizers import optimizer_defaults
 from experiments.optimizers.training import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
 from experiments.speed.update_step_timing import amortised
-from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
 from experiments.weight_decay import default_options, training, weight_decay_study
-from kfac_backend.optimizer import KFAC
 from marglik.cli import main as marglik
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
@@ -243,26 +238,6 @@ def test_amortised_is_the_mean_of_fifty_steps():
 def test_worse_than_no_decay_is_beyond_two_standard_errors():
     assert default_options.is_worse([0.2, 0.21, 0.22])
     assert not default_options.is_worse([0.2, -0.1, 0.1])
-
-
-def test_the_default_rate_is_the_best_of_the_committed_study():
-    """By the validation loss with kl_clip over that of tuned SGD or AdamW, in ten cases."""
-    study, losses = optimizer_defaults, {}
-    for path in (SHIPPED / "optimizer_defaults").glob("*.json"):
-        record = json.loads(path.read_text())
-        by_rate = {rate: of[0] for rate, of in study._losses(record).items()}
-        config = record["config"]
-        losses[config["problem"], record["schedule"], config["method"]] = by_rate
-    ratios = {rate: [] for rate in study.KFAC_RATES}
-    for problem, schedule in itertools.product(study.PROBLEMS, study.SCHEDULES):
-        tuned = [min(losses[problem, schedule, method].values()) for method in study.RATES]
-        for rate, loss in losses[problem, schedule, "clip"].items():
-            ratios[rate].append(loss / min(tuned))
-    means = {rate: statistics.geometric_mean(of) for rate, of in ratios.items()}
-    default = inspect.signature(KFAC).parameters["lr"].default
-    assert default == min(means, key=means.__getitem__) and len(ratios[default]) == 10
-    found = [f"{x:.2f}" for rate in (default, 0.1) for x in (means[rate], max(ratios[rate]))]
-    assert found == ["0.94", "1.49", "0.99", "2.26"]  # as the docstring of `KFAC` says
 
 
 # Table 2

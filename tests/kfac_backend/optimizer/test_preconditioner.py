@@ -18,7 +18,7 @@ from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.random_numbers import error, normal
 
 LAMBDA = 0.03
-EVERY = {"factor_every": 1, "update_every": 1, "norm_control": "none"}
+EVERY = {"factor_every": 1, "update_every": 1, "kl_clip": None}
 
 
 def preconditioner(model, likelihood="classification", *, exclude=(), **options):
@@ -162,11 +162,11 @@ def test_damping_by_parameter_holds_from_the_next_update_on():
 def test_kl_clip_needs_and_takes_the_learning_rate():
     """η² Σ⟨p̂, g⟩ ≤ κ afterwards, and the direction is that without."""
     steps = []
-    for control in ("none", "kl_clip"):
+    for limit in (None, 1e-4):
         model, (x, y) = network(), data()
-        conditioner = preconditioner(model, norm_control=control, norm_limit=1e-4)
+        conditioner = preconditioner(model, kl_clip=limit)
         loss = F.cross_entropy(model(x), y)
-        if control == "kl_clip":
+        if limit is not None:
             with pytest.raises(ValueError, match=r"step\(lr=...\)"):
                 conditioner.step()
         steps.append(preconditioned(model, conditioner, loss))
@@ -176,8 +176,6 @@ def test_kl_clip_needs_and_takes_the_learning_rate():
     assert nu < 1
     for name in g:
         assert_close(clipped[name], nu * free[name], rtol=1e-5, atol=1e-9)
-    assert PreconditionerOptions().limit == 0.001
-    assert PreconditionerOptions(norm_control="peak_kl_clip").limit == 0.01
 
 
 def test_parameters_without_a_rule_keep_their_gradients_and_are_named_once():
@@ -263,8 +261,7 @@ def test_autocast_trains_with_float32_factors():
         ("damping_on", "both", "'factors', 'product'"),
         ("factor_every", 0, "factor_every must be an integer of at least 1, not 0"),
         ("ema_decay", 1.0, r"ema_decay must be in \[0, 1\), not 1.0"),
-        ("norm_control", "clip", "'none', 'kl_clip', 'peak_kl_clip'"),
-        ("norm_limit", -1.0, "norm_limit must be positive"),
+        ("kl_clip", -1.0, "kl_clip must be positive"),
     ],
 )
 def test_options_that_are_not_supported(option, value, message):

@@ -164,7 +164,7 @@ def assert_equal(found, expected):
 def test_resumes_with_parameters_that_turn_out_to_have_no_block():
     """Their names are in `names` until the first batch, and in no state's blocks."""
     model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
-    options = PreconditionerOptions(**OPTIONS, norm_control="none")
+    options = PreconditionerOptions(**OPTIONS, kl_clip=None)
     state = None
     for _ in range(2):
         preconditioner = KfacPreconditioner(model, "classification", options)

@@ -214,9 +214,7 @@ def test_kfac_takes_natural_gradient_steps_on_the_posterior(likelihood, sigma):
     with pytest.warns(UserWarning, match="No K-FAC rule for unused"):
         optimizer = KFAC(
             model, likelihood, LR, momentum=0.0, fisher="exact",
-            options=PreconditionerOptions(
-                damping=0.02, damping_on="product", norm_control="none"
-            ),
+            options=PreconditionerOptions(damping=0.02, damping_on="product", kl_clip=None),
         )  # fmt: skip
     training(likelihood, model, optimizer, sigma=sigma).train_epoch()
     for delta, (name, p) in zip(DELTA.tolist(), parameters.items(), strict=True):
