@@ -121,7 +121,7 @@ def _resnet(_: Splits) -> nn.Module:
     )
 
 
-PROBLEMS = {
+PROBLEMS: Mapping[str, Problem] = {
     "autoencoder": Problem(
         "autoencoder of digits", _autoencoded, _autoencoder, "regression", 100, loss=_squares
     ),
@@ -144,7 +144,7 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 
-METHODS = {
+METHODS: Mapping[str, Method] = {
     "sgd": Method("SGD, Nesterov", "nesterov"),
     "adamw": Method("AdamW", "adamw"),
     "muon": Method("Muon, AdamW for the rest", "muon"),
@@ -154,7 +154,9 @@ METHODS = {
 }
 
 
-RATES = dict.fromkeys(("adamw", "muon", "soap", "shampoo"), (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1))
+RATES: dict[str, tuple[float, ...]] = dict.fromkeys(
+    ("adamw", "muon", "soap", "shampoo"), (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)
+)
 RATES |= dict.fromkeys(("sgd", "kfac"), (3e-3, 0.01, 0.03, 0.1, 0.3, 1.0))
 STEPS = {"autoencoder": 300, "transformer": 200, "resnet": 160, "gpt": 160, "wrn": 100}
 DEFAULT_RATE: float = inspect.signature(KFAC).parameters["lr"].default
@@ -275,20 +277,20 @@ def figure(found: Sequence[Row]) -> Mapping[str, Figure]:
     for column, (problem, own) in enumerate(PROBLEMS.items()):
         above, below = axes[:, column]
         times = _seconds(found, problem)
-        for number, (title, curves) in enumerate(_by_row(found, problem).items()):
+        for title, curves in _by_row(found, problem).items():
             whole = [curve["train loss"] for curve in curves if "diverged" not in curve]
             if not whole:
                 continue
             mean = torch.tensor(whole).mean(0)
             steps = AVERAGED * torch.arange(1, len(mean) + 1)
-            style = {"color": f"C{number}", "lw": 1.2, "ls": "-", "label": title}
+            style = {"color": f"C{ROWS.index(title)}", "lw": 1.2, "ls": "-", "label": title}
             if title.startswith("K-FAC"):
                 style |= {"color": "black", "lw": 2, "ls": "--" if title == UNTUNED else "-"}
             above.plot(steps, mean, **style)
             if times:
                 method = next(m for m, of in METHODS.items() if title.startswith(of.title))
                 below.plot(steps * times[method], mean, **style)
-        above.set(title=own.title.replace(", ", ",\n"), xlabel="step")
+        above.set(title=own.title.replace(", ", ",\n", 1), xlabel="step")
         below.set(xlabel="processor seconds")
         for axis in (above, below):
             axis.set_yscale("log")
