@@ -166,13 +166,13 @@ def small_optimizer_comparison(patch):
     patch.setitem(optimizer_comparison.STEPS, "autoencoder", 30)
     patch.setattr(optimizer_comparison, "SEEDS", (1, 2))
     for method in ("sgd", "muon", "kfac"):
-        patch.setitem(optimizer_comparison.RATES, method, (0.03, 100.0))
+        patch.setitem(optimizer_comparison.RATES, method, (1e-4, 0.03))
     found = [
         optimizer_comparison.run_one(optimizer_comparison.Task("autoencoder", method))
         for method in ("sgd", "muon", "kfac")
     ]
     for result in found:
-        assert result["lr"] == 0.03 and result["search"]["100.0"] > result["search"]["0.03"]
+        assert result["lr"] == 0.03 and result["search"]["0.0001"] > result["search"]["0.03"]
         assert all(curve["train loss"][-1] < curve["train loss"][0] for curve in result["curves"])
     # K-FAC has its default rate, too.
     assert {curve["lr"] for curve in found[-1]["curves"]} == {0.03, 0.1}
