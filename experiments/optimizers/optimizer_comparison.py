@@ -277,6 +277,7 @@ def figure(found: Sequence[Row]) -> Mapping[str, Figure]:
     for column, (problem, own) in enumerate(PROBLEMS.items()):
         above, below = axes[:, column]
         times = _seconds(found, problem)
+        below.set_visible(bool(times))
         for title, curves in _by_row(found, problem).items():
             whole = [curve["train loss"] for curve in curves if "diverged" not in curve]
             if not whole:
