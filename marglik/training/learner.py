@@ -450,11 +450,12 @@ class PriorLearner:
                 for name, decay in zip(self._named, self._decays, strict=True)
             ]
         decays = torch.tensor(self._decays, dtype=torch.float64)
-        self._course[self._epoch] = (
-            weight_decay_to_precision(decays, self.num_data, self.temperature),
-            self.hyperparameters.sigma_noise,
-            str(self.likelihood),
-        )
+        delta = weight_decay_to_precision(decays, self.num_data, self.temperature)
+        sigma, likelihood = self.hyperparameters.sigma_noise, str(self.likelihood)
+        for last in [*self._course.values()][-1:]:
+            if torch.equal(last[0], delta) and last[1:] == (sigma, likelihood):
+                return  # a resume sets what was set before
+        self._course[self._epoch] = (delta, sigma, likelihood)
 
     def _raise_start(self) -> None:
         """Raise decays that begin at the default, where the network could fit wrong labels.

@@ -201,7 +201,7 @@ def test_the_ensemble_is_a_mixture_and_metrics_are_in_the_targets_units():
 
     mean, variance = torch.tensor([[0.5], [1.0]]).double(), torch.tensor([[0.25], [1.0]]).double()
     y = torch.tensor([[0.0], [2.0]]).double()
-    metrics = uci._metrics(uci.Gaussian(mean, variance, 1.0, 1), Splits(), y)
+    metrics = uci.metrics_of(uci.Gaussian(mean, variance, 1.0, 1), Splits(), y)
     densities = [
         statistics.NormalDist(30 + 4 * m, 4 * v**0.5).pdf(30 + 4 * t)
         for m, v, t in ((0.5, 0.25, 0.0), (1.0, 1.0, 2.0))
