@@ -35,8 +35,6 @@ tried without: five of concrete -0.065 ± 0.050, five of red wine +0.008 ± 0.01
 evidence is below that of one noise (by 0.05 to 0.15 nats per example in each split): the weights of
 the means and of the small k's u share one prior precision, which suits the latter.
 
-No results come with the project yet.
-
 ``make uci-heteroscedastic`` runs the sets that are missing.
 """
 

@@ -186,7 +186,10 @@ def _root(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
     # and a QR decomposition cannot fail by rounding.
     values, Q, _ = eigh(F, name)
     root = (values + of_diagonal).sqrt()[..., None] * Q.mT
-    return torch.linalg.qr(root, mode="r").R.mT.contiguous()
+    L = torch.linalg.qr(root, mode="r").R.mT.contiguous()
+    if not L.diagonal(dim1=-2, dim2=-1).all():  # F is so large that the damping is lost beside it
+        raise diverging(f"The inverse of {name}")
+    return L
 
 
 def _inverse(L: Tensor) -> Tensor:
