@@ -59,6 +59,7 @@ TABLES = {
     "table2/scaled": ("table2.marglik_cifar10",),
     "transformer_timing": ("speed.transformer_timing",),
     "uci": ("uci.regression",),
+    "uci_heteroscedastic": ("uci.heteroscedastic",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
     "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
     "vision_transformer_training": (TO_TARGET, "--study", "vision_transformer_training"),

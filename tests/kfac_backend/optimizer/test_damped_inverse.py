@@ -104,6 +104,14 @@ def test_what_is_not_finite_is_named():
         damped_inverse(KroneckerBlock("conv1.weight", B, A * torch.nan), LAMBDA, "factors")
 
 
+def test_a_factor_beside_which_the_damping_is_lost_is_named():
+    """As where a training diverges: a raw error of torch's Cholesky inverse before."""
+    F = torch.ones(3, 3)
+    damped_inverse(KroneckerBlock("b", 1e10 * F), 1e-2, "factors")  # negative control
+    with pytest.raises(FloatingPointError, match=r"b, B is not finite.*learning rate"):
+        damped_inverse(KroneckerBlock("b", 1e30 * F), 1e-2, "factors")
+
+
 def test_half_precision_gradients_keep_their_dtype_and_shape():
     inverse = damped_inverse(
         KroneckerBlock("w", *(F.float() for F in BLOCKS["weight"])), 1, "factors"
