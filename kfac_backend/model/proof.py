@@ -216,7 +216,7 @@ class Proof:
                 if not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
-                from kfac_backend.model.following import follow
+                from kfac_backend.model.operations import follow
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
