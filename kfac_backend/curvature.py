@@ -24,6 +24,7 @@ from kfac_backend.block_assembly import (
     check_memory,
     collect_sums,
     make_rules,
+    tie,
 )
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
@@ -66,7 +67,6 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, ass
 from kfac_backend.options import (
     CurvatureOptions,
     KfacApprox,
-    Mode,
     modes_of_layers,
 )
 from kfac_backend.precision import (
@@ -202,8 +202,7 @@ class CurvaturePass:
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
-        device = next(model.parameters()).device
-        check_memory(self._proof.assignment, self._modes(kfac_approx), self._options, device)
+        check_memory(self._rules_in(kfac_approx), next(model.parameters()).device)
         self.reset()
 
     def factors_of(
@@ -275,12 +274,8 @@ class CurvaturePass:
                 fitting = self._fitting_size(x, y)
                 raise out_of_memory(self._model, self._device, len(y), fitting)
             if self._late.is_time():
-                self._read_checks()
+                self._late.read(self._model, self._check_targets)
         self._failed = False
-
-    def _read_checks(self) -> None:
-        """Raise the error of a batch that was added since the last call, if any; see `_add`."""
-        self._late.read(self._model, self._check_targets)
 
     def _check_targets(self, f: Tensor, y: Tensor) -> None:
         check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
@@ -417,7 +412,7 @@ class CurvaturePass:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
         # If a check or the sum over ranks fails now, the pass must be reset.
         self._failed = bool(self._num_data)
-        self._read_checks()
+        self._late.read(self._model, self._check_targets)
         if self._kfac_approx == "auto":
             self._decide_mode()
         sums = PassSums(
@@ -449,12 +444,14 @@ class CurvaturePass:
         return self._proof.plan.part_size
 
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        return make_rules(self._proof.assignment, self._modes(self._kfac_approx), self._options)
+        rules = self._rules_in(self._kfac_approx)
+        tie(rules)
+        return rules
 
-    def _modes(self, kfac_approx: KfacApprox) -> dict[str, Mode]:
-        """Each layer's mode."""
-        assert kfac_approx != "auto"
-        return modes_of_layers(kfac_approx, [t.name for t in self._proof.assignment.layers])
+    def _rules_in(self, kfac_approx: KfacApprox) -> dict[TrackedLayer, Rule]:
+        assignment = self._proof.assignment
+        modes = modes_of_layers(kfac_approx, [t.name for t in assignment.layers])
+        return make_rules(assignment, modes, self._options)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)

@@ -294,15 +294,9 @@ def uncompiled() -> AbstractContextManager[None]:
     Otherwise torch would compile it anew for each pass's hooks, up to a limit, and then warn.
     """
     # Nothing can have been compiled unless this module is loaded, and loading it takes seconds.
-    return _eager.held() if "torch._dynamo" in sys.modules else nullcontext()
-
-
-_eager: Setting[Any] = Setting(
-    # set_stance takes effect when it is called, and returns an object that restores the former one.
-    lambda: torch.compiler.set_stance("force_eager"),
-    lambda stance: stance and stance.__exit__(None, None, None),
-    None,
-)
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def plain_attention() -> AbstractContextManager[object]:
