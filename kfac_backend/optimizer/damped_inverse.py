@@ -11,16 +11,16 @@ Source: Martens & Grosse 2015 (arXiv:1503.05671), sections 6.2 and 6.3; Eschenha
 (arXiv:2311.00636), appendix on the practical choices.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.eigen import eigh
-from kfac_backend.optimizer.options import DampingOn
 
 __all__ = [
+    "DampingOn",
     "Inverse",
     "damped_inverse",
     "diverging",
@@ -28,6 +28,8 @@ __all__ = [
     "kl_clip_factor",
     "precondition",
 ]
+
+DampingOn = Literal["factors", "product"]
 
 Inverse: TypeAlias = dict[str, Tensor]
 """(F + damping)⁻¹ as tensors by name; those of A are missing for a block without A.

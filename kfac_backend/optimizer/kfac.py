@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_backend.model.checks import check_module
-from kfac_backend.optimizer.options import PreconditionerOptions
-from kfac_backend.optimizer.preconditioner import KfacPreconditioner
+from kfac_backend.optimizer.preconditioner import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import check_option
 
 __all__ = ["KFAC", "BaseOptimizer"]
