@@ -94,8 +94,7 @@ def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:
 def nearest_modes(of_ranks: Sequence[Mapping[str, Float[Tensor, "3"]]]) -> KfacApprox:
     """The mode that is nearer to the exact trace, as a ratio; reduce for layers without a trace.
 
-    Args:
-        of_ranks: the traces of each rank's examples.
+    The traces are those of each rank's examples.
     """
     names = dict.fromkeys(name for traces in of_ranks for name in traces)
     expand: dict[str, Mode] = {}

@@ -212,8 +212,7 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     The result has no number of terms, since it cannot be added to that of another pass: the nearest
     product of a sum is not the sum of the nearest products.
 
-    Args:
-        blocks: blocks of the same tensor; a factor may be a diagonal, (V, 1, 1).
+    A factor of a block may be a diagonal, (V, 1, 1).
     """
     blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
     if len(blocks) == 1:

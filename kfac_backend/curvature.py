@@ -156,13 +156,7 @@ def kronecker_factors(
 class CurvaturePass:
     """Sums over batches, scaled at the end; the parameters must not change between its batches.
 
-    Args:
-        model: see `kronecker_factors`.
-        likelihood: of the targets.
-        options: all choices of the pass.
-        generator: source of fisher="mc"'s labels, on the model's device.
-        process_group: the ranks that have a shard of the data each, see `kronecker_factors`.
-        keywords: single options, in place of those of ``options``.
+    Arguments are those of `kronecker_factors`.
 
     Raises:
         ValueError: options that are not for the likelihood, the device or the model's layers.

@@ -89,11 +89,7 @@ class CorrectionPass(CurvaturePass):
     time that gradients are squared. If the gradients of all vectors take too much memory, later
     batches are split into smaller parts.
 
-    Args:
-        factors: see `corrected_factors`, as for the others.
-        model: the model.
-        options: those of the first pass.
-        others: ``generator`` and ``process_group``.
+    Arguments are those of `corrected_factors`.
     """
 
     _keeps_inputs = True

@@ -95,14 +95,7 @@ def factor_gradients(
 class FactorGradientPass(CurvaturePass):
     """Differentiates Σ ⟨G, x xᵀ⟩ over all rows x that a `CurvaturePass` would sum up.
 
-    Args:
-        factors: see `factor_gradients`, as for the others.
-        model: the model.
-        tensors: what to differentiate in.
-        of_factors: ∂F/∂B and ∂F/∂A.
-        of_loss: c.
-        options: those of the factors by default.
-        others: ``generator`` and ``process_group``.
+    Arguments are those of `factor_gradients`.
     """
 
     _differentiable = True

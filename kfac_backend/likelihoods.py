@@ -146,10 +146,7 @@ class Likelihood(str):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless the targets fit outputs (N, ..., C).
 
-        Args:
-            f: outputs.
-            y: targets.
-            may_ignore: whether labels may be `IGNORED`; otherwise that label is out of range.
+        With ``may_ignore`` labels may be `IGNORED`; otherwise that label is out of range.
 
         Raises:
             TypeError: targets of a wrong dtype.

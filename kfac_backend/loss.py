@@ -54,11 +54,7 @@ def num_counted_terms(
 def check_targets(f: object, y: object, likelihood: str, *, may_ignore: bool = False) -> None:
     """Raise an error unless the targets y fit the outputs f.
 
-    Args:
-        f: outputs (N, ..., C).
-        y: targets.
-        likelihood: of the targets.
-        may_ignore: whether labels may be `IGNORED`; otherwise that label is out of range.
+    With ``may_ignore`` labels may be `IGNORED`; otherwise that label is out of range.
 
     Raises:
         TypeError: outputs or targets of a wrong type or dtype.

@@ -255,10 +255,6 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
 def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:
     """Each layer's mode; the first pattern that fits its name counts.
 
-    Args:
-        kfac_approx: anything but "auto", which the first batch decides.
-        names: layers' names in the model.
-
     Raises:
         ValueError: a layer that no pattern fits, a pattern that fits no layer.
     """

@@ -27,13 +27,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A setting of the process that some work needs at one value.
-
-    Args:
-        read: returns the present value.
-        write: sets it.
-        value: the value to hold.
-    """
+    """A setting of the process that some work needs at one value."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
         self._read, self._write, self._value = read, write, value

@@ -70,9 +70,7 @@ class Ranks:
     def gather(self, value: Any, what: str) -> list[Any]:
         """The values of all ranks, ordered by rank; collective.
 
-        Args:
-            value: anything that can be pickled; small, as it is sent to all.
-            what: the work that is being done, for errors.
+        The value can be pickled and is small, as it is sent to all.
         """
         if self.size == 1:
             return [value]
@@ -84,19 +82,14 @@ class Ranks:
     def agree(self, value: Mapping[str, Any], what: str) -> None:
         """Raise a `RankError` on all ranks unless all give the same; collective.
 
-        Args:
-            value: what must be the same, by the names that the error gives them.
-            what: the work that is being done, for errors.
+        The error names what differs by the mapping's keys.
         """
         _check_same(self.gather(dict(value), what), what)
 
     def sum_(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace each tensor by its sum over all ranks, the same to the bit on each; collective.
 
-        Args:
-            tensors: of the same shapes and dtypes on all ranks. One that comes twice is summed
-                once.
-            what: the work that is being done, for errors.
+        One that comes twice is summed once.
         """
         group, once = self._group, {id(tensor): tensor for tensor in tensors}.values()
         if self.size > 1:

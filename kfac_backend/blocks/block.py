@@ -224,13 +224,7 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
 def _solved(
     blocks: list[KroneckerBlock], ranks: Ranks | None, *, vectors: bool
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each factor of each block, its eigenvalues, with eigenvectors or how many were clipped.
-
-    Args:
-        blocks: the blocks.
-        ranks: the ranks that share the work; None: this process alone.
-        vectors: whether to compute eigenvectors.
-    """
+    """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
 
     def solve(key: object) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,7 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
 
     Eigenvalues alone in float64 cost about as much as eigenvectors in float32.
 
-    Args:
-        matrix: symmetric positive semi-definite up to rounding.
-        name: its name for errors.
+    The matrix is symmetric positive semi-definite up to rounding.
 
     Raises:
         ValueError: a matrix that is not finite.

@@ -180,10 +180,6 @@ class KroneckerFactors:
     ) -> "KroneckerFactors":
         """The factors that `state_dict` returned.
 
-        Args:
-            state: the state.
-            source: its name for errors.
-
         Raises:
             ValueError: not such a state, or one of another format version.
         """

@@ -124,10 +124,7 @@ def bases(
     They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
     tokens.
 
-    Args:
-        block: a block with two factors.
-        spectrum: a number for each of its eigenvectors, as `EigenBlock.spectrum` returns them.
-        transposed: whether the parameter is stored inputs first, (d_in, d_out).
+    A ``transposed`` parameter is stored inputs first, (d_in, d_out).
     """
     Q_B, Q_A = _grouped(block.Q_B), _grouped(block.Q_A)
     if Q_B.shape[-1] == 1 and Q_B.shape[0] > Q_A.shape[0]:

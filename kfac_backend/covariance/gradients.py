@@ -70,12 +70,7 @@ class ParameterGradients(NamedTuple):
 
 
 class LayerGradients:
-    """Collects the uses of layers, parameter by parameter.
-
-    Args:
-        assignment: the layers.
-        spectra: parameter name -> its block's eigenvectors, and a number for each of them.
-    """
+    """Collects the uses of layers, parameter by parameter."""
 
     def __init__(
         self, assignment: RuleAssignment, spectra: Mapping[str, tuple[EigenBlock, Tensor]]
@@ -85,7 +80,7 @@ class LayerGradients:
             for tracked in assignment.all
         }
         self.spectra = spectra
-        """As given."""
+        """Parameter name -> its block's eigenvectors, and a number for each of them."""
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}
 

@@ -218,10 +218,7 @@ class OwnParameter(nn.Module):
 
     It is never run. Its rule receives gradients in the copies of the parameter.
 
-    Args:
-        module: the module that has the parameter.
-        name: the parameter's name there.
-        view: the shape, beginning with 1, as which it is broadcast.
+    ``view`` is the shape, beginning with 1, as which it is broadcast.
     """
 
     def __init__(self, module: nn.Module, name: str, view: tuple[int, ...]) -> None:

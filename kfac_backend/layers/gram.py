@@ -261,11 +261,7 @@ def add_waiting(grams: Iterable[Gram]) -> None:
 
 
 class FactorSum:
-    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses.
-
-    Args:
-        gram: sums up the outer products.
-    """
+    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses."""
 
     def __init__(self, gram: Gram) -> None:
         self.gram = gram

@@ -57,13 +57,7 @@ Entries = range | tuple[int, ...]
 
 
 class PatchGram(Gram):
-    """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`.
-
-    Args:
-        weight: of the layer, (rows, columns per group, *kernel).
-        kernel_size: of each axis.
-        groups: G, of channels.
-    """
+    """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`."""
 
     def __init__(self, weight: Tensor, kernel_size: tuple[int, ...], groups: int = 1) -> None:
         super().__init__(weight, groups, weight[0].numel())

@@ -63,12 +63,6 @@ def each_batch(
 
     The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
     DataLoader would start its workers twice and draw more seeds.
-
-    Args:
-        loader: the batches.
-        description: what the bar says.
-        progress: whether to show it.
-        unit: what it counts.
     """
     try:
         total = len(loader)  # pyright: ignore[reportArgumentType]
@@ -262,10 +256,6 @@ class Targets:
       loss from labels, the loss must equal ours, either with these labels or with shifted ones. As
       in these models, a label of -100 then does not count.
     - A position that a mapping's mask hides is no target and predicts none.
-
-    Args:
-        likelihood: of the targets.
-        options: how batches give their targets.
 
     Raises:
         ValueError: options that are not for the likelihood.

@@ -78,12 +78,6 @@ def call_with(
     Where the output has ``logits``, these are returned. Nothing is written into the model's own
     parameters.
 
-    Args:
-        model: the model.
-        parameters: name -> value, for some of its parameters.
-        x: the input.
-        keywords: further arguments of the forward.
-
     Raises:
         TypeError: an output that is not a tensor of real numbers.
     """
@@ -332,11 +326,8 @@ class DtypesInUse(TorchFunctionMode):
 def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
     """Whether ‖should − does‖ ≤ tolerance · ‖should‖; also True if NaN or infinity is expected.
 
-    Args:
-        should: the tensor as expected.
-        does: the other; its dtype has a tolerance.
-        tolerance: that of a coarser dtype in which they were computed, see `DtypesInUse`; the
-            larger of both counts.
+    ``tolerance`` is that of a coarser dtype in which they were computed (`DtypesInUse`). It or
+    that of ``does`` counts, whichever is larger.
     """
     if should.shape != does.shape:
         return False

@@ -198,13 +198,7 @@ class Capture:
     def backward(
         self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
     ) -> None:
-        """Propagate each vector (in the shape of f) back from f.
-
-        Args:
-            f: what `forward` returned.
-            vectors: the vectors.
-            on_vector_end: called after each.
-        """
+        """Propagate each vector (in the shape of f) back from f."""
         self._runs_backward = True
         self.listen()
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
@@ -560,12 +554,7 @@ def unknown_examples(
 ) -> NotImplementedError:
     """The error for a layer with rows of which it is not known to which of N examples they belong.
 
-    Args:
-        tracked: the layer.
-        rows: how many rows it got.
-        N: examples.
-        needed_by: what needs to know, with its verb, such as "its block needs".
-        what: what N counts.
+    ``needed_by`` says what needs to know, with its verb: "its block needs".
     """
     return NotImplementedError(
         f"Layer {tracked} got {rows} rows in a batch of {N} {what}; {needed_by} each example's "

@@ -70,9 +70,7 @@ def check_module(model: object) -> None:
 def check_batch_norm(model: nn.Module, way_out: str = "") -> None:
     """Raise a ValueError if a BatchNorm of the model mixes the examples of a batch.
 
-    Args:
-        model: the model.
-        way_out: another one than eval mode, for the error.
+    The error names ``way_out`` beside eval mode.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -172,9 +170,7 @@ class LateChecks:
     def read(self, model: nn.Module, check: Callable[[Tensor, Tensor], None]) -> None:
         """Raise the error of a part that was seen, if any.
 
-        Args:
-            model: the model.
-            check: raises an error unless targets fit outputs, whose shape alone counts.
+        ``check`` raises an error unless targets fit outputs, whose shape alone counts.
         """
         seen, self._targets = self._targets, []
         if not seen:
@@ -233,11 +229,7 @@ def out_of_memory(
 ) -> torch.OutOfMemoryError:
     """The error for a batch that does not fit.
 
-    Args:
-        model: the model.
-        device: where it ran.
-        batch_size: examples of the batch.
-        fitting: a number of examples that was tried and fits; None if not even one does.
+    ``fitting`` is a number of examples that was tried and fits; None if not even one does.
     """
     where = f"Out of memory on {device} in a curvature pass with batches of {batch_size} examples."
     if fitting is not None:

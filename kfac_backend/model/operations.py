@@ -257,10 +257,8 @@ class Follower(TorchFunctionMode):
     def _met(self, call: Call, axis: int) -> Any:
         """The operation with a copy of each expression for each row of its output.
 
-        Args:
-            call: the operation.
-            axis: the output's axis of rows, counted from the end, since broadcasting aligns the
-                last axes.
+        ``axis`` is the output's axis of rows, counted from the end, since broadcasting
+        aligns the last axes.
         """
         # The rows are as many as the other tensor has there. An expression has one entry there, or
         # no such axis, so that its copies take that place, aligned as broadcasting would.
@@ -500,10 +498,7 @@ class Trial(Follower):
     Where an operation is refused, the run goes on with its plain result: all parameters that cannot
     be followed are found in one run.
 
-    Args:
-        args: as of `Follower`.
-        seen: what `Shapes` saw.
-        places: name -> the module that has the parameter, and its name there.
+    ``seen`` is what `Shapes` saw; ``places`` has each parameter's module and its name there.
     """
 
     def __init__(
@@ -555,10 +550,7 @@ class Trial(Follower):
     def _way(self, call: Call, outputs: list[Tensor], time: int) -> Any:
         """What the operation is, see `Way`: "computed", an axis, or a layer.
 
-        Args:
-            call: the operation.
-            outputs: its results for two examples.
-            time: how often the same operation ran before in this forward pass.
+        ``time`` is how often the same operation ran before in this forward pass.
 
         Raises:
             Refused: it cannot be followed.
@@ -739,10 +731,7 @@ def _aligned(rows: Tensor, axis: int) -> Tensor:
 def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
     """Whether a tensor is the parameter: the same memory, with its entries in the same order.
 
-    Args:
-        value: a tensor.
-        parameter: the parameter.
-        in_shape: whether the shape must agree, too; otherwise a contiguous view is enough.
+    Unless ``in_shape``, a contiguous view of another shape is one, too.
     """
     if value.data_ptr() != parameter.data_ptr() or value.dtype != parameter.dtype:
         return False

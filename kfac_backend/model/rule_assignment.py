@@ -331,9 +331,7 @@ def _own_parameter(
 def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssignment:
     """The assignment of the parameters that have a block; the others are constants.
 
-    Args:
-        model: the model.
-        sizes: parameter name -> entries of its block.
+    ``sizes`` has the number of entries of each block, by its parameter's name.
 
     Raises:
         ValueError: no block at all, or a block of a parameter that the model lacks, that has

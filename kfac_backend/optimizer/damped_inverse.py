@@ -113,12 +113,7 @@ def precondition(inverse: Inverse, G: Tensor) -> Tensor:
 
 
 def diverging(what: str, way_out: str = "") -> FloatingPointError:
-    """The error for something that is not finite in a step of training.
-
-    Args:
-        what: its name, at the beginning of a sentence.
-        way_out: a sentence to append, after a space.
-    """
+    """The error for something that is not finite in a step of training."""
     return FloatingPointError(
         f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
         f"warm the learning rate up, or set kl_clip.{way_out}"
@@ -169,10 +164,7 @@ def _times(B: Tensor, V: Tensor, A: Tensor | None) -> Tensor:
 def _root(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
     """Lower triangular L with L Lᵀ = F + damping I, batched over leading axes.
 
-    Args:
-        F: a factor.
-        damping: one for all groups, or (G, 1, 1).
-        name: what to call the factor in an error.
+    There is one damping for all groups, or (G, 1, 1).
     """
     damping = torch.as_tensor(damping, dtype=F.dtype, device=F.device)
     if F.shape[-1] == 1:

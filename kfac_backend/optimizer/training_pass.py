@@ -67,17 +67,12 @@ class TrainingPass(CurvaturePass):
     Parameters without a rule, and those whose uses no hook sees, are left out; they train with
     their plain gradients. A layer whose rows belong to unknown examples is an error.
 
-    Args:
-        model: the model that is trained. BatchNorm may be in train mode, except with
-            fisher="exact": vectors then go back through the batch's statistics, as the training's
-            gradients do. A row n of a layer acts on the outputs m of all examples, and the factors
-            are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
-        likelihood: of the loss.
-        options: all choices of the pass.
-        generator: source of fisher="mc"'s labels, on the model's device.
-        left_out: names of parameters that need no block.
-        mean_over: what the loss is a mean over.
-        process_group: the ranks that have a part of each step's data, see `kronecker_factors`.
+    Arguments are those of `KfacPreconditioner`; ``left_out`` has the parameters that need no
+    block.
+
+    BatchNorm may be in train mode, except with fisher="exact": vectors then go back through the
+    batch's statistics, as the training's gradients do. A row n of a layer acts on the outputs m
+    of all examples, and the factors are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
 
     Raises:
         ValueError: options that are not for the likelihood, the device, the model's layers, or
@@ -199,10 +194,8 @@ class TrainingPass(CurvaturePass):
     def _show(self, x: Any, stack: ExitStack) -> None:
         """Prove the model on x, and enter the contexts that the forward pass runs in.
 
-        Args:
-            x: the model's input.
-            stack: it closes what was entered if anything fails here; otherwise the contexts move to
-                the `_Forward`, which closes them after the forward pass.
+        ``stack`` closes what was entered if anything fails here. Otherwise the contexts
+        move to the `_Forward`, which closes them after the forward pass.
         """
         self._prove(x)
         if self._options.fisher == "exact":
