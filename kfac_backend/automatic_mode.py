@@ -32,8 +32,6 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import CurvatureOptions, KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["EXAMPLES", "automatic_mode", "block_traces", "nearest_modes"]
-
 EXAMPLES = 8
 """Examples of the first batch that decide."""
 

@@ -22,15 +22,6 @@ from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Mode, PassOptions
 
-__all__ = [
-    "assemble_blocks",
-    "check_memory",
-    "collect_sums",
-    "make_rules",
-    "nearest_kronecker",
-    "tie",
-]
-
 LARGE = 8192
 """Rows above which an error message calls a weight large."""
 

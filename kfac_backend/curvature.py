@@ -77,11 +77,6 @@ from kfac_backend.precision import (
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
 
-__all__ = [
-    "CurvaturePass",
-    "kronecker_factors",
-]
-
 
 @torch.inference_mode(False)  # gradients are needed, whatever the caller needs
 def kronecker_factors(

@@ -23,8 +23,6 @@ from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
 from kfac_backend.ranks import ProcessGroupOption
 
-__all__ = ["CorrectionPass", "check_read_twice", "corrected_factors"]
-
 HELD = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Bytes of output gradients to hold until several vectors' are squared together."""
 AT_ONCE = {"cpu": 32 * 2**20, "cuda": 2**30}

@@ -31,8 +31,6 @@ from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption
 
-__all__ = ["BlockDerivative", "FactorGradientPass", "factor_gradients"]
-
 
 class BlockDerivative(NamedTuple):
     """The derivative of a function in one block's factors, in their shapes."""

@@ -24,25 +24,6 @@ from torch import Tensor
 
 from kfac_backend.extras import extra
 
-__all__ = [
-    "IGNORED",
-    "Bernoulli",
-    "Classification",
-    "Diagonal",
-    "Heteroscedastic",
-    "KnownNoise",
-    "Likelihood",
-    "NegativeBinomial",
-    "Ordinal",
-    "Poisson",
-    "Regression",
-    "RegressionPerOutput",
-    "StudentT",
-    "Weibull",
-    "Weighted",
-    "likelihood_of",
-]
-
 Moments = tuple[Tensor, Tensor, Tensor]
 Observed = tuple[Tensor, Tensor, Bool[Tensor, "..."] | None]
 

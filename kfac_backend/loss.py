@@ -17,15 +17,6 @@ from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "IGNORED",
-    "BackwardVectors",
-    "check_targets",
-    "counted_terms",
-    "loss_sum",
-    "num_counted_terms",
-]
-
 MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 

@@ -13,22 +13,6 @@ import torch
 
 from kfac_backend.likelihoods import likelihood_of
 
-__all__ = [
-    "BackwardPrecision",
-    "CurvatureOptions",
-    "Fisher",
-    "KfacApprox",
-    "Mode",
-    "PassOptions",
-    "ShiftLabels",
-    "TargetOptions",
-    "Unsupported",
-    "check_kfac_approx",
-    "check_option",
-    "check_positive",
-    "modes_of_layers",
-]
-
 Mode = Literal["expand", "reduce"]
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see

@@ -14,15 +14,6 @@ from torch import Tensor
 
 from kfac_backend.options import BackwardPrecision, check_option
 
-__all__ = [
-    "Setting",
-    "at_least_float32",
-    "backward_arithmetic",
-    "check_precision",
-    "exact_arithmetic",
-    "full_float32",
-]
-
 T = TypeVar("T")
 
 

@@ -29,8 +29,6 @@ from kfac_backend.options import KfacApprox
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PassSums", "ProcessGroupOption", "RankError", "Ranks", "share_out", "sum_over_ranks"]
-
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
 

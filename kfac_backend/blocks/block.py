@@ -17,14 +17,6 @@ from kfac_backend.blocks.eigen import (
 )
 from kfac_backend.ranks import Ranks
 
-__all__ = [
-    "CorrectedBlock",
-    "EigenBlock",
-    "KroneckerBlock",
-    "compute_eigenvalues",
-    "decompose_on_ranks",
-]
-
 
 @dataclass(frozen=True)
 class KroneckerBlock:

@@ -14,14 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = [
-    "EigenDecomposition",
-    "check_finite_factor",
-    "eigenvalues",
-    "eigh",
-    "map_on_cores",
-]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

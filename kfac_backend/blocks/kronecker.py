@@ -19,8 +19,6 @@ from kfac_backend.blocks.block import (
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions, check_positive
 
-__all__ = ["KroneckerFactors"]
-
 FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 5
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.gradients import ParameterGradients
 
-__all__ = ["LARGEST_PRODUCT", "add_second_moments", "bases", "covariance_part", "rotated"]
-
 LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Bytes of G̃ to compute at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
 

@@ -12,8 +12,6 @@ from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
-__all__ = ["LayerGradients", "ParameterGradients", "PosteriorPrecision", "Seen"]
-
 PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
 """Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
 (..., d_out, d_in) as `EigenBlock.spectrum` returns them."""

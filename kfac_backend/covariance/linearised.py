@@ -12,8 +12,6 @@ from kfac_backend.model.batches import detached, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention
 from kfac_backend.precision import at_least_float32, full_float32
 
-__all__ = ["linearised_outputs"]
-
 
 def linearised_outputs(
     model: nn.Module, changes: Mapping[str, Float[Tensor, "S *shape"]], x: Any

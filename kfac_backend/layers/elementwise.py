@@ -18,19 +18,6 @@ from kfac_backend.layers.gram import FactorSum, gram_of_gradients
 from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Bias",
-    "BiasRule",
-    "ChannelsRule",
-    "ExactRule",
-    "LastAxesRule",
-    "OwnParameter",
-    "OwnParameterRule",
-    "Scale",
-    "ScaleRule",
-    "default_view",
-]
-
 
 class Bias(nn.Module):
     """Adds one learned scalar to every entry of its input.

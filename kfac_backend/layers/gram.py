@@ -16,20 +16,6 @@ from torch import Tensor
 from kfac_backend.layers.window import Window, patches
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "CountGram",
-    "DenseGram",
-    "DiagonalGram",
-    "FactorSum",
-    "Gram",
-    "ScalarGram",
-    "add_waiting",
-    "gram_of_gradients",
-    "is_tall",
-    "mirror_upper_half_",
-    "tall_product",
-]
-
 FEWEST_PRODUCTS = 4
 """A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
 

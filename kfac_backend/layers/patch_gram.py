@@ -32,8 +32,6 @@ from kfac_backend.layers.gram import DenseGram, Gram, is_tall, mirror_upper_half
 from kfac_backend.layers.window import Window, pad, patch_rows
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["PatchGram", "cheapest_way"]
-
 OVERHEAD = {"cpu": 2e6, "cuda": 5e8}
 """The cost of starting a matrix product, in multiplications.
 

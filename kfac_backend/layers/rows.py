@@ -17,17 +17,6 @@ from torch import Tensor
 
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Rows",
-    "Run",
-    "SharedAxes",
-    "counted_positions",
-    "current_rows",
-    "examples_of_rows",
-    "folded_rows",
-    "rows_of_sequences",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:

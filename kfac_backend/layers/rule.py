@@ -33,17 +33,6 @@ from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "BlockSums",
-    "ExampleGradients",
-    "Rule",
-    "Use",
-    "apart",
-    "dense_gradients",
-    "sum_over",
-    "summed_gradients",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Use:

@@ -31,22 +31,6 @@ from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Plan",
-    "Targets",
-    "counting",
-    "detached",
-    "each_batch",
-    "example_shapes",
-    "examples",
-    "make_plan",
-    "mask_of",
-    "parts",
-    "split_batch",
-    "splits_by_example",
-    "to_device",
-]
-
 LARGEST_ACTIVATION = 16 * 2**20
 """Bytes of the largest activation of a part of a batch, on a CPU.
 

@@ -22,23 +22,6 @@ from kfac_backend.model.checks import check_output, is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.precision import Setting
 
-__all__ = [
-    "DtypesInUse",
-    "arguments",
-    "call_with",
-    "close",
-    "explicit_forwards",
-    "forked_random_numbers",
-    "logits_of",
-    "noise_like",
-    "num_examples",
-    "own_loss",
-    "plain_attention",
-    "restoration",
-    "takes_labels",
-    "uncompiled",
-]
-
 
 def restoration(*modules: nn.Module) -> Callable[[], None]:
     """A function that gives modules the modes, hooks, forwards and parameter objects they have now.

@@ -41,8 +41,6 @@ from kfac_backend.precision import at_least_float32
 if TYPE_CHECKING:
     from kfac_backend.model.operations import Expression, Follower
 
-__all__ = ["Capture", "check_before", "first_input", "rows_of", "unknown_examples"]
-
 OnInput = Callable[[TrackedLayer, Use], None]
 OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
 

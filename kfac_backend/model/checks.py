@@ -9,18 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = [
-    "LateChecks",
-    "check_batch_norm",
-    "check_finite",
-    "check_inputs",
-    "check_module",
-    "check_output",
-    "is_out_of_memory",
-    "out_of_memory",
-    "total_memory",
-]
-
 
 def check_module(model: object) -> None:
     """Raise an error unless this is a module that lies whole in this process, and runs as Python.

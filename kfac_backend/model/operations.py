@@ -65,8 +65,6 @@ from kfac_backend.model.rule_assignment import (
 )
 from kfac_backend.model.stacked import by_matrix
 
-__all__ = ["Expression", "Follower", "follow"]
-
 
 @dataclass(frozen=True, eq=False)
 class Expression:

@@ -50,8 +50,6 @@ from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.precision import Setting
 
-__all__ = ["Proof"]
-
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
 Fixup and batches of 32: a proof on 30 examples took as long as one to two batches, on 8 a quarter

@@ -27,18 +27,6 @@ from kfac_backend.layers.rows import Run
 from kfac_backend.model.checks import check_batch_norm, check_module
 from kfac_backend.options import Unsupported
 
-__all__ = [
-    "DividedLayer",
-    "LayerRun",
-    "Operations",
-    "Refusal",
-    "RuleAssignment",
-    "TrackedLayer",
-    "assignment_of_blocks",
-    "assign_rules",
-    "followed",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class TrackedLayer:

@@ -19,16 +19,6 @@ from torch import Tensor
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.eigen import eigh
 
-__all__ = [
-    "DampingOn",
-    "Inverse",
-    "damped_inverse",
-    "diverging",
-    "empty_inverse",
-    "kl_clip_factor",
-    "precondition",
-]
-
 DampingOn = Literal["factors", "product"]
 
 Inverse: TypeAlias = dict[str, Tensor]

@@ -19,8 +19,6 @@ from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.preconditioner import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import check_option
 
-__all__ = ["KFAC", "BaseOptimizer"]
-
 BaseOptimizer = Literal["sgd", "nadamw"]
 
 

@@ -34,8 +34,6 @@ from kfac_backend.options import (
 )
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
-__all__ = ["KfacPreconditioner", "PreconditionerOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreconditionerOptions:

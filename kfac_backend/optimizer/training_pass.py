@@ -55,8 +55,6 @@ from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.ranks import ProcessGroupOption
 
-__all__ = ["MeanOver", "TrainingPass"]
-
 MeanOver = Literal["terms", "examples"]
 """What a loss is a mean over: its terms, or examples, whose terms are summed."""
 

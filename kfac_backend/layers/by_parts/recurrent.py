@@ -22,8 +22,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
 from kfac_backend.layers.rows import rows_of_sequences
 
-__all__ = ["CellByParts", "RecurrentByParts"]
-
 State = tuple[Tensor, ...]
 """The output h of a step, and an LSTM's cell c, (N, d) each."""
 
