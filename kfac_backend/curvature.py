@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.automatic_mode import EXAMPLES, automatic_mode, block_traces, nearest_modes
 from kfac_backend.block_assembly import (
     assemble_blocks,
     check_memory,
@@ -471,6 +470,14 @@ class CurvaturePass:
 
         Called without data at the end of a pass that had none.
         """
+        # Loaded only where the mode is not given.
+        from kfac_backend.automatic_mode import (
+            EXAMPLES,
+            automatic_mode,
+            block_traces,
+            nearest_modes,
+        )
+
         seen = None
         if y is not None:
             mode, traces = automatic_mode(self._proof.output_dim), {}

@@ -201,9 +201,6 @@ class CorrectionPass(CurvaturePass):
             if wrong:
                 raise unknown_examples(tracked, wrong.pop(), examples, "corrected eigenvalues need")
 
-    def _end_forward(self) -> None:
-        """Do nothing: inputs wait for the gradients."""
-
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
             # Not squared yet: G_nv = Σ_r b_nvr a_nrᵀ needs the inputs, whose rotation into the

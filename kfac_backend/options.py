@@ -80,17 +80,12 @@ class TargetOptions(Options):
                 "'auto'."
             )
 
-    @property
-    def marks_ignored(self) -> bool:
-        """Whether there is a label of loss terms that do not count."""
-        return self.ignore_index is not None
-
     def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
         super().check(likelihood)
         if likelihood_of(likelihood).has_labels:
             return
-        if self.marks_ignored:
+        if self.ignore_index is not None:
             raise ValueError(
                 f"ignore_index={self.ignore_index} is for the labels of likelihood "
                 f"'classification', not {likelihood!r}; use None, and leave out the examples that "

@@ -252,7 +252,7 @@ class Targets:
     ) -> None:
         options.check(likelihood)
         self.options = options
-        self.may_ignore = options.marks_ignored
+        self.may_ignore = options.ignore_index is not None
         """Whether some targets do not count, as far as it is known so far."""
         self._likelihood = likelihood_of(likelihood)
         # None until a batch shows it; from then on the same for all batches.

@@ -320,14 +320,6 @@ class Capture:
         source.register_hook(on_gradient)
         return source
 
-    def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
-        """The number of the run of a layer that begins, and its kind."""
-        number = self._number.get(tracked, 0)
-        self._number[tracked] = number + 1
-        known = self._assignment.runs.get(tracked.layer, ("examples",))
-        # Where all runs are of one kind, a layer may run more often than on the first batch.
-        return number, known[min(number, len(known) - 1)]
-
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> a copy of the parameter for each example, (N, ...).
 
@@ -412,8 +404,12 @@ class Capture:
             self._check(tracked, a)
         if not self._differentiable:
             a = a.detach()
-        # Step 1: what this run works on, as the proof has found.
-        number, run = self._run(tracked)
+        # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
+        # layer may run more often than on the first batch.
+        number = self._number.get(tracked, 0)
+        self._number[tracked] = number + 1
+        known = self._assignment.runs.get(tracked.layer, ("examples",))
+        run = known[min(number, len(known) - 1)]
         N = self._num_examples
         if run == "followed" and self._follower is not None and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof

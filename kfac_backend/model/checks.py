@@ -149,7 +149,7 @@ class LateChecks:
         for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
             for values in tensors:
                 if values.numel():
-                    smallest, largest = torch.aminmax(_real(values))
+                    smallest, largest = torch.aminmax(values)
                     torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
                     torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
         self._targets.append((f.shape, y.clone()))  # a copy: a loader may use its memory again
@@ -172,15 +172,12 @@ class LateChecks:
             raise not_finite(model)
 
 
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
 def numbers_of(x: Any) -> Iterator[Tensor]:
     """The tensors of an input that must be finite."""
     for key, value in x.items() if isinstance(x, Mapping) else [("", x)]:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             # Masks that are added to the scores of attention hide positions by −∞.
+            value = torch.view_as_real(value) if value.is_complex() else value
             yield value.masked_fill(value == -torch.inf, 0) if "mask" in str(key) else value
 
 

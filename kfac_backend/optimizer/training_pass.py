@@ -385,7 +385,7 @@ class TrainingPass(CurvaturePass):
         if self._likelihood.kind != "classes":
             return f.new_zeros(self._likelihood.target_shape(f))
         y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
-        if f.dim() > 2 or mask is not None or self._options.marks_ignored:
+        if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
             y = y.masked_fill((g == 0).all(-1), IGNORED)
         return y
 
