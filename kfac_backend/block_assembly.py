@@ -180,6 +180,7 @@ def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:
     """The blocks of several maps as the groups of the tensor that holds them."""
     sums = sorted(of_slots, key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
+    # Each map becomes a group with terms of its own, since keys may be more than queries.
     B = torch.cat([s.B for s in sums])
     inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:

@@ -119,6 +119,8 @@ class Ranks:
         Its numbers depend on that state, the rank and the number of ranks; ``common`` is not
         changed.
         """
+        # From the state, which every draw changes, and not from the seed: two passes with one
+        # generator must draw different labels.
         state = common.get_state().numpy().tobytes()
         word = blake2b(state + f"{self.rank} of {self.size}".encode(), digest_size=7).digest()
         return torch.Generator(common.device).manual_seed(int.from_bytes(word, "big"))

@@ -217,6 +217,7 @@ def _solved(
     blocks: list[KroneckerBlock], ranks: Ranks | None, *, vectors: bool
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
+    # By memory, so that a factor which a weight and its bias share is solved once.
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
 
     def solve(key: object) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ def linearised_outputs(
 def _outputs(
     model: nn.Module, own: Mapping[str, Tensor], change: Mapping[str, Tensor], x: Any
 ) -> Tensor:
+    # Parameters θ* with the tangent Δ: one forward pass computes f and J Δ together.
     with forward_ad.dual_level():
         duals = {
             name: forward_ad.make_dual(p, change[name].view_as(p).to(p.dtype))

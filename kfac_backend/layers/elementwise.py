@@ -73,6 +73,8 @@ class ExactRule(Rule):
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the examples' gradients."""
         for name, gradients in self.gradients(use, b).items():
+            # An example's gradient is the sum over its rows. It comes before the outer product,
+            # which would lose the products of different rows.
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
             self.B[name].add(apart(gradients, b)[None])

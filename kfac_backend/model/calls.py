@@ -318,12 +318,15 @@ def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
         should, does = should.to_dense(), does.to_dense()
     if not torch.isfinite(should).all():
         return True  # reported with the model's output
+    # By norms and not entry by entry: a small entry of a gradient may be the difference of large
+    # terms, whose rounding is as large as it is.
     tolerance = max(tolerance, _tolerance(does))
     return bool((should - does).norm() <= tolerance * should.norm())
 
 
 def noise_like(x: Tensor) -> Tensor:
     """Normal numbers in the shape of x, the same each time; the user's generators are not used."""
+    # Drawn on the CPU, so that a proof is the same on all devices.
     generator = torch.Generator().manual_seed(0)
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
 

@@ -337,9 +337,11 @@ class Follower(TorchFunctionMode):
         if isinstance(name, LayerRun):
             return None
         slot = None
+        # A view of one matrix of a stack begins where that matrix does.
         if leaf.dim() == 3 and value.dim() == 2:
             slot = (value.storage_offset() - leaf.storage_offset()) // leaf[0].numel() % len(leaf)
             leaf = leaf[slot]
+        # Memory and strides say what a tensor is; its values would not tell w from a copy of it.
         for turned in (False, True)[: 1 + (leaf.dim() in (2, 3))]:
             if _is_stored(value, leaf.mT if turned else leaf):
                 return Stored(name, turned, slot)

@@ -128,6 +128,7 @@ class KFAC(Optimizer):
                 m = self.state[p].get("momentum_buffer")
                 if m is None:
                     m = self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                # As torch's SGD without dampening; its step then adds no momentum of its own.
                 m.mul_(mu).add_(p.grad)
                 if group["nesterov"]:
                     p.grad.add_(m, alpha=mu)
