@@ -128,7 +128,9 @@ class KroneckerFactors:
 
     def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """GGN · v for one tensor per parameter, in the parameters' shapes."""
-        self._check_names(v)
+        missing = [name for name in self.blocks if name not in v]
+        if missing:
+            raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
         return {
             name: block.matvec(v[name].flatten()).view_as(v[name])
             for name, block in self.blocks.items()
@@ -234,11 +236,6 @@ class KroneckerFactors:
                 raise ValueError(f"Cannot add factors with {name} {value!r} and {theirs[name]!r}.")
         if list(self.blocks) != list(other.blocks):
             raise ValueError("Cannot add factors of different parameters.")
-
-    def _check_names(self, v: Mapping[str, Tensor]) -> None:
-        missing = [name for name in self.blocks if name not in v]
-        if missing:
-            raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:

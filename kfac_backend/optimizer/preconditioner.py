@@ -170,17 +170,24 @@ class KfacPreconditioner:
         parameters = dict(model.named_parameters())
         device = next(iter(parameters.values())).device if parameters else "cpu"
         self._generator = torch.Generator(device).manual_seed(seed)
+        left_out = _matching(exclude, parameters)
         self._pass = TrainingPass(
             model,
             likelihood,
             curvature,
             self._generator,
-            _matching(exclude, parameters),
+            left_out,
             mean_over,
             process_group,
         )
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._tell_plain(exclude)
+        plain = [n for n in self._parameters if n not in self.names and n not in left_out]
+        if plain:
+            warnings.warn(
+                f"No K-FAC rule for {', '.join(plain)}: trained with the plain gradient. Exclude "
+                "them to say the same.",
+                stacklevel=2,
+            )
         self._step = 0
         self._damping: float | dict[str, float] = options.damping
         self._blocks: dict[str, KroneckerBlock] = {}
@@ -401,9 +408,17 @@ class KfacPreconditioner:
             del new[name]  # frees the batch's factors one by one
 
     def check_gradients(self) -> None:
-        """Raise a FloatingPointError for gradients with NaN or infinity, if these are an error."""
-        if self.error_if_nonfinite:
-            _check_finite(self._with_gradient())
+        """Raise a FloatingPointError that names a gradient with NaN or infinity, if it may."""
+        gradients = self._with_gradient()
+        if not gradients or not self.error_if_nonfinite:
+            return
+        largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
+        if torch.stack([torch.isfinite(entry) for entry in largest]).all():
+            return
+        wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
+        raise diverging(
+            f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
+        )
 
     def _with_gradient(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
@@ -425,16 +440,6 @@ class KfacPreconditioner:
             nu = kl_clip_factor(torch.stack(inner_products), lr, limit)
             torch._foreach_mul_(preconditioned, nu)
 
-    def _tell_plain(self, exclude: Sequence[str]) -> None:
-        left_out = _matching(exclude, self._parameters)
-        plain = [n for n in self._parameters if n not in self.names and n not in left_out]
-        if plain:
-            warnings.warn(
-                f"No K-FAC rule for {', '.join(plain)}: trained with the plain gradient. Exclude "
-                "them to say the same.",
-                stacklevel=3,
-            )
-
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:
     """The names that any pattern fits."""
@@ -446,19 +451,6 @@ def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset
                 f"exclude: no parameter fits {pattern!r}; there are {', '.join(names)}."
             )
     return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
-
-
-def _check_finite(gradients: Mapping[str, Tensor]) -> None:
-    """Raise a FloatingPointError that names the first gradient that is not finite."""
-    if not gradients:
-        return
-    largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-    if torch.stack([torch.isfinite(entry) for entry in largest]).all():
-        return
-    wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
-    raise diverging(
-        f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
-    )
 
 
 def _copies(

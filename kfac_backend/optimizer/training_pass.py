@@ -178,7 +178,9 @@ class TrainingPass(CurvaturePass):
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
         if self._now is not None and not self._now.is_over:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
-        if not self.is_due or not torch.is_grad_enabled() or not self._is_itself():
+        # Another pass over the model runs it with other tensors in the parameters' places.
+        is_itself = next(self._model.parameters()) is self._probe
+        if not self.is_due or not torch.is_grad_enabled() or not is_itself:
             return
         self._finish()
         if self._now is not None:
@@ -319,10 +321,6 @@ class TrainingPass(CurvaturePass):
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with torch.no_grad(), full_float32(), self._no_autocast():
             super()._add_gradient(tracked, use, b.detach())
-
-    def _is_itself(self) -> bool:
-        """Whether the model runs with its own parameters, and not with those of another pass."""
-        return next(self._model.parameters()) is self._probe
 
     def _prove(self, x: Any) -> None:
         """Prove, in eval mode, that the hooks see all; see `Proof`."""
