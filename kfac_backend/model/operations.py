@@ -44,7 +44,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kfac_backend.layers import FunctionalLayer, Rule, Use
 from kfac_backend.layers.convolution import ConvolutionRule
@@ -124,8 +123,7 @@ class Call(NamedTuple):
 
     def run(self, replaced: Callable[[Tensor], Tensor] = lambda value: value) -> Any:
         """The result, with each tensor argument replaced."""
-        args, kwargs = tree_map_only(Tensor, replaced, (self.args, self.kwargs))
-        return self.func(*args, **kwargs)
+        return self.func(*_mapped(self.args, replaced), **_mapped(self.kwargs, replaced))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -747,7 +745,25 @@ def _names(call: Call) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    # By hand, as `_mapped`, since each operation passes here: torch's tree functions are slower.
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for entry in value for tensor in tensors_in(entry)]
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments with each tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(entry, function) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(entry, function) for entry in value)
+    return value
 
 
 def _repeated(value: Tensor, *repeats: Any) -> int | None:
