@@ -32,8 +32,6 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import CurvatureOptions, KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["EXAMPLES", "automatic_mode", "block_traces", "nearest_modes"]
-
 EXAMPLES = 8
 """Examples of the first batch that decide."""
 
@@ -94,8 +92,7 @@ def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:
 def nearest_modes(of_ranks: Sequence[Mapping[str, Float[Tensor, "3"]]]) -> KfacApprox:
     """The mode that is nearer to the exact trace, as a ratio; reduce for layers without a trace.
 
-    Args:
-        of_ranks: the traces of each rank's examples.
+    The traces are those of each rank's examples.
     """
     names = dict.fromkeys(name for traces in of_ranks for name in traces)
     expand: dict[str, Mode] = {}

@@ -5,7 +5,7 @@ others: tensors that several layers share (tied), tensors that hold several maps
 attention's ``in_proj_weight``), and tensors that are used in two ways, such as a language model's
 embedding that is also its output layer.
 
-`make_rules` is called when a pass begins to sum up, `collect_sums` when it ends, and
+`make_rules` and `tie` are called when a pass begins to sum up, `collect_sums` when it ends, and
 `assemble_blocks` after the sum over ranks.
 """
 
@@ -22,14 +22,6 @@ from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import Mode, PassOptions
 
-__all__ = [
-    "assemble_blocks",
-    "check_memory",
-    "collect_sums",
-    "make_rules",
-    "nearest_kronecker",
-]
-
 LARGE = 8192
 """Rows above which an error message calls a weight large."""
 
@@ -39,28 +31,13 @@ def make_rules(
     modes: Mapping[str, Mode],
     options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
-    """A rule for each layer, with empty sums; layers that share a tensor share its sums.
+    """A rule for each layer in the mode of its name, with empty sums of its own.
 
-    Args:
-        assignment: the layers.
-        modes: each layer's mode, by its name.
-        options: ``diagonal_above`` counts. Packed tensors keep the factor over their rows whole.
+    Packed tensors keep the factor over their rows whole, whatever ``diagonal_above`` is.
 
     Raises:
-        NotImplementedError: a tensor that layers share in ways that have no common block; a large
-            embedding under reduce.
+        NotImplementedError: a large embedding under reduce.
     """
-    rules = _separate_rules(assignment, modes, options)
-    _tie(rules)
-    return rules
-
-
-def _separate_rules(
-    assignment: RuleAssignment,
-    modes: Mapping[str, Mode],
-    options: PassOptions,
-) -> dict[TrackedLayer, Rule]:
-    """`make_rules` before sums are shared: each layer has its own."""
     return {
         tracked: tracked.rule(
             tracked.layer,
@@ -72,17 +49,11 @@ def _separate_rules(
     }
 
 
-def check_memory(
-    assignment: RuleAssignment,
-    modes: Mapping[str, Mode],
-    options: PassOptions,
-    device: torch.device,
-) -> None:
+def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> None:
     """Raise an error unless the factors fit into memory, and the largest can be decomposed there.
 
     The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
-    eigenvalues. Memory that other programs take is unknown and not counted. The other arguments are
-    those of `make_rules`.
+    eigenvalues. Memory that other programs take is unknown and not counted.
 
     Raises:
         torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
@@ -91,7 +62,6 @@ def check_memory(
     if memory is None:
         return
     sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
-    rules = _separate_rules(assignment, modes, options)
     for tracked, rule in rules.items():
         for gram, (local, which) in rule.grams().items():
             name, d = f"{which} of '{tracked.parameters[local]}'", gram.size
@@ -133,12 +103,15 @@ def assemble_blocks(sums: Mapping[str, list[BlockSums]]) -> dict[str, KroneckerB
     return {name: _block(name, of_name) for name, of_name in sums.items()}
 
 
-def _tie(rules: Mapping[TrackedLayer, Rule]) -> None:
+def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
     """Let layers that share a tensor add to the same sums, where they use it in the same way.
 
     Uses of one kind are one sum: an example's gradient is the sum over all of them. Uses of a
     weight in two orientations, or in two modes, get two sums, which `nearest_kronecker` joins. Any
     other mixture has no common block.
+
+    Raises:
+        NotImplementedError: such a mixture.
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}  # (parameter, slot) -> its kinds of use
@@ -207,6 +180,7 @@ def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:
     """The blocks of several maps as the groups of the tensor that holds them."""
     sums = sorted(of_slots, key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
+    # Each map becomes a group with terms of its own, since keys may be more than queries.
     B = torch.cat([s.B for s in sums])
     inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:
@@ -230,8 +204,7 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     The result has no number of terms, since it cannot be added to that of another pass: the nearest
     product of a sum is not the sum of the nearest products.
 
-    Args:
-        blocks: blocks of the same tensor; a factor may be a diagonal, (V, 1, 1).
+    A factor of a block may be a diagonal, (V, 1, 1).
     """
     blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
     if len(blocks) == 1:

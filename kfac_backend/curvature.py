@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.automatic_mode import EXAMPLES, automatic_mode, block_traces, nearest_modes
 from kfac_backend.block_assembly import (
     assemble_blocks,
     check_memory,
     collect_sums,
     make_rules,
+    tie,
 )
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
@@ -66,7 +66,6 @@ from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, ass
 from kfac_backend.options import (
     CurvatureOptions,
     KfacApprox,
-    Mode,
     modes_of_layers,
 )
 from kfac_backend.precision import (
@@ -76,11 +75,6 @@ from kfac_backend.precision import (
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
-
-__all__ = [
-    "CurvaturePass",
-    "kronecker_factors",
-]
 
 
 @torch.inference_mode(False)  # gradients are needed, whatever the caller needs
@@ -156,13 +150,7 @@ def kronecker_factors(
 class CurvaturePass:
     """Sums over batches, scaled at the end; the parameters must not change between its batches.
 
-    Args:
-        model: see `kronecker_factors`.
-        likelihood: of the targets.
-        options: all choices of the pass.
-        generator: source of fisher="mc"'s labels, on the model's device.
-        process_group: the ranks that have a shard of the data each, see `kronecker_factors`.
-        keywords: single options, in place of those of ``options``.
+    Arguments are those of `kronecker_factors`.
 
     Raises:
         ValueError: options that are not for the likelihood, the device or the model's layers.
@@ -202,8 +190,7 @@ class CurvaturePass:
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
-        device = next(model.parameters()).device
-        check_memory(self._proof.assignment, self._modes(kfac_approx), self._options, device)
+        check_memory(self._rules_in(kfac_approx), next(model.parameters()).device)
         self.reset()
 
     def factors_of(
@@ -275,12 +262,8 @@ class CurvaturePass:
                 fitting = self._fitting_size(x, y)
                 raise out_of_memory(self._model, self._device, len(y), fitting)
             if self._late.is_time():
-                self._read_checks()
+                self._late.read(self._model, self._check_targets)
         self._failed = False
-
-    def _read_checks(self) -> None:
-        """Raise the error of a batch that was added since the last call, if any; see `_add`."""
-        self._late.read(self._model, self._check_targets)
 
     def _check_targets(self, f: Tensor, y: Tensor) -> None:
         check_targets(f, y, self._likelihood, may_ignore=self._targets.may_ignore)
@@ -417,7 +400,7 @@ class CurvaturePass:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
         # If a check or the sum over ranks fails now, the pass must be reset.
         self._failed = bool(self._num_data)
-        self._read_checks()
+        self._late.read(self._model, self._check_targets)
         if self._kfac_approx == "auto":
             self._decide_mode()
         sums = PassSums(
@@ -449,12 +432,14 @@ class CurvaturePass:
         return self._proof.plan.part_size
 
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        return make_rules(self._proof.assignment, self._modes(self._kfac_approx), self._options)
+        rules = self._rules_in(self._kfac_approx)
+        tie(rules)
+        return rules
 
-    def _modes(self, kfac_approx: KfacApprox) -> dict[str, Mode]:
-        """Each layer's mode."""
-        assert kfac_approx != "auto"
-        return modes_of_layers(kfac_approx, [t.name for t in self._proof.assignment.layers])
+    def _rules_in(self, kfac_approx: KfacApprox) -> dict[TrackedLayer, Rule]:
+        assignment = self._proof.assignment
+        modes = modes_of_layers(kfac_approx, [t.name for t in assignment.layers])
+        return make_rules(assignment, modes, self._options)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
@@ -485,6 +470,14 @@ class CurvaturePass:
 
         Called without data at the end of a pass that had none.
         """
+        # Loaded only where the mode is not given.
+        from kfac_backend.automatic_mode import (
+            EXAMPLES,
+            automatic_mode,
+            block_traces,
+            nearest_modes,
+        )
+
         seen = None
         if y is not None:
             mode, traces = automatic_mode(self._proof.output_dim), {}

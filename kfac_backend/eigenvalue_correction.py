@@ -23,8 +23,6 @@ from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
 from kfac_backend.ranks import ProcessGroupOption
 
-__all__ = ["CorrectionPass", "check_read_twice", "corrected_factors"]
-
 HELD = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Bytes of output gradients to hold until several vectors' are squared together."""
 AT_ONCE = {"cpu": 32 * 2**20, "cuda": 2**30}
@@ -89,11 +87,7 @@ class CorrectionPass(CurvaturePass):
     time that gradients are squared. If the gradients of all vectors take too much memory, later
     batches are split into smaller parts.
 
-    Args:
-        factors: see `corrected_factors`, as for the others.
-        model: the model.
-        options: those of the first pass.
-        others: ``generator`` and ``process_group``.
+    Arguments are those of `corrected_factors`.
     """
 
     _keeps_inputs = True
@@ -206,9 +200,6 @@ class CorrectionPass(CurvaturePass):
             wrong = numbers - {examples}
             if wrong:
                 raise unknown_examples(tracked, wrong.pop(), examples, "corrected eigenvalues need")
-
-    def _end_forward(self) -> None:
-        """Do nothing: inputs wait for the gradients."""
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):

@@ -35,16 +35,6 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = [
-    "expand_factors",
-    "gram",
-    "gradient_sums",
-    "input_means",
-    "layer_factors",
-    "reduce_factors",
-    "reduce_factors_of_graphs",
-]
-
 
 def expand_factors(
     a: Float[Tensor, "N R d_in"], b: Float[Tensor, "V N R d_out"]

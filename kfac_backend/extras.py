@@ -7,8 +7,6 @@ inside `extra`, so that its absence is one line that says how to install it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["extra"]
-
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:

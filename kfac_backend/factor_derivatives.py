@@ -31,8 +31,6 @@ from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption
 
-__all__ = ["BlockDerivative", "FactorGradientPass", "factor_gradients"]
-
 
 class BlockDerivative(NamedTuple):
     """The derivative of a function in one block's factors, in their shapes."""
@@ -95,14 +93,7 @@ def factor_gradients(
 class FactorGradientPass(CurvaturePass):
     """Differentiates Σ ⟨G, x xᵀ⟩ over all rows x that a `CurvaturePass` would sum up.
 
-    Args:
-        factors: see `factor_gradients`, as for the others.
-        model: the model.
-        tensors: what to differentiate in.
-        of_factors: ∂F/∂B and ∂F/∂A.
-        of_loss: c.
-        options: those of the factors by default.
-        others: ``generator`` and ``process_group``.
+    Arguments are those of `factor_gradients`.
     """
 
     _differentiable = True

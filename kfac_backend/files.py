@@ -23,19 +23,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-__all__ = [
-    "DiskFullError",
-    "file_sum",
-    "parse_json",
-    "read_tensors",
-    "remove_leftovers",
-    "sha256",
-    "sha256_of_tensors",
-    "temporary_path",
-    "write_file",
-    "write_tensors",
-]
-
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota, a limit on the size of files."""
 PREFIX = ".partial-"

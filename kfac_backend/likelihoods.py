@@ -24,25 +24,6 @@ from torch import Tensor
 
 from kfac_backend.extras import extra
 
-__all__ = [
-    "IGNORED",
-    "Bernoulli",
-    "Classification",
-    "Diagonal",
-    "Heteroscedastic",
-    "KnownNoise",
-    "Likelihood",
-    "NegativeBinomial",
-    "Ordinal",
-    "Poisson",
-    "Regression",
-    "RegressionPerOutput",
-    "StudentT",
-    "Weibull",
-    "Weighted",
-    "likelihood_of",
-]
-
 Moments = tuple[Tensor, Tensor, Tensor]
 Observed = tuple[Tensor, Tensor, Bool[Tensor, "..."] | None]
 
@@ -146,10 +127,7 @@ class Likelihood(str):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless the targets fit outputs (N, ..., C).
 
-        Args:
-            f: outputs.
-            y: targets.
-            may_ignore: whether labels may be `IGNORED`; otherwise that label is out of range.
+        With ``may_ignore`` labels may be `IGNORED`; otherwise that label is out of range.
 
         Raises:
             TypeError: targets of a wrong dtype.
@@ -182,6 +160,8 @@ class Likelihood(str):
 
     def root(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Iterator[Float[Tensor, "*terms C"]]:
         """The columns s of S with Σ s sᵀ = Λ."""
+        # Term by term, since different terms have no common second derivative: (C, C) each, and not
+        # the matrix of all outputs.
         one = torch.func.hessian(lambda f_t, y_t: self.loss(f_t[None], y_t[None]))
         hessians = torch.func.vmap(one)(f.flatten(0, -2), y.flatten(0, f.dim() - 2))  # (M, C, C)
         values, vectors = torch.linalg.eigh(hessians)
@@ -198,6 +178,7 @@ class Likelihood(str):
     def gradient(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Float[Tensor, "*terms C"]:
         """∇_f ℓ at the targets y."""
         with torch.enable_grad():
+            # Without a graph that is wanted, f is cut off: the network must not be walked through.
             at = f if f.requires_grad else f.detach().requires_grad_()
             (found,) = torch.autograd.grad(self.loss(at, y), at, create_graph=f.requires_grad)
         return found
@@ -1041,6 +1022,7 @@ def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Te
 
 
 def _drawn_of_few(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
+    # A share of the last sum, which rounding keeps from being 1: a point beyond it has no label.
     up_to = p.cumsum(1, dtype=torch.float64)
     point = _share_of(up_to[:, -1:], generator)
     return torch.searchsorted(up_to, point, right=True).clamp_(max=p.shape[1] - 1)

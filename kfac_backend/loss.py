@@ -17,15 +17,6 @@ from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "IGNORED",
-    "BackwardVectors",
-    "check_targets",
-    "counted_terms",
-    "loss_sum",
-    "num_counted_terms",
-]
-
 MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 
@@ -54,11 +45,7 @@ def num_counted_terms(
 def check_targets(f: object, y: object, likelihood: str, *, may_ignore: bool = False) -> None:
     """Raise an error unless the targets y fit the outputs f.
 
-    Args:
-        f: outputs (N, ..., C).
-        y: targets.
-        likelihood: of the targets.
-        may_ignore: whether labels may be `IGNORED`; otherwise that label is out of range.
+    With ``may_ignore`` labels may be `IGNORED`; otherwise that label is out of range.
 
     Raises:
         TypeError: outputs or targets of a wrong type or dtype.

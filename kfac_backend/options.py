@@ -13,22 +13,6 @@ import torch
 
 from kfac_backend.likelihoods import likelihood_of
 
-__all__ = [
-    "BackwardPrecision",
-    "CurvatureOptions",
-    "Fisher",
-    "KfacApprox",
-    "Mode",
-    "PassOptions",
-    "ShiftLabels",
-    "TargetOptions",
-    "Unsupported",
-    "check_kfac_approx",
-    "check_option",
-    "check_positive",
-    "modes_of_layers",
-]
-
 Mode = Literal["expand", "reduce"]
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
@@ -96,17 +80,12 @@ class TargetOptions(Options):
                 "'auto'."
             )
 
-    @property
-    def marks_ignored(self) -> bool:
-        """Whether there is a label of loss terms that do not count."""
-        return self.ignore_index is not None
-
     def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
         super().check(likelihood)
         if likelihood_of(likelihood).has_labels:
             return
-        if self.marks_ignored:
+        if self.ignore_index is not None:
             raise ValueError(
                 f"ignore_index={self.ignore_index} is for the labels of likelihood "
                 f"'classification', not {likelihood!r}; use None, and leave out the examples that "
@@ -254,10 +233,6 @@ def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
 
 def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:
     """Each layer's mode; the first pattern that fits its name counts.
-
-    Args:
-        kfac_approx: anything but "auto", which the first batch decides.
-        names: layers' names in the model.
 
     Raises:
         ValueError: a layer that no pattern fits, a pattern that fits no layer.

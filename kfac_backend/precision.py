@@ -14,26 +14,11 @@ from torch import Tensor
 
 from kfac_backend.options import BackwardPrecision, check_option
 
-__all__ = [
-    "Setting",
-    "at_least_float32",
-    "backward_arithmetic",
-    "check_precision",
-    "exact_arithmetic",
-    "full_float32",
-]
-
 T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A setting of the process that some work needs at one value.
-
-    Args:
-        read: returns the present value.
-        write: sets it.
-        value: the value to hold.
-    """
+    """A setting of the process that some work needs at one value."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
         self._read, self._write, self._value = read, write, value

@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from kfac_backend.options import KfacApprox
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["PassSums", "ProcessGroupOption", "RankError", "Ranks", "share_out", "sum_over_ranks"]
 
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
@@ -70,9 +68,7 @@ class Ranks:
     def gather(self, value: Any, what: str) -> list[Any]:
         """The values of all ranks, ordered by rank; collective.
 
-        Args:
-            value: anything that can be pickled; small, as it is sent to all.
-            what: the work that is being done, for errors.
+        The value can be pickled and is small, as it is sent to all.
         """
         if self.size == 1:
             return [value]
@@ -84,19 +80,14 @@ class Ranks:
     def agree(self, value: Mapping[str, Any], what: str) -> None:
         """Raise a `RankError` on all ranks unless all give the same; collective.
 
-        Args:
-            value: what must be the same, by the names that the error gives them.
-            what: the work that is being done, for errors.
+        The error names what differs by the mapping's keys.
         """
         _check_same(self.gather(dict(value), what), what)
 
     def sum_(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace each tensor by its sum over all ranks, the same to the bit on each; collective.
 
-        Args:
-            tensors: of the same shapes and dtypes on all ranks. One that comes twice is summed
-                once.
-            what: the work that is being done, for errors.
+        One that comes twice is summed once.
         """
         group, once = self._group, {id(tensor): tensor for tensor in tensors}.values()
         if self.size > 1:
@@ -128,6 +119,8 @@ class Ranks:
         Its numbers depend on that state, the rank and the number of ranks; ``common`` is not
         changed.
         """
+        # From the state, which every draw changes, and not from the seed: two passes with one
+        # generator must draw different labels.
         state = common.get_state().numpy().tobytes()
         word = blake2b(state + f"{self.rank} of {self.size}".encode(), digest_size=7).digest()
         return torch.Generator(common.device).manual_seed(int.from_bytes(word, "big"))
@@ -239,18 +232,6 @@ class PassSums:
         return replace(self, blocks=blocks, **totals)
 
 
-class _Message(NamedTuple):
-    """What a rank sends to the others before the sums themselves."""
-
-    same: dict[str, Any]
-    """What must be the same on all ranks."""
-    norms: dict[str, float]
-    """The norm of each trainable parameter, which must agree up to rounding."""
-    sums: PassSums | None
-    """The rank's counts, with its tensors on the meta device, which have shapes but no
-    entries; None without data."""
-
-
 def sum_over_ranks(
     sums: PassSums, ranks: Ranks, model: nn.Module, same: Mapping[str, Any]
 ) -> PassSums:
@@ -269,9 +250,21 @@ def sum_over_ranks(
         return sums
     what = "a curvature pass"
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
-    messages = ranks.gather(_message(sums, model, same), what)
-    _check(messages, what)
-    with_data = [message.sums for message in messages if message.sums is not None]
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    same = {
+        "the version of torch": str(torch.__version__),
+        "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
+        **same,
+    }
+    norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
+    by_name = dict(zip(trainable, norms.tolist(), strict=True))
+    # On the meta device tensors have shapes, and no entries that would have to be sent.
+    shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
+    of_same, of_norms, of_sums = zip(*ranks.gather((same, by_name, shapes), what), strict=True)
+    with_data = [shapes for shapes in of_sums if shapes is not None]
+    _check_same(of_same, what)
+    _check_norms(of_norms, what)
+    _check_shapes(with_data, what)
     if not with_data:
         return sums
     # Step 2: all ranks need the same number of tensors. One without data takes zeros in the others'
@@ -285,31 +278,21 @@ def sum_over_ranks(
     return sums.with_counts_of(with_data)
 
 
-def _message(sums: PassSums, model: nn.Module, same: Mapping[str, Any]) -> _Message:
-    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    same = {
-        "the version of torch": str(torch.__version__),
-        "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
-        **same,
-    }
-    norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
-    by_name = dict(zip(trainable, norms.tolist(), strict=True))
-    shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
-    return _Message(same, by_name, shapes)
-
-
-def _check(messages: Sequence[_Message], what: str) -> None:
-    """Raise a RankError if a rank differs from the first."""
-    _check_same([message.same for message in messages], what)
-    for name, norm in messages[0].norms.items():
-        for rank, message in enumerate(messages):
-            if not math.isclose(norm, message.norms[name], rel_tol=1e-3):
+def _check_norms(of_ranks: Sequence[Mapping[str, float]], what: str) -> None:
+    """Raise a RankError unless a parameter's norms agree up to rounding."""
+    for name, norm in of_ranks[0].items():
+        for rank, norms in enumerate(of_ranks):
+            if not math.isclose(norm, norms[name], rel_tol=1e-3):
                 raise RankError(
                     f"Ranks disagree in {what}: parameter '{name}' has norm {norm:.6g} on rank 0 "
-                    f"and {message.norms[name]:.6g} on rank {rank}. Give all the same weights "
+                    f"and {norms[name]:.6g} on rank {rank}. Give all the same weights "
                     "first: train with DistributedDataParallel, or send rank 0's to the others "
                     "(torch.distributed.broadcast)."
                 )
+
+
+def _check_shapes(of_ranks: Sequence[PassSums], what: str) -> None:
+    """Raise a RankError unless the data of all ranks has led to the same kinds of sums."""
     decided_by_data = [
         {
             "the mode": sums.kfac_approx,
@@ -320,8 +303,7 @@ def _check(messages: Sequence[_Message], what: str) -> None:
             },
             "the factors' shapes and dtypes": [(tuple(t.shape), t.dtype) for t in sums.tensors()],
         }
-        for sums in (message.sums for message in messages)
-        if sums is not None
+        for sums in of_ranks
     ]
     _check_same(decided_by_data, what)
 

@@ -17,14 +17,6 @@ from kfac_backend.blocks.eigen import (
 )
 from kfac_backend.ranks import Ranks
 
-__all__ = [
-    "CorrectedBlock",
-    "EigenBlock",
-    "KroneckerBlock",
-    "compute_eigenvalues",
-    "decompose_on_ranks",
-]
-
 
 @dataclass(frozen=True)
 class KroneckerBlock:
@@ -224,13 +216,8 @@ def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[s
 def _solved(
     blocks: list[KroneckerBlock], ranks: Ranks | None, *, vectors: bool
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each factor of each block, its eigenvalues, with eigenvectors or how many were clipped.
-
-    Args:
-        blocks: the blocks.
-        ranks: the ranks that share the work; None: this process alone.
-        vectors: whether to compute eigenvectors.
-    """
+    """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
+    # By memory, so that a factor which a weight and its bias share is solved once.
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
 
     def solve(key: object) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = [
-    "EigenDecomposition",
-    "check_finite_factor",
-    "eigenvalues",
-    "eigh",
-    "map_on_cores",
-]
-
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -41,9 +33,7 @@ def eigenvalues(matrix: Float[Tensor, "*G d d"], name: str) -> tuple[Float[Tenso
 
     Eigenvalues alone in float64 cost about as much as eigenvectors in float32.
 
-    Args:
-        matrix: symmetric positive semi-definite up to rounding.
-        name: its name for errors.
+    The matrix is symmetric positive semi-definite up to rounding.
 
     Raises:
         ValueError: a matrix that is not finite.

@@ -19,8 +19,6 @@ from kfac_backend.blocks.block import (
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions, check_positive
 
-__all__ = ["KroneckerFactors"]
-
 FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 5
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
 
@@ -130,7 +128,9 @@ class KroneckerFactors:
 
     def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """GGN · v for one tensor per parameter, in the parameters' shapes."""
-        self._check_names(v)
+        missing = [name for name in self.blocks if name not in v]
+        if missing:
+            raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
         return {
             name: block.matvec(v[name].flatten()).view_as(v[name])
             for name, block in self.blocks.items()
@@ -179,10 +179,6 @@ class KroneckerFactors:
         cls, state: Mapping[str, Any], source: str = "The state"
     ) -> "KroneckerFactors":
         """The factors that `state_dict` returned.
-
-        Args:
-            state: the state.
-            source: its name for errors.
 
         Raises:
             ValueError: not such a state, or one of another format version.
@@ -240,11 +236,6 @@ class KroneckerFactors:
                 raise ValueError(f"Cannot add factors with {name} {value!r} and {theirs[name]!r}.")
         if list(self.blocks) != list(other.blocks):
             raise ValueError("Cannot add factors of different parameters.")
-
-    def _check_names(self, v: Mapping[str, Tensor]) -> None:
-        missing = [name for name in self.blocks if name not in v]
-        if missing:
-            raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
 
 
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
 
-__all__ = ["Spectra"]
-
 STEP = 1 / 8
 NODES = 16
 SMALLEST = 1e-40

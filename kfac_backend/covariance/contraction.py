@@ -21,8 +21,6 @@ from torch import Tensor
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.gradients import ParameterGradients
 
-__all__ = ["LARGEST_PRODUCT", "add_second_moments", "bases", "covariance_part", "rotated"]
-
 LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Bytes of G̃ to compute at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
 
@@ -124,10 +122,7 @@ def bases(
     They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
     tokens.
 
-    Args:
-        block: a block with two factors.
-        spectrum: a number for each of its eigenvectors, as `EigenBlock.spectrum` returns them.
-        transposed: whether the parameter is stored inputs first, (d_in, d_out).
+    A ``transposed`` parameter is stored inputs first, (d_in, d_out).
     """
     Q_B, Q_A = _grouped(block.Q_B), _grouped(block.Q_A)
     if Q_B.shape[-1] == 1 and Q_B.shape[0] > Q_A.shape[0]:

@@ -12,8 +12,6 @@ from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
-__all__ = ["LayerGradients", "ParameterGradients", "PosteriorPrecision", "Seen"]
-
 PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
 """Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
 (..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
@@ -70,12 +68,7 @@ class ParameterGradients(NamedTuple):
 
 
 class LayerGradients:
-    """Collects the uses of layers, parameter by parameter.
-
-    Args:
-        assignment: the layers.
-        spectra: parameter name -> its block's eigenvectors, and a number for each of them.
-    """
+    """Collects the uses of layers, parameter by parameter."""
 
     def __init__(
         self, assignment: RuleAssignment, spectra: Mapping[str, tuple[EigenBlock, Tensor]]
@@ -85,7 +78,7 @@ class LayerGradients:
             for tracked in assignment.all
         }
         self.spectra = spectra
-        """As given."""
+        """Parameter name -> its block's eigenvectors, and a number for each of them."""
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}
 

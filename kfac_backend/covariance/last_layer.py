@@ -29,8 +29,6 @@ from kfac_backend.model.capture import first_input
 from kfac_backend.model.checks import check_output
 from kfac_backend.precision import at_least_float32, full_float32
 
-__all__ = ["LastLayerCovariance"]
-
 
 class LastLayerCovariance:
     """A function from inputs to outputs and their covariances if only the last layer is uncertain.

@@ -12,8 +12,6 @@ from kfac_backend.model.batches import detached, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention
 from kfac_backend.precision import at_least_float32, full_float32
 
-__all__ = ["linearised_outputs"]
-
 
 def linearised_outputs(
     model: nn.Module, changes: Mapping[str, Float[Tensor, "S *shape"]], x: Any
@@ -54,6 +52,7 @@ def linearised_outputs(
 def _outputs(
     model: nn.Module, own: Mapping[str, Tensor], change: Mapping[str, Tensor], x: Any
 ) -> Tensor:
+    # Parameters θ* with the tangent Δ: one forward pass computes f and J Δ together.
     with forward_ad.dual_level():
         duals = {
             name: forward_ad.make_dual(p, change[name].view_as(p).to(p.dtype))

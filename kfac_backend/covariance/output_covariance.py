@@ -54,15 +54,6 @@ from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.precision import at_least_float32, full_float32
 
-__all__ = [
-    "OutputCovariance",
-    "PosteriorPrecision",
-    "check_classes",
-    "check_not_empty",
-    "check_positions",
-    "default_memory",
-]
-
 CPU_MEMORY = 144 * 2**20
 """Bytes for gradients on a CPU."""
 GPU_SHARE = 8

@@ -13,8 +13,6 @@ from kfac_backend.laplace_torch.kron import FactorKron, laplace
 from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
-__all__ = ["KfacEF", "KfacGGN", "KfacInterface"]
-
 
 class KfacInterface(laplace.curvature.CurvatureInterface):
     """`kron` on top of `CurvaturePass`; everything else is inherited from laplace-torch.

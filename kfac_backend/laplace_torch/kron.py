@@ -153,10 +153,7 @@ class EigenKron(KronDecomposed):
     ) -> "EigenKron":
         """The decomposition of these factors, with corrected eigenvalues if they have any.
 
-        Args:
-            factors: the factors.
-            dtype: of the result, float32 at least.
-            damping: add √δ to both factors' eigenvalues instead of δ to their products.
+        ``damping`` adds √δ to both factors' eigenvalues instead of δ to their products.
         """
         factors = factors.to(dtype=torch.promote_types(dtype, torch.float32))
         return cls(_Decomposition(list(factors.blocks.values())), damping=damping)

@@ -14,12 +14,6 @@ from kfac_backend.layers.weight_sharing import WeightSharingRule
 from kfac_backend.layers.window import Window, patch_sums, patches, windows
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "ConvTransposeRule",
-    "ConvolutionRule",
-    "ImageRule",
-]
-
 SHAPES = {1: "(N, C, L)", 2: "(N, C, H, W)", 3: "(N, C, D, H, W)"}
 """A batch of images, by their number of axes."""
 

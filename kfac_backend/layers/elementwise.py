@@ -18,19 +18,6 @@ from kfac_backend.layers.gram import FactorSum, gram_of_gradients
 from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Bias",
-    "BiasRule",
-    "ChannelsRule",
-    "ExactRule",
-    "LastAxesRule",
-    "OwnParameter",
-    "OwnParameterRule",
-    "Scale",
-    "ScaleRule",
-    "default_view",
-]
-
 
 class Bias(nn.Module):
     """Adds one learned scalar to every entry of its input.
@@ -86,6 +73,8 @@ class ExactRule(Rule):
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the examples' gradients."""
         for name, gradients in self.gradients(use, b).items():
+            # An example's gradient is the sum over its rows. It comes before the outer product,
+            # which would lose the products of different rows.
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
             self.B[name].add(apart(gradients, b)[None])
@@ -218,10 +207,7 @@ class OwnParameter(nn.Module):
 
     It is never run. Its rule receives gradients in the copies of the parameter.
 
-    Args:
-        module: the module that has the parameter.
-        name: the parameter's name there.
-        view: the shape, beginning with 1, as which it is broadcast.
+    ``view`` is the shape, beginning with 1, as which it is broadcast.
     """
 
     def __init__(self, module: nn.Module, name: str, view: tuple[int, ...]) -> None:

@@ -11,8 +11,6 @@ from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.rule import Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 
-__all__ = ["EmbeddingRule"]
-
 LARGEST_VOCABULARY = 8192
 """Largest vocabulary for which reduce sums up the tokens' dense Gram matrix."""
 

@@ -16,20 +16,6 @@ from torch import Tensor
 from kfac_backend.layers.window import Window, patches
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "CountGram",
-    "DenseGram",
-    "DiagonalGram",
-    "FactorSum",
-    "Gram",
-    "ScalarGram",
-    "add_waiting",
-    "gram_of_gradients",
-    "is_tall",
-    "mirror_upper_half_",
-    "tall_product",
-]
-
 FEWEST_PRODUCTS = 4
 """A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
 
@@ -261,11 +247,7 @@ def add_waiting(grams: Iterable[Gram]) -> None:
 
 
 class FactorSum:
-    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses.
-
-    Args:
-        gram: sums up the outer products.
-    """
+    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses."""
 
     def __init__(self, gram: Gram) -> None:
         self.gram = gram

@@ -12,8 +12,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FunctionalLayer", "LayerByParts", "LinearPart", "TransposedPart"]
-
 
 class LinearPart(nn.Module):
     """One linear map of a layer, y = x Wᵀ + b, whose parameters are the layer's own.

@@ -32,8 +32,6 @@ from kfac_backend.layers.gram import DenseGram, Gram, is_tall, mirror_upper_half
 from kfac_backend.layers.window import Window, pad, patch_rows
 from kfac_backend.precision import at_least_float32
 
-__all__ = ["PatchGram", "cheapest_way"]
-
 OVERHEAD = {"cpu": 2e6, "cuda": 5e8}
 """The cost of starting a matrix product, in multiplications.
 
@@ -57,13 +55,7 @@ Entries = range | tuple[int, ...]
 
 
 class PatchGram(Gram):
-    """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`.
-
-    Args:
-        weight: of the layer, (rows, columns per group, *kernel).
-        kernel_size: of each axis.
-        groups: G, of channels.
-    """
+    """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`."""
 
     def __init__(self, weight: Tensor, kernel_size: tuple[int, ...], groups: int = 1) -> None:
         super().__init__(weight, groups, weight[0].numel())

@@ -18,15 +18,6 @@ from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart, Transpo
 from kfac_backend.layers.rule import Rule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 
-__all__ = [
-    "Registered",
-    "declared_parameters",
-    "register_parameters",
-    "register_rule",
-    "registered",
-    "supported_layers",
-]
-
 AnyRule = type[Rule] | type[LayerByParts]
 T = TypeVar("T", bound=type)
 

@@ -17,17 +17,6 @@ from torch import Tensor
 
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Rows",
-    "Run",
-    "SharedAxes",
-    "counted_positions",
-    "current_rows",
-    "examples_of_rows",
-    "folded_rows",
-    "rows_of_sequences",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -232,6 +221,7 @@ def rows_of_sequences(
     rows, index, weights, by_roots, examples = current_rows(), None, None, False, N
     given = None if rows is None else rows.weights
     first = batch_first or (rows is not None and rows.of_positions)  # a mask is always (N, R)
+    # Declared position by position, in the order of the axes that the layer's input had.
     if rows is not None and rows.axes == ((N, R) if first else (R, N)):
         index, by_roots = (rows.as_given if first else rows.as_given.T), rows.by_roots
         if given is not None:
@@ -239,6 +229,7 @@ def rows_of_sequences(
     elif rows is not None and rows.axes == (N,):  # whole sequences are an example's rows
         index, examples = rows.as_given[:, None].expand(N, R), rows.num_examples
         weights = None if given is None else given[:, None]
+    # What padding hides belongs to no example, whoever declared the rest.
     if padding is not None:
         hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
         if index is None:

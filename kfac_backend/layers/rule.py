@@ -33,17 +33,6 @@ from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "BlockSums",
-    "ExampleGradients",
-    "Rule",
-    "Use",
-    "apart",
-    "dense_gradients",
-    "sum_over",
-    "summed_gradients",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Use:
@@ -150,9 +139,7 @@ class Rule(ABC):
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the gradients of a backward vector with respect to one use's output.
 
-        Args:
-            use: the use; it has its input only if `needs_input`.
-            b: the gradients, in the output's shape.
+        The use has its input only if `needs_input`; b is in the output's shape.
         """
 
     def separate(self) -> None:  # noqa: B027
@@ -244,9 +231,7 @@ def apart(sums: Tensor, x: Tensor) -> Tensor:
 def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tensor, "N C P"]:
     """Σ_r b ⊗ a of each example and output, flattened as PyTorch flattens the parameter.
 
-    Args:
-        gradients: its factors.
-        transposed: whether the parameter is stored inputs first.
+    A ``transposed`` parameter is stored inputs first.
     """
     if gradients.a is None:
         return gradients.b.sum(2).movedim(0, 2).flatten(2)  # (G, N, C, d) -> (N, C, G·d)

@@ -16,8 +16,6 @@ from torch import Tensor
 from kfac_backend.layers.gram import DenseGram, DiagonalGram, FactorSum, Gram
 from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
 
-__all__ = ["LinearRule", "TransposedLinearRule", "WeightSharingRule"]
-
 
 class WeightSharingRule(Rule):
     """A layer with a matrix ``weight``, applied at R positions, and a ``bias`` added at each.

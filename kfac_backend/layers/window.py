@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Window", "pad", "patch_rows", "patch_sums", "patches", "windows"]
-
 
 @dataclass(frozen=True)
 class Window:

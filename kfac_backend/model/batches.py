@@ -31,22 +31,6 @@ from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Plan",
-    "Targets",
-    "counting",
-    "detached",
-    "each_batch",
-    "example_shapes",
-    "examples",
-    "make_plan",
-    "mask_of",
-    "parts",
-    "split_batch",
-    "splits_by_example",
-    "to_device",
-]
-
 LARGEST_ACTIVATION = 16 * 2**20
 """Bytes of the largest activation of a part of a batch, on a CPU.
 
@@ -63,12 +47,6 @@ def each_batch(
 
     The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
     DataLoader would start its workers twice and draw more seeds.
-
-    Args:
-        loader: the batches.
-        description: what the bar says.
-        progress: whether to show it.
-        unit: what it counts.
     """
     try:
         total = len(loader)  # pyright: ignore[reportArgumentType]
@@ -263,10 +241,6 @@ class Targets:
       in these models, a label of -100 then does not count.
     - A position that a mapping's mask hides is no target and predicts none.
 
-    Args:
-        likelihood: of the targets.
-        options: how batches give their targets.
-
     Raises:
         ValueError: options that are not for the likelihood.
     """
@@ -278,7 +252,7 @@ class Targets:
     ) -> None:
         options.check(likelihood)
         self.options = options
-        self.may_ignore = options.marks_ignored
+        self.may_ignore = options.ignore_index is not None
         """Whether some targets do not count, as far as it is known so far."""
         self._likelihood = likelihood_of(likelihood)
         # None until a batch shows it; from then on the same for all batches.

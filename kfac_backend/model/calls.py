@@ -22,23 +22,6 @@ from kfac_backend.model.checks import check_output, is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.precision import Setting
 
-__all__ = [
-    "DtypesInUse",
-    "arguments",
-    "call_with",
-    "close",
-    "explicit_forwards",
-    "forked_random_numbers",
-    "logits_of",
-    "noise_like",
-    "num_examples",
-    "own_loss",
-    "plain_attention",
-    "restoration",
-    "takes_labels",
-    "uncompiled",
-]
-
 
 def restoration(*modules: nn.Module) -> Callable[[], None]:
     """A function that gives modules the modes, hooks, forwards and parameter objects they have now.
@@ -77,12 +60,6 @@ def call_with(
     model's one argument, unless its forward names the mapping's keys, as models of Hugging Face do.
     Where the output has ``logits``, these are returned. Nothing is written into the model's own
     parameters.
-
-    Args:
-        model: the model.
-        parameters: name -> value, for some of its parameters.
-        x: the input.
-        keywords: further arguments of the forward.
 
     Raises:
         TypeError: an output that is not a tensor of real numbers.
@@ -294,15 +271,9 @@ def uncompiled() -> AbstractContextManager[None]:
     Otherwise torch would compile it anew for each pass's hooks, up to a limit, and then warn.
     """
     # Nothing can have been compiled unless this module is loaded, and loading it takes seconds.
-    return _eager.held() if "torch._dynamo" in sys.modules else nullcontext()
-
-
-_eager: Setting[Any] = Setting(
-    # set_stance takes effect when it is called, and returns an object that restores the former one.
-    lambda: torch.compiler.set_stance("force_eager"),
-    lambda stance: stance and stance.__exit__(None, None, None),
-    None,
-)
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def plain_attention() -> AbstractContextManager[object]:
@@ -338,11 +309,8 @@ class DtypesInUse(TorchFunctionMode):
 def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
     """Whether ‖should − does‖ ≤ tolerance · ‖should‖; also True if NaN or infinity is expected.
 
-    Args:
-        should: the tensor as expected.
-        does: the other; its dtype has a tolerance.
-        tolerance: that of a coarser dtype in which they were computed, see `DtypesInUse`; the
-            larger of both counts.
+    ``tolerance`` is that of a coarser dtype in which they were computed (`DtypesInUse`). It or
+    that of ``does`` counts, whichever is larger.
     """
     if should.shape != does.shape:
         return False
@@ -350,12 +318,15 @@ def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
         should, does = should.to_dense(), does.to_dense()
     if not torch.isfinite(should).all():
         return True  # reported with the model's output
+    # By norms and not entry by entry: a small entry of a gradient may be the difference of large
+    # terms, whose rounding is as large as it is.
     tolerance = max(tolerance, _tolerance(does))
     return bool((should - does).norm() <= tolerance * should.norm())
 
 
 def noise_like(x: Tensor) -> Tensor:
     """Normal numbers in the shape of x, the same each time; the user's generators are not used."""
+    # Drawn on the CPU, so that a proof is the same on all devices.
     generator = torch.Generator().manual_seed(0)
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
 

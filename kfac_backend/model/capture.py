@@ -41,8 +41,6 @@ from kfac_backend.precision import at_least_float32
 if TYPE_CHECKING:
     from kfac_backend.model.operations import Expression, Follower
 
-__all__ = ["Capture", "check_before", "first_input", "rows_of", "unknown_examples"]
-
 OnInput = Callable[[TrackedLayer, Use], None]
 OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
 
@@ -198,13 +196,7 @@ class Capture:
     def backward(
         self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
     ) -> None:
-        """Propagate each vector (in the shape of f) back from f.
-
-        Args:
-            f: what `forward` returned.
-            vectors: the vectors.
-            on_vector_end: called after each.
-        """
+        """Propagate each vector (in the shape of f) back from f."""
         self._runs_backward = True
         self.listen()
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
@@ -328,14 +320,6 @@ class Capture:
         source.register_hook(on_gradient)
         return source
 
-    def _run(self, tracked: TrackedLayer) -> tuple[int, Run]:
-        """The number of the run of a layer that begins, and its kind."""
-        number = self._number.get(tracked, 0)
-        self._number[tracked] = number + 1
-        known = self._assignment.runs.get(tracked.layer, ("examples",))
-        # Where all runs are of one kind, a layer may run more often than on the first batch.
-        return number, known[min(number, len(known) - 1)]
-
     def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
         """Name -> a copy of the parameter for each example, (N, ...).
 
@@ -420,8 +404,12 @@ class Capture:
             self._check(tracked, a)
         if not self._differentiable:
             a = a.detach()
-        # Step 1: what this run works on, as the proof has found.
-        number, run = self._run(tracked)
+        # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
+        # layer may run more often than on the first batch.
+        number = self._number.get(tracked, 0)
+        self._number[tracked] = number + 1
+        known = self._assignment.runs.get(tracked.layer, ("examples",))
+        run = known[min(number, len(known) - 1)]
         N = self._num_examples
         if run == "followed" and self._follower is not None and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
@@ -560,12 +548,7 @@ def unknown_examples(
 ) -> NotImplementedError:
     """The error for a layer with rows of which it is not known to which of N examples they belong.
 
-    Args:
-        tracked: the layer.
-        rows: how many rows it got.
-        N: examples.
-        needed_by: what needs to know, with its verb, such as "its block needs".
-        what: what N counts.
+    ``needed_by`` says what needs to know, with its verb: "its block needs".
     """
     return NotImplementedError(
         f"Layer {tracked} got {rows} rows in a batch of {N} {what}; {needed_by} each example's "

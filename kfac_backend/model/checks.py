@@ -9,18 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = [
-    "LateChecks",
-    "check_batch_norm",
-    "check_finite",
-    "check_inputs",
-    "check_module",
-    "check_output",
-    "is_out_of_memory",
-    "out_of_memory",
-    "total_memory",
-]
-
 
 def check_module(model: object) -> None:
     """Raise an error unless this is a module that lies whole in this process, and runs as Python.
@@ -70,9 +58,7 @@ def check_module(model: object) -> None:
 def check_batch_norm(model: nn.Module, way_out: str = "") -> None:
     """Raise a ValueError if a BatchNorm of the model mixes the examples of a batch.
 
-    Args:
-        model: the model.
-        way_out: another one than eval mode, for the error.
+    The error names ``way_out`` beside eval mode.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -163,7 +149,7 @@ class LateChecks:
         for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
             for values in tensors:
                 if values.numel():
-                    smallest, largest = torch.aminmax(_real(values))
+                    smallest, largest = torch.aminmax(values)
                     torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
                     torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
         self._targets.append((f.shape, y.clone()))  # a copy: a loader may use its memory again
@@ -172,9 +158,7 @@ class LateChecks:
     def read(self, model: nn.Module, check: Callable[[Tensor, Tensor], None]) -> None:
         """Raise the error of a part that was seen, if any.
 
-        Args:
-            model: the model.
-            check: raises an error unless targets fit outputs, whose shape alone counts.
+        ``check`` raises an error unless targets fit outputs, whose shape alone counts.
         """
         seen, self._targets = self._targets, []
         if not seen:
@@ -188,15 +172,12 @@ class LateChecks:
             raise not_finite(model)
 
 
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
 def numbers_of(x: Any) -> Iterator[Tensor]:
     """The tensors of an input that must be finite."""
     for key, value in x.items() if isinstance(x, Mapping) else [("", x)]:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             # Masks that are added to the scores of attention hide positions by −∞.
+            value = torch.view_as_real(value) if value.is_complex() else value
             yield value.masked_fill(value == -torch.inf, 0) if "mask" in str(key) else value
 
 
@@ -233,11 +214,7 @@ def out_of_memory(
 ) -> torch.OutOfMemoryError:
     """The error for a batch that does not fit.
 
-    Args:
-        model: the model.
-        device: where it ran.
-        batch_size: examples of the batch.
-        fitting: a number of examples that was tried and fits; None if not even one does.
+    ``fitting`` is a number of examples that was tried and fits; None if not even one does.
     """
     where = f"Out of memory on {device} in a curvature pass with batches of {batch_size} examples."
     if fitting is not None:

@@ -11,8 +11,6 @@ from kfac_backend.model.batches import examples
 from kfac_backend.model.calls import call_with, close, forked_random_numbers, num_examples
 from kfac_backend.model.checks import is_out_of_memory
 
-__all__ = ["gradients_of_examples"]
-
 ENTRIES = 2**24
 """Of all gradients that are held at a time, at most."""
 

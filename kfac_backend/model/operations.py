@@ -22,8 +22,9 @@ A layer that runs once for all examples (a table of relative positions), and who
 copied for each example at once, starts an expression as well. Its output is followed as a parameter
 is, and receives each example's gradient.
 
-Life cycle. `following.follow` runs the model with one example and with the same example twice,
-and writes what each operation is into `Operations.ways`. From then on `Capture` makes a new
+Life cycle. `follow` finds out what each operation is. It runs the model with one example (`Shapes`)
+and with the same example twice (`Trial`): an output that has twice the size in the second run has
+met the examples. What is found goes into `Operations.ways`. From then on `Capture` makes a new
 `Follower` for each forward pass, which looks every operation up there. Its expressions live as long
 as the forward pass and its backward passes. An operation that is not found is an error.
 
@@ -33,10 +34,10 @@ compares the model's output and the gradients before a pass uses it.
 """
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -44,24 +45,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.layers import FunctionalLayer, Rule
+from kfac_backend.layers import FunctionalLayer, Rule, Use
 from kfac_backend.layers.convolution import ConvolutionRule
+from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
-from kfac_backend.model.rule_assignment import LayerRun, Operations, TrackedLayer
+from kfac_backend.model.batches import examples
+from kfac_backend.model.calls import DtypesInUse, close, forked_random_numbers
+from kfac_backend.model.capture import Capture
+from kfac_backend.model.checks import is_out_of_memory
+from kfac_backend.model.rule_assignment import (
+    LayerRun,
+    Operations,
+    Refusal,
+    RuleAssignment,
+    TrackedLayer,
+    followed,
+)
 from kfac_backend.model.stacked import by_matrix
-
-__all__ = [
-    "PRODUCTS",
-    "Call",
-    "Expression",
-    "Follower",
-    "Refused",
-    "Stored",
-    "WeightUse",
-    "tensors_in",
-    "weight_use",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ class Call(NamedTuple):
         return self.func(*_mapped(self.args, replaced), **_mapped(self.kwargs, replaced))
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All tensor arguments."""
         return tensors_in((self.args, self.kwargs))
 
@@ -218,7 +219,7 @@ class Follower(TorchFunctionMode):
         if way == "mapped":
             return self._mapped(call)
         output = call.run()
-        if way is None and any(True for _ in tensors_in(output)):
+        if way is None and tensors_in(output):
             raise NotImplementedError(
                 f"{_names(call)} meets {call} in this batch as it did not in the first, so that "
                 'its block cannot be told. Freeze it (requires_grad_(False)), or pass unsupported="'
@@ -229,7 +230,7 @@ class Follower(TorchFunctionMode):
     def _computed(self, call: Call) -> Any:
         """An expression made of expressions: computed without a graph, and with one."""
         output = call.run()
-        outputs = list(tensors_in(output))
+        outputs = tensors_in(output)
         if any(value.requires_grad for value in outputs):
             raise NotImplementedError(
                 f"{_names(call)} meets the examples in {call}, as it did not in the first batch. "
@@ -252,10 +253,8 @@ class Follower(TorchFunctionMode):
     def _met(self, call: Call, axis: int) -> Any:
         """The operation with a copy of each expression for each row of its output.
 
-        Args:
-            call: the operation.
-            axis: the output's axis of rows, counted from the end, since broadcasting aligns the
-                last axes.
+        ``axis`` is the output's axis of rows, counted from the end, since broadcasting
+        aligns the last axes.
         """
         # The rows are as many as the other tensor has there. An expression has one entry there, or
         # no such axis, so that its copies take that place, aligned as broadcasting would.
@@ -336,9 +335,11 @@ class Follower(TorchFunctionMode):
         if isinstance(name, LayerRun):
             return None
         slot = None
+        # A view of one matrix of a stack begins where that matrix does.
         if leaf.dim() == 3 and value.dim() == 2:
             slot = (value.storage_offset() - leaf.storage_offset()) // leaf[0].numel() % len(leaf)
             leaf = leaf[slot]
+        # Memory and strides say what a tensor is; its values would not tell w from a copy of it.
         for turned in (False, True)[: 1 + (leaf.dim() in (2, 3))]:
             if _is_stored(value, leaf.mT if turned else leaf):
                 return Stored(name, turned, slot)
@@ -373,6 +374,281 @@ class Follower(TorchFunctionMode):
             if self._stored(weight) and self._stored(bias):
                 return None
         return partial(_without_affine, func)
+
+
+def follow(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    x: Any,
+    candidates: Mapping[str, str],
+    shared: Mapping[str, str],
+) -> RuleAssignment:
+    """The assignment with parameters that are followed operation by operation.
+
+    The result is not proved yet.
+
+    Args:
+        model: the model.
+        assignment: its tracked layers, with their runs.
+        x: some examples.
+        candidates: the parameters to follow -> the message if that fails.
+        shared: the same for parameters of layers that run once for all examples and whose output is
+            followed, see `find_runs`.
+
+    Raises:
+        Refusal: parameters that cannot be followed.
+    """
+    errors = {**candidates, **shared}
+    places: dict[str, tuple[nn.Module, str]] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for module in model.modules():
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(names[id(p)], (module, local))
+    operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
+    known = replace(assignment, operations=operations)
+    copied: set[str] = set()
+
+    def record(tracked: TrackedLayer, use: Use) -> None:
+        if isinstance(tracked.layer, OwnParameter):
+            copied.update(tracked.parameters.values())
+
+    def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
+        made = []
+        capture = Capture(
+            model, known, record, lambda *_: None,
+            follower=lambda *args: made.append(follower(*args)) or made[0],
+        )  # fmt: skip
+        with capture, forked_random_numbers(model):
+            capture.forward(examples(x, torch.tensor(numbers)))
+        return made[0]
+
+    # Two runs: sizes that double with a second example are those of examples or of their rows.
+    try:
+        shapes = run(Shapes, [0])
+        tried = run(partial(Trial, seen=shapes.seen, places=places), [0, 0])
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise Refusal(errors) from error
+    ways = operations.ways.values()
+    runs = [
+        w if isinstance(w, tuple) else (w,) for w in ways if isinstance(w, TrackedLayer | tuple)
+    ]
+    layers = list(dict.fromkeys(chain.from_iterable(runs)))
+    of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
+    # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
+    why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
+    why |= tried.refused
+    if why:
+        raise Refusal(
+            {
+                name: f"{error} What it does: '{name}' {why[name]}."
+                for name, error in errors.items()
+                if name in why
+            }
+        )
+    # Weights became layers of their own in the second run, beside those that hooks see; the rest
+    # meets examples by broadcasting, and has the exact block of an elementwise parameter.
+    own = {name: t for name, t in operations.own.items() if name not in of_layers}
+    folded = {t.layer: ("folded",) for t in tried.folded}
+    return replace(
+        assignment,
+        layers=assignment.layers + layers,
+        operations=replace(operations, own=own),
+        runs={**assignment.runs, **folded},
+    )
+
+
+class Shapes(Follower):
+    """The first of two runs, with one example: the shapes of all tensors that parameters reach.
+
+    With a single example, an expression and a tensor that has met the examples look alike, so both
+    are followed on. In the second run an operation has fewer expressions, and thus another key. So
+    each result is recorded under the keys of all subsets of the operation's expressions: one of
+    these is the subset of the true ones, under which `Trial` looks it up.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: dict[int, list[list[torch.Size]]] = {}
+
+    def _run(self, call: Call) -> Any:
+        output = call.run()
+        outputs = tensors_in(output)
+        if not outputs:
+            return output
+        shapes = [value.shape for value in outputs]
+        keys = [e.key for e in call.expressions]
+        # Which of them are expressions in truth, and which have met the one example, shows only in
+        # the second run: it asks by the key of the true ones.
+        # All subsets of many would be too many, as for a list of tensors that is concatenated.
+        sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
+        for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
+            self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
+        if call.changes is None or self._expression(call.changes):
+            self._follow_on(call, outputs)
+        return output
+
+
+class Trial(Follower):
+    """The second run, with two examples: decides what each operation is, and tries it at once.
+
+    Where an operation is refused, the run goes on with its plain result: all parameters that cannot
+    be followed are found in one run.
+
+    ``seen`` is what `Shapes` saw; ``places`` has each parameter's module and its name there.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        seen: Mapping[int, list[list[torch.Size]]],
+        places: Mapping[str, tuple[nn.Module, str]],
+    ) -> None:
+        super().__init__(*args)
+        self._seen, self._places = seen, places
+        self._times: dict[int, int] = {}  # how often an operation of each key has run so far
+        self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
+        self.refused: dict[str, str] = {}
+        """Name -> why it cannot be followed."""
+        self.folded: set[TrackedLayer] = set()
+        """Layers that got several rows of each example."""
+
+    def _run(self, call: Call) -> Any:
+        # The operation runs twice here. One that works in place changes a clone the first time.
+        changed = call.changes
+        before = None if changed is None else changed.detach().clone()
+        expected = call.run(lambda value: value.clone() if value is changed else value)
+        outputs = tensors_in(expected)
+        if not outputs and before is None:
+            return expected
+        time = self._times.get(call.key, 0)
+        self._times[call.key] = time + 1
+        try:
+            way = self._way(call, outputs, time)
+            # In a loop the operation comes again, and it must then be the same.
+            known = self._operations.ways.setdefault(call.key, way)
+            if known != way:
+                raise Refused(f"meets {call} in different ways")
+            # Tried at once: with copies of the expressions the result must be what it was without.
+            with DtypesInUse() as used:
+                output = super()._run(call)
+            if way != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
+                raise Refused(f"meets {call}, which takes no copy of it for each example")
+            return output
+        except Exception as error:  # an operation fails in any way on a tensor of another shape
+            if is_out_of_memory(error):
+                raise
+            why = f"meets {call}, which takes no copy of it for each example"
+            why = str(error) if isinstance(error, Refused) else why
+            self._operations.ways[call.key] = "refused"
+            self.refused |= {name: why for e in call.expressions for name in e.names}
+            return call.run() if changed is None else expected
+
+    def _way(self, call: Call, outputs: list[Tensor], time: int) -> Any:
+        """What the operation is, see `Way`: "computed", an axis, or a layer.
+
+        ``time`` is how often the same operation ran before in this forward pass.
+
+        Raises:
+            Refused: it cannot be followed.
+        """
+        use = weight_use(call.func, call.args, call.kwargs)
+        # Step 1: what has no sizes to compare, or cannot be compared.
+        if use is not None and not len(use.a) and self._stored(use.weight):
+            return self._layer_of(call, use, use.a.shape)  # an expert to which nothing is routed
+        if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
+            raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
+        one = self._seen.get(call.key, [])
+        if time >= len(one) or len(one[time]) != len(outputs):
+            raise Refused(f"meets {call} with two examples, and not with one")
+        shapes = [value.shape for value in outputs]
+        # Step 2: the same size for two examples as for one, and no graph from a tracked layer. So
+        # no example has reached it.
+        if shapes == one[time] and not any(value.requires_grad for value in outputs):
+            if call.changes is not None and not self._expression(call.changes):
+                raise Refused(f"is written into a tensor by {call}")
+            return "computed"
+        # Step 3: it has met the examples, along the axis that has twice the size.
+        axis = _grown_axis(one[time], shapes)
+        if axis is None:
+            raise Refused(f"meets {call}, whose output has no axis of examples")
+        # A linear map has a block of its own kind, so that is asked before broadcasting.
+        if use is not None and not self._expression(use.a):
+            if len(shapes[0]) + axis != 0:
+                raise Refused(f"is the weight of {call}, whose examples do not come first")
+            # A layer that is running, which has another parameter, has a rule for its own weight.
+            if self.inside or self._stored(use.weight) is None:
+                return "mapped"
+            return self._layer_of(call, use, shapes[0])
+        if call.func in PRODUCTS:
+            raise Refused(f"meets {call} as a matrix")
+        # Only an axis of size one can become the axis of the copies.
+        for e in call.expressions:
+            if e.value.dim() >= -axis and e.value.shape[axis] != 1:
+                raise Refused(f"meets {call} with entries of its own for each example")
+        return axis
+
+    def _belongs(self, call: Call) -> bool:
+        """Whether all expressions are made of parameters of the layer that is running.
+
+        So they are made for its weight, as a parametrisation does; else they are its input.
+        """
+        modules = set(self.inside[-1].layer.modules())
+        return all(self._places[name][0] in modules for e in call.expressions for name in e.names)
+
+    def _layer_of(
+        self, call: Call, use: "WeightUse", shape: torch.Size
+    ) -> TrackedLayer | tuple[TrackedLayer, ...]:
+        known: Any = self._operations.ways.get(call.key)
+        if not isinstance(known, TrackedLayer | tuple):
+            known = self._new_layer(call, use)
+        if shape[0] > 2:
+            self.folded.add(self._in_stack(known, use))
+        return known
+
+    def _new_layer(self, call: Call, use: "WeightUse") -> TrackedLayer | tuple[TrackedLayer, ...]:
+        stored = self._stored(use.weight)
+        assert stored is not None
+        name, turned, slot = stored
+        names = {"weight": name}
+        if use.bias is not None and (bias := self._stored(use.bias)):
+            names["bias"] = bias.name
+        rule: type[Rule] | None = use.rule
+        if turned:
+            rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
+        matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
+        if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
+            raise Refused(f"is the weight of {call} in a way without a rule")
+        places = {local: self._places[full] for local, full in names.items()}
+        if slot is not None:
+            # All matrices of a stack at once: in other batches others may be used.
+            E = len(getattr(*places["weight"]))
+            if "bias" in names:
+                raise Refused(f"is the weight of {call} with a bias; add the bias to the result")
+            layers = (FunctionalLayer(places, str(call), use.settings, e) for e in range(E))
+            known = (
+                TrackedLayer(f"{name}.{e}", layer, rule, names, FunctionalLayer,
+                             slots={"weight": (e, E)})
+                for e, layer in enumerate(layers)
+            )  # fmt: skip
+            return self._stacks.setdefault((name, rule), tuple(known))
+        layer = FunctionalLayer(places, str(call), use.settings)
+        rule.check(layer)
+        prefix, _, local = name.rpartition(".")
+        prefix = prefix if local == "weight" else name
+        return TrackedLayer(prefix, layer, rule, names, FunctionalLayer)
+
+
+def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
+    """The axis, from the end, along which the output for two examples is twice that for one."""
+    if len(one) != 1 or len(two) != 1 or len(one[0]) != len(two[0]):
+        return None
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    ((i, a, b),) = differing
+    return i - len(one[0]) if b == 2 * a else None
 
 
 class Refused(NotImplementedError):
@@ -453,10 +729,7 @@ def _aligned(rows: Tensor, axis: int) -> Tensor:
 def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
     """Whether a tensor is the parameter: the same memory, with its entries in the same order.
 
-    Args:
-        value: a tensor.
-        parameter: the parameter.
-        in_shape: whether the shape must agree, too; otherwise a contiguous view is enough.
+    Unless ``in_shape``, a contiguous view of another shape is one, too.
     """
     if value.data_ptr() != parameter.data_ptr() or value.dtype != parameter.dtype:
         return False
@@ -470,15 +743,16 @@ def _names(call: Call) -> str:
     return ", ".join(dict.fromkeys(f"'{name}'" for e in call.expressions for name in e.names))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
+    # By hand, as `_mapped`, since each operation passes here: torch's tree functions are slower.
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for entry in value for tensor in tensors_in(entry)]
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

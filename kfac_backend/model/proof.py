@@ -50,8 +50,6 @@ from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.precision import Setting
 
-__all__ = ["Proof"]
-
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
 Fixup and batches of 32: a proof on 30 examples took as long as one to two batches, on 8 a quarter
@@ -64,10 +62,6 @@ class Proof:
     The proof has two parts, which are made separately: that the hooks see every use of the
     parameters, and that no layer mixes examples. One example is enough for the first part. The
     second part waits for the first batch of several examples.
-
-    Args:
-        model: the model.
-        assignment: its tracked layers.
     """
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
@@ -107,10 +101,8 @@ class Proof:
         values of the parameters could change is proved again on two examples, if the model's
         structure is the same; if it does not hold again, the whole proof is made.
 
-        Args:
-            x: a batch.
-            N: its number of examples; None if that is not known.
-            ignored: loss terms (N, ...) that do not count.
+        N is None if it is not known. ``ignored`` marks loss terms (N, ...) that do not
+        count.
 
         Raises:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
@@ -185,10 +177,7 @@ class Proof:
         inputs out of A. One batch whose mask hides any is enough. It comes after `make`, whose
         layers and runs it takes.
 
-        Args:
-            x: some examples.
-            mask: which of their positions count.
-            ignored: loss terms (N, ...) that do not count.
+        ``ignored`` marks loss terms (N, ...) that do not count.
         """
         with counting(mask):
             verify_independence(self._model, self.assignment, x, ignored=ignored)
@@ -216,7 +205,7 @@ class Proof:
                 if not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
-                from kfac_backend.model.following import follow
+                from kfac_backend.model.operations import follow
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
@@ -506,13 +495,8 @@ def verify_independence(
     of the other outputs only the other rows. Examples that happen to be sorted would hide a forward
     that sorts them by their values; `with_first_again` prevents that.
 
-    Args:
-        model: the model.
-        assignment: its tracked layers.
-        x: some examples.
-        numbers: for each row of x, the index of its example in ``ignored``, (len(x),); None if the
-            rows are these examples themselves, in order.
-        ignored: loss terms (N, ...) that do not count.
+    ``numbers`` has the example's index in ``ignored`` for each row of x, and is None if the
+    rows are these examples in order. ``ignored`` marks loss terms (N, ...) that do not count.
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
@@ -577,12 +561,8 @@ def _check_apart(
 ) -> None:
     """Raise an error unless gradients of some examples' outputs reach only the rows of these.
 
-    Args:
-        tracked: a layer.
-        use: one run of it.
-        by_first: the rows that gradients of the examples ``first`` reach.
-        by_rest: the rows that those of the other examples reach.
-        first: (N,) a mask of examples.
+    ``first`` is a mask of these examples (N,). ``by_first`` and ``by_rest`` are the rows that
+    their gradients reach, and those of the others.
     """
     if use.rows is not None:
         counts = use.rows.index < use.rows.num_examples
@@ -655,10 +635,7 @@ def find_runs(
     - A run whose output passes no derivative on is a constant if other runs of its parameters do.
       It does not count as a use of the parameters.
 
-    Args:
-        model: the model.
-        assignment: its tracked layers.
-        x: some examples; if they cannot be separated, the assignment is returned as it is.
+    If the examples cannot be separated, the assignment is returned as it is.
 
     Returns:
         The assignment, and the parameters of layers whose output must be followed, each with the
@@ -821,12 +798,8 @@ def verify_gradients(
     expressions of followed parameters; layers run by their parts. And the gradients from all uses,
     by their rules and summed over the examples, must equal autograd's.
 
-    Args:
-        model: the model.
-        assignment: its tracked layers.
-        x: some examples.
-        messages: the parameters -> the message if that does not hold.
-        by_parts: whether autograd's gradients are of layers by parts, too, or of their own forward.
+    ``messages`` has the message for each parameter if that does not hold. ``by_parts`` says
+    whether autograd's gradients are of layers by parts, too, or of their own forward.
 
     Raises:
         Refusal: parameters for which it does not hold.

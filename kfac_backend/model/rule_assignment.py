@@ -27,18 +27,6 @@ from kfac_backend.layers.rows import Run
 from kfac_backend.model.checks import check_batch_norm, check_module
 from kfac_backend.options import Unsupported
 
-__all__ = [
-    "DividedLayer",
-    "LayerRun",
-    "Operations",
-    "Refusal",
-    "RuleAssignment",
-    "TrackedLayer",
-    "assignment_of_blocks",
-    "assign_rules",
-    "followed",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class TrackedLayer:
@@ -237,14 +225,14 @@ def assign_rules(
     own_parameters: list[TrackedLayer] = []
     divided: list[DividedLayer] = []
     without_rule: list[tuple[str, nn.Module, str]] = []
-    # A module's own parameters go to the rule of its class, or to its parts; then to what it
-    # declared; what is left has no rule.
+    # Module by module, so that a parameter's owner decides and not the model around it.
     for prefix, module in model.named_modules():
         own = {
             local: names[id(p)]
             for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in names
         }
+        # Step 1: the rule of its class. A layer by parts has one rule for each of its maps.
         found, known = registered(module), set()
         if found and issubclass(found.rule, LayerByParts):
             if any(id(p) in names for p in module.parameters()):
@@ -261,10 +249,12 @@ def assign_rules(
                 layers.append(
                     TrackedLayer(prefix, module, found.rule, mine, found.layer_type, found.built_in)
                 )
+        # Step 2: what it declared, unless a rule has it already.
         for local, view in declared_parameters(module).items():
             if local in own and local not in known:
                 own_parameters.append(_own_parameter(prefix, module, local, view, own[local]))
                 known.add(local)
+        # Step 3: the rest, whose uses the proof follows.
         without_rule += [(prefix, module, own[local]) for local in own if local not in known]
 
     covered = {full for t in layers + own_parameters for full in t.parameters.values()}
@@ -331,9 +321,7 @@ def _own_parameter(
 def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssignment:
     """The assignment of the parameters that have a block; the others are constants.
 
-    Args:
-        model: the model.
-        sizes: parameter name -> entries of its block.
+    ``sizes`` has the number of entries of each block, by its parameter's name.
 
     Raises:
         ValueError: no block at all, or a block of a parameter that the model lacks, that has

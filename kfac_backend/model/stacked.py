@@ -14,8 +14,6 @@ from torch import Tensor
 
 from kfac_backend.layers.rows import current_rows, examples_of_rows
 
-__all__ = ["by_matrix"]
-
 MATMULS = {torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 GROUPED = getattr(torch, "_grouped_mm", None)  # F.grouped_mm calls it
 

@@ -5,7 +5,6 @@ which of both happens, and `kfac` an optimiser made of it.
 """
 
 from kfac_backend.optimizer.kfac import KFAC
-from kfac_backend.optimizer.options import PreconditionerOptions
-from kfac_backend.optimizer.preconditioner import KfacPreconditioner
+from kfac_backend.optimizer.preconditioner import KfacPreconditioner, PreconditionerOptions
 
 __all__ = ["KFAC", "KfacPreconditioner", "PreconditionerOptions"]

@@ -11,23 +11,15 @@ Source: Martens & Grosse 2015 (arXiv:1503.05671), sections 6.2 and 6.3; Eschenha
 (arXiv:2311.00636), appendix on the practical choices.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.eigen import eigh
-from kfac_backend.optimizer.options import DampingOn
 
-__all__ = [
-    "Inverse",
-    "damped_inverse",
-    "diverging",
-    "empty_inverse",
-    "kl_clip_factor",
-    "precondition",
-]
+DampingOn = Literal["factors", "product"]
 
 Inverse: TypeAlias = dict[str, Tensor]
 """(F + damping)⁻¹ as tensors by name; those of A are missing for a block without A.
@@ -111,12 +103,7 @@ def precondition(inverse: Inverse, G: Tensor) -> Tensor:
 
 
 def diverging(what: str, way_out: str = "") -> FloatingPointError:
-    """The error for something that is not finite in a step of training.
-
-    Args:
-        what: its name, at the beginning of a sentence.
-        way_out: a sentence to append, after a space.
-    """
+    """The error for something that is not finite in a step of training."""
     return FloatingPointError(
         f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
         f"warm the learning rate up, or set kl_clip.{way_out}"
@@ -167,10 +154,7 @@ def _times(B: Tensor, V: Tensor, A: Tensor | None) -> Tensor:
 def _root(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
     """Lower triangular L with L Lᵀ = F + damping I, batched over leading axes.
 
-    Args:
-        F: a factor.
-        damping: one for all groups, or (G, 1, 1).
-        name: what to call the factor in an error.
+    There is one damping for all groups, or (G, 1, 1).
     """
     damping = torch.as_tensor(damping, dtype=F.dtype, device=F.device)
     if F.shape[-1] == 1:

@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_backend.model.checks import check_module
-from kfac_backend.optimizer.options import PreconditionerOptions
-from kfac_backend.optimizer.preconditioner import KfacPreconditioner
+from kfac_backend.optimizer.preconditioner import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import check_option
-
-__all__ = ["KFAC", "BaseOptimizer"]
 
 BaseOptimizer = Literal["sgd", "nadamw"]
 
@@ -131,6 +128,7 @@ class KFAC(Optimizer):
                 m = self.state[p].get("momentum_buffer")
                 if m is None:
                     m = self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                # As torch's SGD without dampening; its step then adds no momentum of its own.
                 m.mul_(mu).add_(p.grad)
                 if group["nesterov"]:
                     p.grad.add_(m, alpha=mu)

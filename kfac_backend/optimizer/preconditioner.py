@@ -7,7 +7,7 @@ where F is the parameter's block of the K-FAC curvature of the mean loss.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +18,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.eigen import map_on_cores
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
+    DampingOn,
     Inverse,
     damped_inverse,
     diverging,
@@ -25,7 +26,6 @@ from kfac_backend.optimizer.damped_inverse import (
     kl_clip_factor,
     precondition,
 )
-from kfac_backend.optimizer.options import PreconditionerOptions
 from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
     CurvatureOptions,
@@ -34,7 +34,53 @@ from kfac_backend.options import (
 )
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
-__all__ = ["KfacPreconditioner"]
+
+@dataclass(frozen=True, kw_only=True)
+class PreconditionerOptions:
+    """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
+
+    The defaults were chosen on two small problems and compared with other optimisers on five
+    (`experiments/optimizers/optimizer_comparison.py`).
+
+    Args:
+        damping: λ > 0, added to the curvature of the mean loss. Tune it first; 0.03 or 0.1 for
+            factors that are noisy.
+        damping_on: "factors" adds √λ/π to B and π√λ to A, with π² = (tr A/d_in)/(tr B/d_out), and
+            inverts both (by Cholesky, about twenty times cheaper than eigenvectors; Martens &
+            Grosse 2015, section 6.3). "product" adds λ to B ⊗ A itself, exactly as a prior of
+            precision N·λ would.
+        factor_every: number of steps between new factors.
+        update_every: number of steps between new preconditioners, from the latest factors.
+        ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
+            start; 0 takes only the latest factors, as the paper's experiments do.
+        kl_clip: κ in nats, which limits how far a step at the highest learning rate η moves the
+            predictions: all preconditioned gradients p̂ of g are scaled by
+            min(1, √(κ / (η² Σ⟨p̂, g⟩))) (Ba et al. 2017). `KFAC` preconditions gradients with their
+            momentum, so that κ is for the whole step. None sets no limit, as in the paper.
+            Regression is taken to have noise 1, so that κ is in squared units of the targets.
+
+    Raises:
+        ValueError: an option that is not supported.
+    """
+
+    damping: float = 0.01
+    damping_on: DampingOn = "factors"
+    factor_every: int = 5
+    update_every: int = 5
+    ema_decay: float = 0.9
+    kl_clip: float | None = 0.01
+
+    def __post_init__(self) -> None:
+        check_positive("damping", self.damping)
+        if self.kl_clip is not None:
+            check_positive("kl_clip", self.kl_clip)
+        check_option("damping_on", self.damping_on, DampingOn)
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), not {self.ema_decay}.")
+        for name in ("factor_every", "update_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}.")
 
 
 class KfacPreconditioner:
@@ -124,17 +170,24 @@ class KfacPreconditioner:
         parameters = dict(model.named_parameters())
         device = next(iter(parameters.values())).device if parameters else "cpu"
         self._generator = torch.Generator(device).manual_seed(seed)
+        left_out = _matching(exclude, parameters)
         self._pass = TrainingPass(
             model,
             likelihood,
             curvature,
             self._generator,
-            _matching(exclude, parameters),
+            left_out,
             mean_over,
             process_group,
         )
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._tell_plain(exclude)
+        plain = [n for n in self._parameters if n not in self.names and n not in left_out]
+        if plain:
+            warnings.warn(
+                f"No K-FAC rule for {', '.join(plain)}: trained with the plain gradient. Exclude "
+                "them to say the same.",
+                stacklevel=2,
+            )
         self._step = 0
         self._damping: float | dict[str, float] = options.damping
         self._blocks: dict[str, KroneckerBlock] = {}
@@ -355,9 +408,17 @@ class KfacPreconditioner:
             del new[name]  # frees the batch's factors one by one
 
     def check_gradients(self) -> None:
-        """Raise a FloatingPointError for gradients with NaN or infinity, if these are an error."""
-        if self.error_if_nonfinite:
-            _check_finite(self._with_gradient())
+        """Raise a FloatingPointError that names a gradient with NaN or infinity, if it may."""
+        gradients = self._with_gradient()
+        if not gradients or not self.error_if_nonfinite:
+            return
+        largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
+        if torch.stack([torch.isfinite(entry) for entry in largest]).all():
+            return
+        wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
+        raise diverging(
+            f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
+        )
 
     def _with_gradient(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
@@ -379,16 +440,6 @@ class KfacPreconditioner:
             nu = kl_clip_factor(torch.stack(inner_products), lr, limit)
             torch._foreach_mul_(preconditioned, nu)
 
-    def _tell_plain(self, exclude: Sequence[str]) -> None:
-        left_out = _matching(exclude, self._parameters)
-        plain = [n for n in self._parameters if n not in self.names and n not in left_out]
-        if plain:
-            warnings.warn(
-                f"No K-FAC rule for {', '.join(plain)}: trained with the plain gradient. Exclude "
-                "them to say the same.",
-                stacklevel=3,
-            )
-
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:
     """The names that any pattern fits."""
@@ -400,19 +451,6 @@ def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset
                 f"exclude: no parameter fits {pattern!r}; there are {', '.join(names)}."
             )
     return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
-
-
-def _check_finite(gradients: Mapping[str, Tensor]) -> None:
-    """Raise a FloatingPointError that names the first gradient that is not finite."""
-    if not gradients:
-        return
-    largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-    if torch.stack([torch.isfinite(entry) for entry in largest]).all():
-        return
-    wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
-    raise diverging(
-        f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
-    )
 
 
 def _copies(

@@ -55,8 +55,6 @@ from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.ranks import ProcessGroupOption
 
-__all__ = ["MeanOver", "TrainingPass"]
-
 MeanOver = Literal["terms", "examples"]
 """What a loss is a mean over: its terms, or examples, whose terms are summed."""
 
@@ -67,17 +65,12 @@ class TrainingPass(CurvaturePass):
     Parameters without a rule, and those whose uses no hook sees, are left out; they train with
     their plain gradients. A layer whose rows belong to unknown examples is an error.
 
-    Args:
-        model: the model that is trained. BatchNorm may be in train mode, except with
-            fisher="exact": vectors then go back through the batch's statistics, as the training's
-            gradients do. A row n of a layer acts on the outputs m of all examples, and the factors
-            are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
-        likelihood: of the loss.
-        options: all choices of the pass.
-        generator: source of fisher="mc"'s labels, on the model's device.
-        left_out: names of parameters that need no block.
-        mean_over: what the loss is a mean over.
-        process_group: the ranks that have a part of each step's data, see `kronecker_factors`.
+    Arguments are those of `KfacPreconditioner`; ``left_out`` has the parameters that need no
+    block.
+
+    BatchNorm may be in train mode, except with fisher="exact": vectors then go back through the
+    batch's statistics, as the training's gradients do. A row n of a layer acts on the outputs m
+    of all examples, and the factors are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
 
     Raises:
         ValueError: options that are not for the likelihood, the device, the model's layers, or
@@ -185,7 +178,9 @@ class TrainingPass(CurvaturePass):
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
         if self._now is not None and not self._now.is_over:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
-        if not self.is_due or not torch.is_grad_enabled() or not self._is_itself():
+        # Another pass over the model runs it with other tensors in the parameters' places.
+        is_itself = next(self._model.parameters()) is self._probe
+        if not self.is_due or not torch.is_grad_enabled() or not is_itself:
             return
         self._finish()
         if self._now is not None:
@@ -199,10 +194,8 @@ class TrainingPass(CurvaturePass):
     def _show(self, x: Any, stack: ExitStack) -> None:
         """Prove the model on x, and enter the contexts that the forward pass runs in.
 
-        Args:
-            x: the model's input.
-            stack: it closes what was entered if anything fails here; otherwise the contexts move to
-                the `_Forward`, which closes them after the forward pass.
+        ``stack`` closes what was entered if anything fails here. Otherwise the contexts
+        move to the `_Forward`, which closes them after the forward pass.
         """
         self._prove(x)
         if self._options.fisher == "exact":
@@ -329,10 +322,6 @@ class TrainingPass(CurvaturePass):
         with torch.no_grad(), full_float32(), self._no_autocast():
             super()._add_gradient(tracked, use, b.detach())
 
-    def _is_itself(self) -> bool:
-        """Whether the model runs with its own parameters, and not with those of another pass."""
-        return next(self._model.parameters()) is self._probe
-
     def _prove(self, x: Any) -> None:
         """Prove, in eval mode, that the hooks see all; see `Proof`."""
         N = num_examples(x)
@@ -394,7 +383,7 @@ class TrainingPass(CurvaturePass):
         if self._likelihood.kind != "classes":
             return f.new_zeros(self._likelihood.target_shape(f))
         y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
-        if f.dim() > 2 or mask is not None or self._options.marks_ignored:
+        if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
             y = y.masked_fill((g == 0).all(-1), IGNORED)
         return y
 

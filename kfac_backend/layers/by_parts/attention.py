@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
 from kfac_backend.layers.rows import current_rows, examples_of_rows, rows_of_sequences
 
-__all__ = ["AttentionByParts", "SequenceFirst"]
-
 
 class AttentionByParts(LayerByParts):
     """nn.MultiheadAttention: queries, keys and values are three linear layers, as is the output.

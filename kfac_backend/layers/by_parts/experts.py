@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart, TransposedPart
 from kfac_backend.layers.rows import current_rows, examples_of_rows
 
-__all__ = ["ExpertsByParts"]
-
 
 class ExpertsByParts(LayerByParts):
     """The experts of transformers' models (Mixtral, Qwen-MoE, gpt-oss, ...), in any implementation.

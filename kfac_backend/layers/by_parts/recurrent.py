@@ -22,8 +22,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
 from kfac_backend.layers.rows import rows_of_sequences
 
-__all__ = ["CellByParts", "RecurrentByParts"]
-
 State = tuple[Tensor, ...]
 """The output h of a step, and an LSTM's cell c, (N, d) each."""
 
@@ -181,13 +179,8 @@ def _run(
 ) -> State:
     """The states of all steps, (N, T, d) each, in the order of running.
 
-    Args:
-        mode: torch's name of the kind of layer.
-        parts: the maps.
-        x: the sequences.
-        state: the state before the first step.
-        order: the number of the input that each step reads; None for their own order.
-        differentiable: whether values of the first run keep their graph.
+    ``order`` has the number of the input that each step reads, and is None for their own order.
+    ``differentiable`` says whether values of the first run keep their graph.
     """
     read = _turned(parts["inputs"](x), order).unbind(1)
     maps = [parts[name] for name in _PARTS[1:] if name in parts]
