@@ -19,6 +19,7 @@ __all__ = [
     "Splits",
     "check_fraction",
     "described",
+    "divided",
     "hold_out",
     "pixel_statistics",
     "stratified",
@@ -258,6 +259,24 @@ def hold_out(
         chosen, rest = order[:size].sort().values, order[size:].sort().values
     train, validation = take(splits.train, rest), take(splits.train, chosen)
     return replace(splits, train=train, validation=validation), rest
+
+
+def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -> Splits:
+    """Data whose test examples so far are all of it, with parts for testing and validation.
+
+    Args:
+        whole: the data.
+        test_fraction: share of all examples that become the test set.
+        validation: share of the others that become the validation set; 0 for none.
+        seed: seed of both choices.
+
+    Raises:
+        ValueError: see `hold_out`.
+    """
+    splits, _ = hold_out(whole, test_fraction, seed, "test_fraction")
+    assert splits.validation is not None
+    splits = replace(splits, validation=None, test=splits.validation)
+    return hold_out(splits, validation, seed, "validation")[0] if validation else splits
 
 
 def stratified(

@@ -21,7 +21,7 @@ from marglik.data import (
     Splits,
     out_of_distribution_images,
 )
-from marglik.data.batches import Shard, split_batches
+from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.splits import tensors_in
 from marglik.posterior.posterior import Posterior
@@ -106,16 +106,15 @@ def evaluate(
     if isinstance(ood, DataSource):
         ood = out_of_distribution_images(ood, splits)
     *_, y = tensors_in(splits.test)
-    shard = Shard(ranks.rank, ranks.size)
 
     def predict_split(name: Any, predict: Predictive) -> tuple[Prediction, Tensor]:
-        batches = split_batches(splits, name, batch_size, device=device, shard=shard)
+        batches = split_batches(splits, name, batch_size, device=device, ranks=ranks)
         return predict_all(predict, batches, targets=splits.targets, progress=progress, ranks=ranks)
 
     def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
         no_labels = torch.zeros(len(pixels), dtype=torch.int64)
         options: Any = {"normalisation": (splits.mean, splits.std), "device": device}
-        batches = Batches(pixels, no_labels, batch_size, shard=shard, **options)
+        batches = Batches(pixels, no_labels, batch_size, ranks=ranks, **options)
         return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
 
     scores = {} if scores is None else scores

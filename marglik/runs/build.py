@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -211,7 +212,7 @@ def check_model(
         of_factors = options and CurvaturePass(model, likelihood, options, process_group=None)
         try:
             with torch.no_grad():
-                f: Any = model(x.clone())  # a forward may change its input in place
+                f: Any = model(deepcopy(x))  # a forward may change its input in place
         except (RuntimeError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{name} cannot take {described(x)}: {str(error).rstrip('.')}. Set the model's "

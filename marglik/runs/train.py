@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
-from marglik.data.batches import Batches, Shard, split_batches
+from marglik.data.batches import Batches, split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages, out_of_distribution_images
 from marglik.data.record import data_record
 from marglik.data.splits import DataSource, Splits, hold_out, tensors_in
@@ -585,5 +585,5 @@ class Training:
             seed=self.run.seed,
             device=self.fabric.device,
             channels_last=self.fabric.device.type == "cuda" and self.splits.are_images,  # faster
-            shard=Shard(self.ranks.rank, self.ranks.size),
+            ranks=self.ranks,
         )
