@@ -293,8 +293,8 @@ def predict_all(
             shifted.
         progress: whether to show a bar.
         ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
-            loader yields this rank's (`marglik.data.Batches`). All ranks get all predictions, in the
-            order of the data.
+            loader yields this rank's, as `marglik.data.Batches` does. All ranks get all
+            predictions, in the order of the data.
         keywords: single options that replace those of ``targets``, such as ``dict_key_y="target"``.
 
     Raises:
