@@ -128,12 +128,6 @@ class Splits:
         """How batches of this data give their targets."""
         return TargetOptions(ignore_index=self.ignore_index)
 
-    @property
-    def num_terms(self) -> int:
-        """Number of test targets that count: for sequences, one per position."""
-        y = self.test[1]
-        return y.numel() if self.ignore_index is None else int((y != self.ignore_index).sum())
-
     def with_target_scale(self, mean: float, std: float) -> "Splits":
         """The same with its targets standardised by these, whatever they were by before."""
         own_mean, own_std = self.target_scale or (0.0, 1.0)

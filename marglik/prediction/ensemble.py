@@ -60,7 +60,6 @@ class Ensemble:
             raise ValueError("An ensemble needs at least one network.")
         for model in models:
             check_module(model)
-        likelihood_of(likelihood)
         check_positive("sigma_noise", sigma_noise)
         self.models = list(models)
         self.likelihood = likelihood_of(likelihood)

@@ -119,7 +119,7 @@ def evaluate(
 
     scores = {} if scores is None else scores
     entries: dict[str, dict[str, Any]] = {}
-    uncertain = None
+    uncertain = num_positions = None
     for label, predict in predictives.items():
         _logger.info("evaluating %s on %s", label, splits.name)
         # The first call computes eigenvectors; the time of the test set must not include that.
@@ -127,6 +127,7 @@ def evaluate(
         start = time.perf_counter()
         prediction, targets = predict_split("test", predict)
         seconds = time.perf_counter() - start
+        num_positions = len(targets) if of.has_labels and y.dim() > 1 else None  # those that count
         entry = _entry_of_test(prediction, targets, likelihood)
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
@@ -146,13 +147,12 @@ def evaluate(
             uncertain = {"predictive": label, "examples": examples}
         entries[label] = entry | {"seconds": seconds}
 
-    is_sequence = of.has_labels and y.dim() > 1
     return {
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
         "num_test": len(y),
-        "num_positions": splits.num_terms if is_sequence else None,
+        "num_positions": num_positions,
         "predictives": entries,
         "ood": None
         if ood is None

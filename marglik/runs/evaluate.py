@@ -76,8 +76,6 @@ def evaluate_run(
         ValueError: data, model or posterior that do not fit together; files that were altered.
     """
     check_seed(seed)
-    if not Path(path).exists():
-        raise FileNotFoundError(f"{path} does not exist; pass a run's folder.")
     if Path(path).is_file():
         raise ValueError(
             f"{path} is a file; pass a run's folder, as marglik train or save_posterior makes one."

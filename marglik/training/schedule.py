@@ -102,7 +102,7 @@ class Schedule:
     @property
     def _num_averaged(self) -> int:
         """Number of epochs at the end whose steps are averaged with equal weights."""
-        if self.average != "last" or self.keep == "best" or self.epochs is None:
+        if not self.averages or self.epochs is None:
             return 0
         return round(AVERAGED_SHARE * self.epochs)
 
