@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from kfac_backend import examples_of_rows
 from marglik.augmentation.transforms import Transform
 
-__all__ = ["START", "LearnedAugmentation"]
-
 START = 0.05
 """Where ranges begin, as a share of the largest: the network must see what a range does."""
 

@@ -13,8 +13,6 @@ from kfac_backend.ranks import Ranks
 from marglik.data.splits import Inputs, Pair, SplitName, Splits
 from marglik.sizes import check_sizes
 
-__all__ = ["Batches", "crop_and_flip", "split_batches"]
-
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, in 0..255."""
 

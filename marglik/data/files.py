@@ -13,8 +13,6 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from marglik.data.splits import DataSource, Splits, check_fraction, divided
 
-__all__ = ["TableFile", "TensorFile"]
-
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 OPTIONAL = ("x_validation", "y_validation")
 

@@ -25,16 +25,6 @@ from marglik.data.splits import (
     take,
 )
 
-__all__ = [
-    "CIFAR10",
-    "SVHN",
-    "ClassSubset",
-    "Digits",
-    "ImageFolder",
-    "TwoPartData",
-    "decode_images",
-]
-
 FILE_OF_DIGITS = "datasets/data/digits.csv.gz"
 """Of scikit-learn."""
 

@@ -11,22 +11,6 @@ from torch import Tensor
 from kfac_backend.options import TargetOptions
 from marglik.graphs import Graphs
 
-__all__ = [
-    "DataSource",
-    "Inputs",
-    "Pair",
-    "SplitName",
-    "Splits",
-    "check_fraction",
-    "described",
-    "divided",
-    "hold_out",
-    "pixel_statistics",
-    "stratified",
-    "take",
-    "tensors_in",
-]
-
 SplitName = Literal["train", "validation", "test"]
 
 Inputs = Tensor | Graphs

@@ -10,8 +10,6 @@ from kfac_backend import register_parameters
 from kfac_backend.options import check_option
 from marglik.sizes import check_sizes
 
-__all__ = ["GPT", "VisionTransformer"]
-
 Pool = Literal["mean", "class_token"]
 
 

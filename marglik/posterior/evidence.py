@@ -16,14 +16,6 @@ from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.options import check_positive
 
-__all__ = [
-    "EvidenceTerms",
-    "derivatives_in_factors",
-    "effective_parameters",
-    "log_likelihood",
-    "log_marginal_likelihood",
-]
-
 
 @dataclass(frozen=True)
 class EvidenceTerms:

@@ -17,16 +17,6 @@ from kfac_backend.model.checks import check_module
 from kfac_backend.options import check_option, check_positive
 from marglik.posterior.posterior import Posterior
 
-__all__ = [
-    "Hyperparameters",
-    "PriorGroups",
-    "PriorStructure",
-    "UpdateMethod",
-    "parameter_kind",
-    "precision_to_weight_decay",
-    "weight_decay_to_precision",
-]
-
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
 UpdateMethod = Literal["adam", "mackay"]
 Number = TypeVar("Number", float, Tensor)

@@ -31,8 +31,6 @@ from marglik.prediction.predictive import outputs_of
 from marglik.storage.model_state import check_state, tensors_of
 from marglik.storage.run_folder import ENSEMBLE, MEMBERS, read_record, write_record
 
-__all__ = ["Ensemble"]
-
 
 class Ensemble:
     """A predictive: the mixture of several networks' predictions, with equal weights.

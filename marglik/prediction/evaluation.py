@@ -47,8 +47,6 @@ from marglik.prediction.predictive import (
 )
 from marglik.storage.provenance import environment
 
-__all__ = ["compared", "data_uri", "evaluate", "evaluate_network"]
-
 _logger = logging.getLogger(__name__)
 
 ENTROPY_BINS = 30

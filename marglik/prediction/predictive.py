@@ -30,18 +30,6 @@ from marglik.prediction.links import (
     predict_from_outputs,
 )
 
-__all__ = [
-    "ModelPredictive",
-    "Predictive",
-    "PredictiveConfig",
-    "PredictiveMethod",
-    "laplace_predictive",
-    "map_predictive",
-    "outputs_of",
-    "predict_all",
-    "remembered_calibration",
-]
-
 PredictiveMethod = Literal["probit", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]

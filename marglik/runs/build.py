@@ -36,17 +36,6 @@ from marglik.training.loop import OneDevice
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-__all__ = [
-    "build_fabric",
-    "build_from_spec",
-    "check_model",
-    "device_of",
-    "check_same_on_ranks",
-    "sizes_of",
-    "with_learned_augmentation",
-    "with_standardised_columns",
-]
-
 TRUSTED = ("marglik", "torchvision")
 """Packages whose classes a file may name."""
 MAY_BE_BUILT = (nn.Module, DataSource, Transform)

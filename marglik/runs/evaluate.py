@@ -31,8 +31,6 @@ from marglik.storage.run_folder import (
     write_record,
 )
 
-__all__ = ["evaluate_run"]
-
 _logger = logging.getLogger(__name__)
 
 

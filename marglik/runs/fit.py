@@ -23,8 +23,6 @@ from marglik.storage.provenance import Provenance
 from marglik.storage.run_folder import check_free
 from marglik.training.post_hoc import maximize_evidence
 
-__all__ = ["fit"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -68,8 +68,6 @@ from marglik.training.optimizers import OptimizerConfig, build_optimizer
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-__all__ = ["Training", "train"]
-
 _logger = logging.getLogger(__name__)
 
 NOT_OF_THE_RESULT = (

@@ -9,15 +9,6 @@ from torch import Tensor, nn
 
 from kfac_backend.files import read_tensors
 
-__all__ = [
-    "check_state",
-    "load_pretrained",
-    "names_replaced",
-    "read_state",
-    "tensors_of",
-    "tensors_of_others",
-]
-
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("state_dict", "model_state_dict", "model")
 """Where a checkpoint has its state dict."""

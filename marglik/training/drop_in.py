@@ -22,8 +22,6 @@ from marglik.training.schedule import Average, Keep, Schedule, settling_rate
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
 
-__all__ = ["marglik_training"]
-
 
 def marglik_training(
     model: nn.Module,

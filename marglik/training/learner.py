@@ -60,8 +60,6 @@ from marglik.training.steps import (
     stable_decays,
 )
 
-__all__ = ["PriorLearner", "update_prior"]
-
 _logger = logging.getLogger(__name__)
 
 WEIGHT_DECAY = 5e-4

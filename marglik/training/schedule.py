@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend.options import check_option
 
-__all__ = ["Average", "CurvatureFrom", "Keep", "Schedule", "settling_rate"]
-
 Keep = Literal["best", "last"]
 Average = Literal["last"]
 """The mean of the parameters over the steps of the last third of the epochs."""
