@@ -35,8 +35,6 @@ try:  # not `kfac_backend.extras.extra`, whose package imports torch
 except ModuleNotFoundError as error:  # in one line, also for the command that was installed
     sys.exit(f"marglik: {error.name} is not installed: pip install 'marglik[command]'.")
 
-__all__ = ["main", "preset_names"]
-
 COMMANDS = {
     "train": "train on images, sequences, graphs, tensors; learn the weight decays",
     "fit": "fit a posterior to a network that was trained elsewhere",

@@ -32,8 +32,6 @@ with extra("tables"):
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 
-__all__ = ["MarglikClassifier", "MarglikRegressor"]
-
 HIDDEN = (100,)
 """Of the default network, as of scikit-learn's MLPs."""
 FEWEST_HELD_OUT = 20

@@ -9,8 +9,6 @@ from torch import nn
 
 from kfac_backend.model.calls import restoration
 
-__all__ = ["eval_mode", "in_eval_mode", "kept_mode"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

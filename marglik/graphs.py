@@ -1,6 +1,5 @@
 """Batches of graphs, concatenated in one set of tensors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -86,14 +85,6 @@ class Graphs:
         numbers = (self.senders, self.receivers, self.node_counts, self.edge_counts)
         return Graphs(nodes, edges, *(tensor.to(nodes.device) for tensor in numbers))
 
-    def clone(self) -> "Graphs":
-        """Return a copy that shares no memory."""
-        return self._map(Tensor.clone)
-
-    def detach(self) -> "Graphs":
-        """Return the graphs with tensors that are detached from the autograd graph."""
-        return self._map(Tensor.detach)
-
     def check(self) -> Self:
         """Return the graphs themselves, if they fit together.
 
@@ -138,10 +129,6 @@ class Graphs:
                     f"through all graphs, 0 to {V - 1}; edges lie in the order of the graphs."
                 )
         return self
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "Graphs":
-        names = ("nodes", "edges", "senders", "receivers", "node_counts", "edge_counts")
-        return Graphs(*(function(getattr(self, name)) for name in names))
 
 
 def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:

@@ -1,7 +1,5 @@
 """The check of sizes that users set: of networks, data sets and batches."""
 
-__all__ = ["check_sizes"]
-
 
 def check_sizes(hint: str = "", **sizes: int | None) -> None:
     """Raise a ValueError unless all sizes are at least 1.

@@ -8,7 +8,7 @@ direction that it must tell apart has fewer parameters to determine. Source: Imm
 (arXiv:2202.10638).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from kfac_backend import examples_of_rows
 from marglik.augmentation.transforms import Transform
-
-__all__ = ["START", "LearnedAugmentation"]
 
 START = 0.05
 """Where ranges begin, as a share of the largest: the network must see what a range does."""
@@ -100,23 +98,24 @@ class LearnedAugmentation(nn.Module):
     def transformed(self, x: Float[Tensor, "N ..."]) -> Float[Tensor, "N S ..."]:
         """The copies of each example."""
         N, S = len(x), self.copies
-        rows, start = x.repeat_interleave(S, 0), 0
-        for transform in self.transforms:
-            eta = self.ranges[start : start + len(transform.names)].to(x)
-            rows = transform(rows, eta, self._numbers(N, transform.numbers(x), x, start))
-            start += len(transform.names)
+        rows = x.repeat_interleave(S, 0)
+        for transform, eta, start in self._with_ranges():
+            numbers = self._numbers(N, transform.numbers(x), x, start)
+            rows = transform(rows, eta.to(x), numbers)
         return rows.unflatten(0, (N, S))
+
+    def _with_ranges(self) -> Iterator[tuple[Transform, Tensor, int]]:
+        """Each transform, its ranges, and the number of those before."""
+        start = 0
+        for transform in self.transforms:
+            yield transform, self.ranges[start : start + len(transform.names)], start
+            start += len(transform.names)
 
     def _weights(self) -> Tensor | None:
         """The weight of each copy, (S,), whose mean is 1."""
-        total, start = None, 0
-        for transform in self.transforms:
-            eta = self.ranges[start : start + len(transform.names)]
-            weights = transform.weights(eta, self.copies)
-            if weights is not None:
-                total = weights if total is None else total * weights
-            start += len(transform.names)
-        return total
+        found = [of.weights(eta, self.copies) for of, eta, _ in self._with_ranges()]
+        known = [weights for weights in found if weights is not None]
+        return torch.stack(known).prod(0) if known else None
 
     def _numbers(self, N: int, k: int, like: Tensor, start: int) -> Float[Tensor, "M k"]:
         """Numbers in [-1, 1] for each copy, one in each S-th of it, in an order of their own.

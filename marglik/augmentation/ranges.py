@@ -16,8 +16,6 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import derivatives_in_factors
 from marglik.posterior.posterior import Posterior
 
-__all__ = ["RangeLearner", "evidence_gradient", "ranges_of", "set_ranges"]
-
 
 def evidence_gradient(
     posterior: Posterior,

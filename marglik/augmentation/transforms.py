@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Affine", "Color", "Flip", "Noise", "TimeShift", "Transform"]
-
 
 class Transform(ABC):
     """A random transform with K ranges; derive your own from it.

@@ -1,63 +1,23 @@
 """Batches of examples in memory: images, tensors or graphs, and a rank's part of each."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset
+from torch.utils.data import StackDataset
 
+from kfac_backend.ranks import Ranks
 from marglik.data.splits import Inputs, Pair, SplitName, Splits
 from marglik.sizes import check_sizes
-
-__all__ = ["WHOLE", "Batches", "Shard", "crop_and_flip", "split_batches"]
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, in 0..255."""
 
 PADDING = 4
 """Pixels that the random crop adds at each side, as is usual for 32×32 images."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The contiguous part of each batch that a rank has; sizes of parts differ by one at most.
-
-    All ranks draw the same order of all examples, so that their parts together are the batch that
-    one process would have. Parts are empty if a batch has fewer examples than there are ranks.
-    """
-
-    rank: int = 0
-    ranks: int = 1
-
-    def batches(self, num_examples: int, batch_size: int) -> list[slice]:
-        """This rank's part of each batch, in order."""
-        parts = []
-        for start in range(0, num_examples, batch_size):
-            size = min(batch_size, num_examples - start)
-            first, last = (size * i // self.ranks for i in (self.rank, self.rank + 1))
-            parts.append(slice(start + first, start + last))
-        return parts
-
-
-WHOLE = Shard()
-"""The whole of each batch, for a single process."""
-
-
-class Examples(Dataset[Pair]):
-    """Inputs and targets as a data set with one example per target."""
-
-    def __init__(self, x: Inputs, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, which: int) -> Pair:
-        return self.x[which], self.y[which]
 
 
 class Batches:
@@ -78,7 +38,9 @@ class Batches:
         shuffle: whether each iteration takes the examples in a new order.
         seed: seed of the generator.
         device: where examples are kept and batches are made.
-        shard: the part of each batch that is yielded; if it is empty, a batch without examples.
+        ranks: of whose batches this rank's contiguous part is yielded; a batch without examples,
+            if it has fewer of them than there are ranks. All ranks draw the same order, so that
+            their parts together are the batch that one process would have.
         normalisation: of images, whose uint8 pixels (B, C, H, W) become float32, minus the mean and
             divided by the standard deviation. None yields x as it is.
         augment: whether to crop images, padded by 4 zero pixels, and to flip them at random, anew
@@ -99,19 +61,24 @@ class Batches:
         shuffle: bool = False,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        shard: Shard = WHOLE,
+        ranks: Ranks = Ranks(None),  # noqa: B008
         normalisation: Normalisation | None = None,
         augment: bool = False,
         channels_last: bool = False,
     ) -> None:
         check_sizes(batch_size=batch_size)
-        self.dataset = Examples(x.to(device), y.to(device))
+        self._x, self._y = x.to(device), y.to(device)
+        self.dataset: StackDataset[Any] = StackDataset(self._x, self._y)  # pyright: ignore[reportArgumentType]
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[Tensor] = []
         """The indices of each batch in the latest iteration."""
-        self._slices = shard.batches(len(y), batch_size)
+        self._slices = []
+        for start in range(0, len(y), batch_size):
+            size = min(batch_size, len(y) - start)
+            first, last = (size * i // ranks.size for i in (ranks.rank, ranks.rank + 1))
+            self._slices.append(slice(start + first, start + last))
         self._augment = augment
         self._scale = None
         if normalisation is not None:
@@ -131,7 +98,7 @@ class Batches:
     def __iter__(self) -> Iterator[Pair]:
         # Drawn here, since the body of a generator function would run only at the first batch. For
         # all examples, also where a rank yields a part: so all ranks draw the same numbers.
-        n, device = len(self.dataset), self.dataset.y.device
+        n, device = len(self._y), self._y.device
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         order = order.to(device)
         self.order = [order[part] for part in self._slices]
@@ -140,14 +107,14 @@ class Batches:
 
     def _draw_distortions(self) -> tuple[Tensor, Tensor, Tensor]:
         """Uniform offsets top and left in 0..8, and flips with probability one half; each (N,)."""
-        n = len(self.dataset)
+        n = len(self._y)
         top, left = torch.randint(2 * PADDING + 1, (2, n), generator=self.generator)
         flip = torch.randint(2, (n,), generator=self.generator).bool()
         return top, left, flip
 
     def _selected(self, parts: list[Tensor], distortions: tuple[Tensor, ...]) -> Iterator[Pair]:
         for part, place in zip(parts, self._slices, strict=True):
-            x: Any = self.dataset.x[part]
+            x: Any = self._x[part]
             if distortions:
                 top, left, flip = (d[place] for d in distortions)
                 x = crop_and_flip(x, top, left, flip, PADDING)
@@ -155,7 +122,7 @@ class Batches:
                 # Floating point only now: the data set stays at a byte a pixel.
                 mean, std = self._scale
                 x = x.to(torch.float32, memory_format=self._memory_format).sub_(mean).div_(std)
-            yield x, self.dataset.y[part]
+            yield x, self._y[part]
 
 
 def crop_and_flip(

@@ -1,6 +1,6 @@
 """Data in files: tensors in safetensors or npz, and rows of a table in CSV or Parquet."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -11,9 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from marglik.data.splits import DataSource, Splits, check_fraction, hold_out
-
-__all__ = ["TableFile", "TensorFile"]
+from marglik.data.splits import DataSource, Splits, check_fraction, divided
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 OPTIONAL = ("x_validation", "y_validation")
@@ -177,11 +175,7 @@ class TableFile(DataSource):
         else:
             names, targets = None, torch.tensor(y.to_numpy(dtype="float64"))[:, None]
         whole = Splits((x, targets), None, (x, targets), self.name, names, columns=columns)
-        parts, _ = hold_out(whole, self.test_fraction, self.seed, "test_fraction")
-        assert parts.validation is not None
-        splits = replace(parts, validation=None, test=parts.validation)
-        if self.validation:
-            splits, _ = hold_out(splits, self.validation, self.seed, "validation")
+        splits = divided(whole, self.test_fraction, self.validation, self.seed)
         if is_class or not self.standardise:
             return splits
         y = splits.train[1]

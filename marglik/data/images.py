@@ -1,7 +1,7 @@
 """Images: scikit-learn's digits, CIFAR-10 and SVHN by torchvision, folders; classes of them."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,22 +18,12 @@ from marglik.data.splits import (
     Pair,
     Splits,
     check_fraction,
+    divided,
     hold_out,
     pixel_statistics,
     stratified,
     take,
-    tensors_in,
 )
-
-__all__ = [
-    "CIFAR10",
-    "SVHN",
-    "ClassSubset",
-    "Digits",
-    "ImageFolder",
-    "TwoPartData",
-    "decode_images",
-]
 
 FILE_OF_DIGITS = "datasets/data/digits.csv.gz"
 """Of scikit-learn."""
@@ -79,23 +69,9 @@ class Digits(DataSource):
         whole = pixels, labels.flatten().long()
         classes = tuple(str(digit) for digit in range(10))
         splits = Splits(whole, None, whole, "digits", classes)
-        parts, _ = hold_out(splits, self.test_fraction, self.seed, "test_fraction")
-        assert parts.validation is not None
-        splits = replace(parts, validation=None, test=parts.validation)
-        return _with_validation(splits, self.validation, self.seed)
-
-
-def _with_validation(
-    splits: Splits,
-    share: float,
-    seed: int,
-    statistics: Callable[[Tensor], tuple[tuple[float, ...], tuple[float, ...]]] = pixel_statistics,
-) -> Splits:
-    """The images with a validation set, unless its share is 0, and mean and std of the others."""
-    if share:
-        splits, _ = hold_out(splits, share, seed, "validation")
-    mean, std = statistics(tensors_in(splits.train)[0])
-    return replace(splits, mean=mean, std=std)
+        splits = divided(splits, self.test_fraction, self.validation, self.seed)
+        mean, std = pixel_statistics(splits.train[0])
+        return replace(splits, mean=mean, std=std)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -119,6 +95,8 @@ class TwoPartData(DataSource):
     max_test: int | None = None
     seed: int = 0
     name = ""
+    scale: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
+    """Mean and standard deviation per channel; None takes those of the training images."""
 
     def __post_init__(self) -> None:
         check_fraction("validation", self.validation)
@@ -126,10 +104,6 @@ class TwoPartData(DataSource):
     @abstractmethod
     def read(self, part: str) -> Part:
         """All images of the part "train" or "test"."""
-
-    def statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation per channel, by default those of the training images."""
-        return pixel_statistics(images)
 
     def load(self) -> Splits:
         """Return the images.
@@ -151,7 +125,10 @@ class TwoPartData(DataSource):
         # Validation images come from the subset: they are not those that were left out.
         train, test = self._part(train, "max_train", classes), self._part(test, "max_test", classes)
         splits = Splits(train, None, test, self.name, classes)
-        return _with_validation(splits, self.validation, self.seed, self.statistics)
+        if self.validation:
+            splits, _ = hold_out(splits, self.validation, self.seed, "validation")
+        mean, std = self.scale or pixel_statistics(splits.train[0])
+        return replace(splits, mean=mean, std=std)
 
     def load_test(self) -> tuple[Pair, str]:
         """Return the test images and the name of the data; training images may be missing."""
@@ -169,18 +146,11 @@ class TwoPartData(DataSource):
 
 @dataclass(eq=False)
 class TorchvisionData(TwoPartData):
-    """A data set that torchvision downloads, checks and reads.
+    """A data set that torchvision downloads, checks and reads; other arguments as `TwoPartData`.
 
     Args:
         root: folder that has the files, or to which they are downloaded.
         download: whether to download the data if it is not there.
-        validation: share of the training images that become the validation set, in [0, 1).
-        max_train: number of training images to use, including validation; all if not given.
-        max_test: number of test images to use; all if not given.
-        seed: seed of the subsets and of the validation split.
-
-    Raises:
-        ValueError: if the fraction is out of range.
     """
 
     root: str | Path = "data"
@@ -225,10 +195,7 @@ class CIFAR10(TorchvisionData):
 
     name = "CIFAR-10"
     files = "folder cifar-10-batches-py"
-
-    def statistics(self, images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The customary numbers."""
-        return MEAN, STD
+    scale = MEAN, STD
 
     def _torchvisions(self, part: str) -> Part:
         with extra("images"):
@@ -269,18 +236,11 @@ class ImageFolder(TwoPartData):
 
     Listed by torchvision's ``ImageFolder``. All images must have the same size. They are decoded to
     RGB, or to one channel if all of a part are greyscale. Out-of-distribution data needs only
-    test/.
+    test/. Other arguments are those of `TwoPartData`.
 
     Args:
         path: the folder with train/ and test/ in it.
-        validation: share of the training images that become the validation set, in [0, 1).
-        max_train: number of training images to use, including validation; all if not given.
-        max_test: number of test images to use; all if not given.
-        seed: seed of the subsets and of the validation split.
         name: name of the data in tables and figures; the folder's name if not given.
-
-    Raises:
-        ValueError: if the fraction is out of range.
     """
 
     path: str | Path

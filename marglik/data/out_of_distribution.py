@@ -10,8 +10,6 @@ from kfac_backend.extras import extra
 from marglik.data.splits import DataSource, Splits, tensors_in
 from marglik.sizes import check_sizes
 
-__all__ = ["Noise", "OutOfDistributionImages", "out_of_distribution_images"]
-
 NAME = "noise"
 MEAN = 127.5
 STD = ((256**2 - 1) / 12) ** 0.5  # of the uniform distribution over 0, 1, ..., 255

@@ -7,8 +7,6 @@ from kfac_backend.files import sha256_of_tensors
 from marglik.data.splits import Splits, described, tensors_in
 from marglik.graphs import Graphs
 
-__all__ = ["as_trained", "data_record", "is_held_out"]
-
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
     """The record of data for JSON: name, sum of the training examples, classes, and form.

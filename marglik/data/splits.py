@@ -11,21 +11,6 @@ from torch import Tensor
 from kfac_backend.options import TargetOptions
 from marglik.graphs import Graphs
 
-__all__ = [
-    "DataSource",
-    "Inputs",
-    "Pair",
-    "SplitName",
-    "Splits",
-    "check_fraction",
-    "described",
-    "hold_out",
-    "pixel_statistics",
-    "stratified",
-    "take",
-    "tensors_in",
-]
-
 SplitName = Literal["train", "validation", "test"]
 
 Inputs = Tensor | Graphs
@@ -126,12 +111,6 @@ class Splits:
     def targets(self) -> TargetOptions:
         """How batches of this data give their targets."""
         return TargetOptions(ignore_index=self.ignore_index)
-
-    @property
-    def num_terms(self) -> int:
-        """Number of test targets that count: for sequences, one per position."""
-        y = self.test[1]
-        return y.numel() if self.ignore_index is None else int((y != self.ignore_index).sum())
 
     def with_target_scale(self, mean: float, std: float) -> "Splits":
         """The same with its targets standardised by these, whatever they were by before."""
@@ -258,6 +237,24 @@ def hold_out(
         chosen, rest = order[:size].sort().values, order[size:].sort().values
     train, validation = take(splits.train, rest), take(splits.train, chosen)
     return replace(splits, train=train, validation=validation), rest
+
+
+def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -> Splits:
+    """Data whose test examples so far are all of it, with parts for testing and validation.
+
+    Args:
+        whole: the data.
+        test_fraction: share of all examples that become the test set.
+        validation: share of the others that become the validation set; 0 for none.
+        seed: seed of both choices.
+
+    Raises:
+        ValueError: see `hold_out`.
+    """
+    splits, _ = hold_out(whole, test_fraction, seed, "test_fraction")
+    assert splits.validation is not None
+    splits = replace(splits, validation=None, test=splits.validation)
+    return hold_out(splits, validation, seed, "validation")[0] if validation else splits
 
 
 def stratified(

@@ -8,8 +8,6 @@ from kfac_backend import examples_of_rows
 from marglik.graphs import Graphs, sum_by
 from marglik.sizes import check_sizes
 
-__all__ = ["GraphNetwork", "GraphNetworkBlock", "Update"]
-
 
 class Update(nn.Module):
     """One of a block's three updates: ReLU(LayerNorm(W [a, b, ...] + bias)).

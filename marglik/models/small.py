@@ -14,8 +14,6 @@ from torch.nn.functional import max_pool2d, relu
 from kfac_backend.options import check_option
 from marglik.sizes import check_sizes
 
-__all__ = ["MLP", "LeNet", "Standardised"]
-
 Activation = Literal["relu", "tanh", "gelu"]
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}

@@ -8,8 +8,6 @@ from torch.nn.functional import relu
 from kfac_backend.layers import Bias, Scale
 from marglik.sizes import check_sizes
 
-__all__ = ["FixupBlock", "WideResNetFixup"]
-
 
 class FixupBlock(nn.Module):
     """Pre-activation residual block of two 3×3 convolutions, zero at initialisation.

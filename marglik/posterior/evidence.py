@@ -16,15 +16,6 @@ from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.options import check_positive
 
-__all__ = [
-    "EvidenceTerms",
-    "derivatives_in_factors",
-    "effective_parameters",
-    "log_det_posterior_precision",
-    "log_likelihood",
-    "log_marginal_likelihood",
-]
-
 
 @dataclass(frozen=True)
 class EvidenceTerms:
@@ -119,17 +110,6 @@ def effective_parameters(
     """
     _, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
     return terms.spectra.effective(ratio)
-
-
-def log_det_posterior_precision(
-    terms: EvidenceTerms,
-    prior_precision: Tensor | float,
-    sigma_noise: Tensor | float = 1.0,
-    temperature: Tensor | float = 1.0,
-) -> Tensor:
-    """Log det(H/(σ²T) + P₀), a float64 scalar, differentiable in all three hyperparameters."""
-    delta, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
-    return (terms.spectra.log_det_ratio(ratio) + terms.sizes * delta.log()).sum()
 
 
 def derivatives_in_factors(

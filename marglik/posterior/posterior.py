@@ -37,8 +37,6 @@ from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms
 
-__all__ = ["Layers", "Posterior", "last_layer", "parameter_vector"]
-
 T = TypeVar("T")
 Layers = Literal["all", "last"]
 """Whose uncertainty counts: "last" treats all other layers as constants."""

@@ -34,8 +34,6 @@ from marglik.storage.run_folder import (
     write_record,
 )
 
-__all__ = ["load_posterior", "save_posterior"]
-
 
 def save_posterior(
     laplace: Posterior,

@@ -17,16 +17,6 @@ from kfac_backend.model.checks import check_module
 from kfac_backend.options import check_option, check_positive
 from marglik.posterior.posterior import Posterior
 
-__all__ = [
-    "Hyperparameters",
-    "PriorGroups",
-    "PriorStructure",
-    "UpdateMethod",
-    "parameter_kind",
-    "precision_to_weight_decay",
-    "weight_decay_to_precision",
-]
-
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
 UpdateMethod = Literal["adam", "mackay"]
 Number = TypeVar("Number", float, Tensor)
@@ -188,7 +178,7 @@ class Hyperparameters:
         self._log_sigma.requires_grad_(learn_sigma_noise)
         learned = [self._log_delta] + [self._log_sigma] * learn_sigma_noise
         self._adam = torch.optim.Adam(learned, lr=lr)
-        self._lr = lr
+        self.lr = lr
 
     @property
     def prior_precision(self) -> Tensor:
@@ -207,38 +197,19 @@ class Hyperparameters:
             self._log_sigma.copy_(sigma_noise.log())
 
     def state_dict(self) -> dict[str, Any]:
-        """The values, Adam's state, and the options that must agree where it is loaded."""
+        """The values and Adam's state."""
         return {
-            "options": self._options(),
             "log_delta": self._log_delta.detach().clone(),
             "log_sigma": self._log_sigma.detach().clone(),
             "adam": self._adam.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: the state of other groups, or of another method or step size.
-        """
-        for name, value in self._options().items():
-            if state["options"][name] != value:
-                raise ValueError(
-                    f"The state of the prior has {name} {state['options'][name]!r}, these "
-                    f"have {value!r}. Continue with the same options, or start anew."
-                )
+        """Restore what `state_dict` returned, for the same groups, method and step size."""
         with torch.no_grad():
             self._log_delta.copy_(state["log_delta"])
             self._log_sigma.copy_(state["log_sigma"])
         self._adam.load_state_dict(state["adam"])
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "groups": list(self.groups.names),
-            "method": self.method,
-            "lr": self._lr,
-            "learn_sigma_noise": self.learn_sigma_noise,
-        }
 
     def update(self, posterior: Posterior, steps: int) -> list[float]:
         """Take steps that raise the evidence; returns it (nats) before each step and at the end.

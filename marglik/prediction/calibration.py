@@ -58,16 +58,6 @@ from marglik.prediction.predictive import (
 
 _logger = logging.getLogger(__name__)
 
-__all__ = [
-    "CalibratedPredictive",
-    "HeldOut",
-    "calibrate",
-    "calibrations_of",
-    "collected",
-    "fit_calibration",
-    "fit_sharpness",
-]
-
 LOG_SCALES = math.log(1e-6), math.log(1e4)
 """Bounds of the search for log s; below, s = 0 predicts the same."""
 LOG_SHARPNESS = math.log(1e-3), math.log(1e3)

@@ -31,8 +31,6 @@ from marglik.prediction.predictive import outputs_of
 from marglik.storage.model_state import check_state, tensors_of
 from marglik.storage.run_folder import ENSEMBLE, MEMBERS, read_record, write_record
 
-__all__ = ["Ensemble"]
-
 
 class Ensemble:
     """A predictive: the mixture of several networks' predictions, with equal weights.
@@ -60,7 +58,6 @@ class Ensemble:
             raise ValueError("An ensemble needs at least one network.")
         for model in models:
             check_module(model)
-        likelihood_of(likelihood)
         check_positive("sigma_noise", sigma_noise)
         self.models = list(models)
         self.likelihood = likelihood_of(likelihood)

@@ -21,7 +21,7 @@ from marglik.data import (
     Splits,
     out_of_distribution_images,
 )
-from marglik.data.batches import Shard, split_batches
+from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.splits import tensors_in
 from marglik.posterior.posterior import Posterior
@@ -46,8 +46,6 @@ from marglik.prediction.predictive import (
     remembered_calibration,
 )
 from marglik.storage.provenance import environment
-
-__all__ = ["compared", "data_uri", "evaluate", "evaluate_network"]
 
 _logger = logging.getLogger(__name__)
 
@@ -106,21 +104,20 @@ def evaluate(
     if isinstance(ood, DataSource):
         ood = out_of_distribution_images(ood, splits)
     *_, y = tensors_in(splits.test)
-    shard = Shard(ranks.rank, ranks.size)
 
     def predict_split(name: Any, predict: Predictive) -> tuple[Prediction, Tensor]:
-        batches = split_batches(splits, name, batch_size, device=device, shard=shard)
+        batches = split_batches(splits, name, batch_size, device=device, ranks=ranks)
         return predict_all(predict, batches, targets=splits.targets, progress=progress, ranks=ranks)
 
     def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
         no_labels = torch.zeros(len(pixels), dtype=torch.int64)
         options: Any = {"normalisation": (splits.mean, splits.std), "device": device}
-        batches = Batches(pixels, no_labels, batch_size, shard=shard, **options)
+        batches = Batches(pixels, no_labels, batch_size, ranks=ranks, **options)
         return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
 
     scores = {} if scores is None else scores
     entries: dict[str, dict[str, Any]] = {}
-    uncertain = None
+    uncertain = num_positions = None
     for label, predict in predictives.items():
         _logger.info("evaluating %s on %s", label, splits.name)
         # The first call computes eigenvectors; the time of the test set must not include that.
@@ -128,6 +125,7 @@ def evaluate(
         start = time.perf_counter()
         prediction, targets = predict_split("test", predict)
         seconds = time.perf_counter() - start
+        num_positions = len(targets) if of.has_labels and y.dim() > 1 else None  # those that count
         entry = _entry_of_test(prediction, targets, likelihood)
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
@@ -147,13 +145,12 @@ def evaluate(
             uncertain = {"predictive": label, "examples": examples}
         entries[label] = entry | {"seconds": seconds}
 
-    is_sequence = of.has_labels and y.dim() > 1
     return {
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
         "num_test": len(y),
-        "num_positions": splits.num_terms if is_sequence else None,
+        "num_positions": num_positions,
         "predictives": entries,
         "ood": None
         if ood is None

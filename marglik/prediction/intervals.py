@@ -87,16 +87,15 @@ def intervals(scores: Mapping[str, Tensor]) -> dict[str, Interval]:
         Name -> interval, of the metrics that have one. That of "reg/RMSE" is the root of the
         interval of the mean square.
     """
-    found = {name: _interval_of_mean(name, s) for name, s in scores.items()}
+    found = {
+        name: share_interval(int(values.sum().item()), len(values))
+        if name in SHARES and bool(((values == 0) | (values == 1)).all())
+        else mean_interval(values)
+        for name, values in scores.items()
+    }
     if ends := found.get("reg/RMSE"):
         found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
     return {name: ends for name, ends in found.items() if ends is not None}
-
-
-def _interval_of_mean(name: str, values: Tensor) -> Interval | None:
-    if name in SHARES and bool(((values == 0) | (values == 1)).all()):
-        return share_interval(int(values.sum().item()), len(values))
-    return mean_interval(values)
 
 
 def differences(

@@ -24,19 +24,6 @@ from kfac_backend.likelihoods import Likelihood, Moments, likelihood_of
 from kfac_backend.options import check_option, check_positive
 from kfac_backend.precision import at_least_float32
 
-__all__ = [
-    "Calibration",
-    "CalibrationFit",
-    "Link",
-    "Prediction",
-    "deviations",
-    "negative_log_scores",
-    "predict_from_gaussian",
-    "predict_from_outputs",
-    "probit_outputs",
-    "variances_of",
-]
-
 Link = Literal["probit", "mc"]
 
 QUADRATURE_NODES = 64

@@ -30,18 +30,6 @@ from marglik.prediction.links import (
     predict_from_outputs,
 )
 
-__all__ = [
-    "ModelPredictive",
-    "Predictive",
-    "PredictiveConfig",
-    "PredictiveMethod",
-    "laplace_predictive",
-    "map_predictive",
-    "outputs_of",
-    "predict_all",
-    "remembered_calibration",
-]
-
 PredictiveMethod = Literal["probit", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
@@ -293,8 +281,8 @@ def predict_all(
             shifted.
         progress: whether to show a bar.
         ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
-            loader yields this rank's (`marglik.data.batches.Shard`). All ranks get all predictions,
-            in the order of the data.
+            loader yields this rank's, as `marglik.data.Batches` does. All ranks get all
+            predictions, in the order of the data.
         keywords: single options that replace those of ``targets``, such as ``dict_key_y="target"``.
 
     Raises:

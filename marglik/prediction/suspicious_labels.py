@@ -28,8 +28,6 @@ from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
 
-__all__ = ["SuspiciousLabels", "TrainingProbabilities", "suspicious_labels"]
-
 LARGEST_RECORD = 2**26
 """Most numbers p̄ that a run keeps: 512 MiB, and as much in each checkpoint."""
 

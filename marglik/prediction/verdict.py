@@ -18,8 +18,6 @@ from marglik.prediction.intervals import differences, of_examples
 from marglik.prediction.metrics import compute_metrics, example_scores
 from marglik.prediction.predictive import map_predictive, predict_all
 
-__all__ = ["in_one_sentence", "verdict"]
-
 # Metric -> its name, the factor to show it with, the unit of a difference, the sign of a gain.
 MEASURES = {
     "test/cls/NLL": ("NLL", 1, "", -1),

@@ -16,16 +16,6 @@ from marglik.prediction.intervals import share_interval
 from marglik.report.contents import Predictive, Run
 from marglik.report.tables import NOTHING, Row, Table, interval, number, percentage
 
-__all__ = [
-    "Chart",
-    "evidence_chart",
-    "loss_chart",
-    "ranges_chart",
-    "reliability_chart",
-    "share_chart",
-    "weight_decay_charts",
-]
-
 # Okabe & Ito 2008 ("Color Universal Design"), whose hues stay apart for colour-blind readers;
 # lightness is changed for a contrast of 3:1 (WCAG 2.2, 1.4.11) with the background, also when
 # inverted. Depth is shown by the part of Plasma that has it.

@@ -26,8 +26,6 @@ from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, read_lo
 with extra("report"):
     import yaml
 
-__all__ = ["MISSING", "Predictive", "Run", "differing", "predictives", "read_runs"]
-
 MAIN_NAMES = (RESULTS, LOG, EVALUATION)
 """A folder with one of these files is a run; the first of them that exists gives its date."""
 

@@ -18,8 +18,6 @@ from marglik.storage.run_folder import REPORT
 with extra("report"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-__all__ = ["write_report"]
-
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
 
 

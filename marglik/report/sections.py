@@ -23,8 +23,6 @@ from marglik.report.tables import (
     summary_table,
 )
 
-__all__ = ["SECTIONS", "Confusion", "Gallery", "Picture"]
-
 PARTS = {
     "pass": "curvature pass",
     "eigenvalues": "eigenvalues",

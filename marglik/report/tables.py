@@ -7,20 +7,6 @@ from typing import Literal, NamedTuple
 
 from marglik.report.contents import Predictive, Run, predictives
 
-__all__ = [
-    "METRICS",
-    "NOTHING",
-    "Row",
-    "Table",
-    "differences_table",
-    "duration",
-    "interval",
-    "number",
-    "of_evaluation_and_results",
-    "percentage",
-    "summary_table",
-]
-
 NOTHING = "–"
 """Text for a missing value."""
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -34,18 +35,6 @@ from marglik.training.loop import OneDevice
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-
-__all__ = [
-    "another_network",
-    "build_fabric",
-    "build_from_spec",
-    "check_model",
-    "device_of",
-    "check_same_on_ranks",
-    "sizes_of",
-    "with_learned_augmentation",
-    "with_standardised_columns",
-]
 
 TRUSTED = ("marglik", "torchvision")
 """Packages whose classes a file may name."""
@@ -176,11 +165,6 @@ def build_from_spec(
     return found
 
 
-def another_network(provenance: Provenance) -> nn.Module:
-    """A network of the same class and options as the first one, with other initial parameters."""
-    return build_from_spec(nn.Module, provenance.model, named=None)
-
-
 def check_model(
     model: nn.Module,
     splits: Splits,
@@ -211,7 +195,7 @@ def check_model(
         of_factors = options and CurvaturePass(model, likelihood, options, process_group=None)
         try:
             with torch.no_grad():
-                f: Any = model(x.clone())  # a forward may change its input in place
+                f: Any = model(deepcopy(x))  # a forward may change its input in place
         except (RuntimeError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{name} cannot take {described(x)}: {str(error).rstrip('.')}. Set the model's "
@@ -267,15 +251,10 @@ def with_learned_augmentation(
     """
     has_colours = splits.image_shape[0] == 3
     kinds = [Affine, Color, Flip] if has_colours else [Affine]
-    spec = provenance.model
-    if spec is not None:
-        of_kinds = [{"class_path": f"marglik.augmentation.{kind.__name__}"} for kind in kinds]
-        spec = {
-            "class_path": "marglik.augmentation.LearnedAugmentation",
-            "init_args": {"model": spec, "transforms": of_kinds},
-        }
+    of_kinds = [{"class_path": f"marglik.augmentation.{kind.__name__}"} for kind in kinds]
     learned = LearnedAugmentation(model, [kind() for kind in kinds])
-    return learned.to(next(model.parameters()).device), replace(provenance, model=spec)
+    around = _around(provenance, "marglik.augmentation.LearnedAugmentation", transforms=of_kinds)
+    return learned.to(next(model.parameters()).device), around
 
 
 def with_standardised_columns(
@@ -287,11 +266,15 @@ def with_standardised_columns(
     x, _ = tensors_in(splits.train)
     std = x.std(0, correction=0)
     scale: Any = {"mean": x.mean(0).tolist(), "std": torch.where(std > 0, std, 1.0).tolist()}
-    spec = provenance.model
-    if spec is not None:
-        arguments = {"model": spec, **scale}
-        spec = {"class_path": "marglik.models.Standardised", "init_args": arguments}
-    return Standardised(model, **scale), replace(provenance, model=spec)
+    return Standardised(model, **scale), _around(provenance, "marglik.models.Standardised", **scale)
+
+
+def _around(provenance: Provenance, path: str, **arguments: Any) -> Provenance:
+    """How a network inside of another is built, if it is known how the inner one is."""
+    if provenance.model is None:
+        return provenance
+    spec = {"class_path": path, "init_args": {"model": provenance.model, **arguments}}
+    return replace(provenance, model=spec)
 
 
 def sizes_of(splits: Splits) -> dict[str, int]:

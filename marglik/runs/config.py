@@ -13,17 +13,6 @@ from marglik.posterior.prior import PriorStructure, UpdateMethod
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import CurvatureFrom, Schedule
 
-__all__ = [
-    "Accelerator",
-    "CurvatureConfig",
-    "Precision",
-    "PriorConfig",
-    "PriorMethod",
-    "PriorRules",
-    "RunConfig",
-    "check_seed",
-]
-
 Accelerator = Literal["auto", "cpu", "cuda"]
 Augmentation = Literal["none", "standard", "learned"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]

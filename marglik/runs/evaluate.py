@@ -31,8 +31,6 @@ from marglik.storage.run_folder import (
     write_record,
 )
 
-__all__ = ["evaluate_run"]
-
 _logger = logging.getLogger(__name__)
 
 
@@ -76,8 +74,6 @@ def evaluate_run(
         ValueError: data, model or posterior that do not fit together; files that were altered.
     """
     check_seed(seed)
-    if not Path(path).exists():
-        raise FileNotFoundError(f"{path} does not exist; pass a run's folder.")
     if Path(path).is_file():
         raise ValueError(
             f"{path} is a file; pass a run's folder, as marglik train or save_posterior makes one."

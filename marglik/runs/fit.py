@@ -12,18 +12,16 @@ from marglik.data.batches import split_batches
 from marglik.data.record import data_record
 from marglik.posterior.posterior import Layers, Posterior, last_layer
 from marglik.posterior.posterior_file import save_posterior
-from marglik.posterior.pretrained import load_pretrained
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import check_model, device_of
 from marglik.runs.config import Accelerator, CurvatureConfig, PriorRules, check_seed
 from marglik.runs.evaluate import evaluate_run
+from marglik.storage.model_state import load_pretrained
 from marglik.storage.provenance import Provenance
 from marglik.storage.run_folder import check_free
 from marglik.training.post_hoc import maximize_evidence
-
-__all__ = ["fit"]
 
 _logger = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["print_evaluation", "print_results", "progress_lines"]
-
 LAYERS_SHOWN, SUSPICIOUS_SHOWN = 20, 3
 LONGEST_NAME = 36
 """Longer names of rows lose their middle."""

@@ -15,14 +15,6 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
 
-__all__ = [
-    "augmentation_results",
-    "calibration_results",
-    "metrics_of",
-    "posterior_results",
-    "suspicious_results",
-]
-
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Number of suspicious labels at most, and of images that are shown as an augmentation changes
 them."""

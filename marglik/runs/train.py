@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
-from marglik.data.batches import Batches, Shard, split_batches
+from marglik.data.batches import Batches, split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages, out_of_distribution_images
 from marglik.data.record import data_record
-from marglik.data.splits import DataSource, Splits, hold_out, tensors_in
+from marglik.data.splits import DataSource, SplitName, Splits, hold_out, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import PriorGroups
@@ -29,8 +30,8 @@ from marglik.prediction.evaluation import compared, evaluate, evaluate_network
 from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
 from marglik.prediction.verdict import in_one_sentence
 from marglik.runs.build import (
-    another_network,
     build_fabric,
+    build_from_spec,
     check_model,
     check_same_on_ranks,
     with_learned_augmentation,
@@ -66,8 +67,6 @@ from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-
-__all__ = ["Training", "train"]
 
 _logger = logging.getLogger(__name__)
 
@@ -135,7 +134,9 @@ def train(
     run = replace(run, progress=run.progress and leads)
 
     # Step 1: all that can be wrong with options, data and network is found before any work.
-    gains = _what_is_learned(prior, run)
+    gains = ["learned weight decays"] if prior.method != "fixed" else []
+    gains += ["learned invariances"] if run.augmentation == "learned" else []
+    gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
     if run.baseline and not gains:
         raise ValueError(
             "baseline trains with the initial weight decay and no average, and so do prior.method "
@@ -234,7 +235,8 @@ def train(
     calibrated = time.perf_counter()
     ensemble = None
     if run.members > 1:
-        ensemble = training.ensemble(model, learned, lambda: another_network(provenance), states)
+        make = partial(build_from_spec, nn.Module, provenance.model, named=None)
+        ensemble = training.ensemble(model, learned, make, states)
     if leads:
         if ensemble is not None:
             ensemble.save(folder)
@@ -275,22 +277,12 @@ def train(
     if gains and (is_cheap if run.baseline is None else run.baseline):
         _logger.info("the plain network, to compare with")
         return ended(training.against_plain(plain_model, states["plain"], results, scores, gains))
-    return ended(results | {"complete": True, "verdict": _no_verdict(cost) if gains else None})
-
-
-def _what_is_learned(prior: PriorConfig, run: RunConfig) -> list[str]:
-    """What a plain network does without, in words."""
-    found = ["learned weight decays"] if prior.method != "fixed" else []
-    found += ["learned invariances"] if run.augmentation == "learned" else []
-    return found + (["averaged parameters"] if prior.schedule(run.epochs).averages else [])
-
-
-def _no_verdict(cost: float) -> str:
     about = f"{cost / 60:.0f} min" if cost > 120 else f"{cost:.0f} s"
-    return (
+    said = (
         f"No verdict on what was gained: a plain network to compare with takes about {about} more. "
         "The same command with --resume --baseline adds it."
     )
+    return ended(results | {"complete": True, "verdict": said if gains else None})
 
 
 def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
@@ -379,11 +371,9 @@ class Training:
         """
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
-        augments = run.augmentation == "standard"
-        batches = self._batches("train", run.batch_size, shuffle=True, augment=augments)
-        curvature_batches = batches
+        batches = curvature_batches = self._batches("train", run.batch_size, shuffle=True)
         if self.curvature.batch_size is not None:
-            curvature_batches = self._curvature_batches()
+            curvature_batches = self._batches("train", self.curvature.batch_size, shuffle=True)
         has_sigma = likelihood_of(self.likelihood).has_sigma and not plain
         schedule = prior.schedule(run.epochs)
         if plain:
@@ -476,8 +466,9 @@ class Training:
             # One pass over all data, and not `override=False`: the factors of tensors that are used
             # in two ways do not add up.
             batch_size = self.curvature.batch_size or self.run.batch_size
-            parts = self._curvature_batches(), self._batches("validation", batch_size)
-            both = chain.from_iterable(WithExamples(part) for part in parts)
+            parts = [self._batches("train", batch_size, shuffle=True)]
+            parts += [self._batches("validation", batch_size)]
+            both = chain.from_iterable(map(WithExamples, parts))
             laplace.fit(both, progress_bar=self.run.progress)
             laplace.calibrations = found  # kept: a little more data changes the posterior little
 
@@ -485,29 +476,27 @@ class Training:
         self, laplace: Posterior, ensemble: Ensemble | None = None
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """The content of ``evaluation.json``, and what `compared` needs of each test example."""
-        scores: dict[str, dict[str, Tensor]] = {}
-        found = evaluate_network(
-            laplace,
-            [self.predictive],
-            seed=self.run.seed,
-            ensemble=ensemble,
-            scores=scores,
-            **self._of_evaluation(),
-        )
-        return found, scores
+        of_network = partial(evaluate_network, laplace, [self.predictive], ensemble=ensemble)
+        return self._evaluated(of_network, seed=self.run.seed)
 
-    def _of_evaluation(self) -> dict[str, Any]:
-        """What the evaluations of the learned and the plain network share."""
+    def _evaluated(
+        self, by: Callable[..., dict[str, Any]], **options: Any
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """What the evaluations of the learned and the plain network share; see `evaluate`."""
+        scores: dict[str, dict[str, Tensor]] = {}
         # Held-out examples have calibrated the predictives, and so cannot test them.
         splits = replace(self.splits, validation=None) if self.held_out else self.splits
-        return {
-            "splits": splits,
-            "ood": self.ood_images,
-            "batch_size": self.predictive.batch_size,
-            "device": self.fabric.device,
-            "progress": self.run.progress,
-            "ranks": self.ranks,
-        }
+        found = by(
+            splits=splits,
+            ood=self.ood_images,
+            batch_size=self.predictive.batch_size,
+            device=self.fabric.device,
+            progress=self.run.progress,
+            ranks=self.ranks,
+            scores=scores,
+            **options,
+        )
+        return found, scores
 
     def against_plain(
         self,
@@ -540,9 +529,7 @@ class Training:
         predictives: dict[str, Predictive] = {"MAP": map_predictive(model, self.likelihood, sigma)}
         if scaled.calibration is not None:
             predictives["MAP, temperature-scaled"] = scaled
-        others: dict[str, dict[str, Tensor]] = {}
-        options = self._of_evaluation()
-        found = evaluate(predictives, likelihood=self.likelihood, scores=others, **options)
+        found, others = self._evaluated(partial(evaluate, predictives, likelihood=self.likelihood))
         merged = {k: results[k] | of for k, of in metrics_of("plain", found).items()}
         differences = {
             name: compared(scores[name], of) for name, of in others.items() if name in scores
@@ -564,26 +551,16 @@ class Training:
             }
         )
 
-    def _curvature_batches(self) -> Batches:
-        """The training data in batches for the curvature pass."""
-        return self._batches(
-            "train",
-            self.curvature.batch_size or self.run.batch_size,
-            shuffle=True,
-            augment=self.run.augmentation == "standard",
-        )
-
-    def _batches(
-        self, split: Any, batch_size: int, *, shuffle: bool = False, augment: bool = False
-    ) -> Batches:
+    def _batches(self, split: SplitName, batch_size: int, *, shuffle: bool = False) -> Batches:
+        """A part of the data; what is shuffled is for training, and augmented as the run says."""
         return split_batches(
             self.splits,
             split,
             batch_size,
             shuffle=shuffle,
-            augment=augment,
+            augment=shuffle and self.run.augmentation == "standard",
             seed=self.run.seed,
             device=self.fabric.device,
             channels_last=self.fabric.device.type == "cuda" and self.splits.are_images,  # faster
-            shard=Shard(self.ranks.rank, self.ranks.size),
+            ranks=self.ranks,
         )

@@ -19,8 +19,6 @@ import torch
 from kfac_backend.files import write_file
 from kfac_backend.ranks import Ranks
 
-__all__ = ["Checkpoints", "check_same_run", "differences"]
-
 STATE = "state.pt"
 MINUTES = 1.0
 """Least time between two states, unless one is to be written in any case."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Provenance", "environment", "versions"]
-
 
 @dataclass(frozen=True)
 class Provenance:

@@ -15,30 +15,6 @@ from typing import Any
 from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
 from marglik.storage.checkpoint import STATE
 
-__all__ = [
-    "CHECKPOINT",
-    "CONFIG",
-    "ENSEMBLE",
-    "EVALUATION",
-    "FACTORS",
-    "LOG",
-    "MEMBERS",
-    "MODEL",
-    "POSTERIOR",
-    "REPORT",
-    "RESULTS",
-    "RunLog",
-    "begin_run",
-    "check_free",
-    "discard",
-    "read_log",
-    "read_posterior",
-    "read_record",
-    "write_json",
-    "write_record",
-    "write_results",
-]
-
 CONFIG = "config.yaml"
 """The options."""
 LOG = "log.jsonl"

@@ -10,14 +10,10 @@ from torch.utils.data import DataLoader
 
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
 from marglik.laplace import KronLaplace
-from marglik.posterior.prior import (
-    Hyperparameters,
-    PriorGroups,
-    PriorStructure,
-    weight_decay_to_precision,
-)
+from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
 from marglik.training.learner import WEIGHT_DECAY, PriorLearner
 from marglik.training.loaders import count_on_ranks, num_batches
 from marglik.training.loop import OnlineTraining, ranks_of
@@ -25,8 +21,6 @@ from marglik.training.schedule import Average, Keep, Schedule, settling_rate
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
-
-__all__ = ["marglik_training"]
 
 
 def marglik_training(
@@ -144,29 +138,28 @@ def marglik_training(
             "a smaller marglik_frequency, or more epochs.",
             stacklevel=2,
         )
-    if prior_prec_init is None:
+    weight_decay = WEIGHT_DECAY
+    if prior_prec_init is not None:
+        check_positive("prior_prec_init", prior_prec_init)
         ranks = Ranks(None) if fabric is None else ranks_of(fabric)
         num_data = count_on_ranks(train_loader, ranks)
-        prior_prec_init = weight_decay_to_precision(WEIGHT_DECAY, num_data, temperature)
+        weight_decay = precision_to_weight_decay(prior_prec_init, num_data, temperature)
     scheduler: LRScheduler = (
         settling_rate(optimizer, n_epochs * num_batches(train_loader))
         if scheduler_cls is None
         else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     )
     has_sigma = likelihood_of(likelihood).has_sigma
-    hyperparameters = Hyperparameters(
-        PriorGroups.from_model(model, cast(PriorStructure, prior_structure)),
-        prior_prec_init,
-        sigma_noise=sigma_noise_init if has_sigma else 1.0,
-        learn_sigma_noise=has_sigma and not fix_sigma_noise,
-        lr=lr_hyp,
-    )
     learner = PriorLearner(
         likelihood,
         curvature,
+        weight_decay=weight_decay,
+        structure=cast(PriorStructure, prior_structure),
+        lr=lr_hyp,
         temperature=temperature,
+        sigma_noise=sigma_noise_init if has_sigma else 1.0,
+        learn_sigma_noise=has_sigma and not fix_sigma_noise,
         schedule=schedule,
-        hyperparameters=hyperparameters,
     )
     result = OnlineTraining(
         model,

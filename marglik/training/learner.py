@@ -60,8 +60,6 @@ from marglik.training.steps import (
     stable_decays,
 )
 
-__all__ = ["PriorLearner", "update_prior"]
-
 _logger = logging.getLogger(__name__)
 
 WEIGHT_DECAY = 5e-4
@@ -723,7 +721,12 @@ class PriorLearner:
     def _identity(self) -> dict[str, Any]:
         """What must agree for a state to be continued; the number of epochs may change."""
         schedule = {k: v for k, v in asdict(self.schedule).items() if k != "epochs"}
+        hyper = self.hyperparameters
         return {
+            "groups": list(hyper.groups.names),
+            "method": hyper.method,
+            "lr": hyper.lr,
+            "learn_sigma_noise": hyper.learn_sigma_noise,
             "likelihood": str(self._asked),
             "temperature": self.temperature,
             "mean_over": self.mean_over,

@@ -10,17 +10,6 @@ from torch.utils.data import DistributedSampler
 from kfac_backend.model.batches import split_batch
 from kfac_backend.ranks import Ranks
 
-__all__ = [
-    "Loader",
-    "MergedBatches",
-    "WithExamples",
-    "check_shards",
-    "count_examples",
-    "count_on_ranks",
-    "num_batches",
-    "samplers_of",
-]
-
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
 

@@ -12,8 +12,6 @@ from kfac_backend.options import CurvatureOptions, check_positive
 from marglik.posterior.prior import parameter_kind
 from marglik.training.schedule import settling_rate
 
-__all__ = ["OptimizerConfig", "build_optimizer"]
-
 MOMENTUM = 0.9
 """Of SGD, by Nesterov's rule, also behind K-FAC."""
 SCALARS = 0.1

@@ -26,8 +26,6 @@ from marglik.posterior.prior import (
 from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import laplace_predictive, predict_all
 
-__all__ = ["PriorFit", "maximize_evidence", "minimize_validation_loss"]
-
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
 

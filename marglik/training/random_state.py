@@ -11,14 +11,6 @@ import torch
 from kfac_backend.ranks import Ranks
 from marglik.training.loaders import samplers_of
 
-__all__ = [
-    "check_workers",
-    "generators_of",
-    "own_random_numbers",
-    "random_state",
-    "set_random_state",
-]
-
 
 def check_workers(*loaders: Any) -> None:
     """Raise a ValueError for loaders with persistent workers, whose random state we cannot read."""

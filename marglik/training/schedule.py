@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend.options import check_option
 
-__all__ = ["Average", "CurvatureFrom", "Keep", "Schedule", "settling_rate"]
-
 Keep = Literal["best", "last"]
 Average = Literal["last"]
 """The mean of the parameters over the steps of the last third of the epochs."""
@@ -102,7 +100,7 @@ class Schedule:
     @property
     def _num_averaged(self) -> int:
         """Number of epochs at the end whose steps are averaged with equal weights."""
-        if self.average != "last" or self.keep == "best" or self.epochs is None:
+        if not self.averages or self.epochs is None:
             return 0
         return round(AVERAGED_SHARE * self.epochs)
 

@@ -74,16 +74,6 @@ def test_moving_changes_the_dtype_of_features_alone():
     assert_same(graphs.to("cpu"), graphs)
 
 
-def test_clones_share_no_memory_and_detached_graphs_share_it():
-    graphs = some_graphs()
-    graphs.nodes.requires_grad_()
-    clone, detached = graphs.clone(), graphs.detach()
-    assert clone.nodes.requires_grad and not detached.nodes.requires_grad
-    for name in NAMES:
-        assert getattr(clone, name).data_ptr() != getattr(graphs, name).data_ptr()
-        assert getattr(detached, name).data_ptr() == getattr(graphs, name).data_ptr()
-
-
 def test_gradients_pass_through_the_choice():
     graphs = some_graphs()
     graphs.nodes.requires_grad_()

@@ -1,10 +1,12 @@
 """Batches against brute force: normalisation, crop and flip, order, generator, ranks' parts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from marglik.data import Batches, Splits, crop_and_flip
-from marglik.data.batches import Shard, split_batches
+from marglik.data.batches import split_batches
 
 MEAN, STD = (100.0, 120.0, 140.0), (50.0, 60.0, 70.0)
 
@@ -114,12 +116,14 @@ def test_batches_of_any_splits():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(("n", "batch_size"), [(23, 8), (4, 9), (6, 1)])
 def test_the_parts_of_a_batch_are_the_batch(n, batch_size, ranks):
-    parts = [Shard(rank, ranks).batches(n, batch_size) for rank in range(ranks)]
-    covered = [i for of_batch in zip(*parts, strict=True) for s in of_batch for i in range(n)[s]]
-    assert covered == list(range(n))
+    x = torch.arange(n)
+    parts = [
+        [part.tolist() for part, _ in Batches(x, x, batch_size, ranks=shard)]
+        for shard in (SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks))
+    ]
+    assert [i for of_batch in zip(*parts, strict=True) for part in of_batch for i in part] == [*x]
     for of_batch in zip(*parts, strict=True):
-        sizes = [part.stop - part.start for part in of_batch]
-        assert max(sizes) - min(sizes) <= 1
+        assert max(map(len, of_batch)) - min(map(len, of_batch)) <= 1
 
 
 @pytest.mark.parametrize("options", [{"augment": True}, {}], ids=["images", "tensors"])
@@ -127,8 +131,8 @@ def test_ranks_draw_one_order_and_the_same_distortions(options):
     splits = SPLITS if options else TENSORS
     whole = split_batches(splits, "train", 4, shuffle=True, seed=5, **options)
     shards = [
-        split_batches(splits, "train", 4, shuffle=True, seed=5, shard=Shard(rank, 3), **options)
-        for rank in range(3)
+        split_batches(splits, "train", 4, shuffle=True, seed=5, ranks=of_rank, **options)
+        for of_rank in (SimpleNamespace(rank=rank, size=3) for rank in range(3))
     ]
     assert sum(shard.num_examples for shard in shards) == whole.num_examples
     for _ in range(2):

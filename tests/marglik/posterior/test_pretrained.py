@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from marglik.posterior.posterior import last_layer
-from marglik.posterior.pretrained import load_pretrained
+from marglik.storage.model_state import load_pretrained
 
 PREFIXES = ["module.", "net.", "_orig_mod.module."]
 

@@ -25,7 +25,6 @@ from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, PriorLearner, Schedule, marglik_training
 from marglik.augmentation import Affine, LearnedAugmentation
 from marglik.data import Batches
-from marglik.data.batches import Shard
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.loop import OnlineResult
 
@@ -193,8 +192,7 @@ def fabric_of_ranks() -> Fabric:
 
 def batches(likelihood: str, n: int, batch_size: int) -> Batches:
     """This rank's shard, in the order of one process."""
-    shard = Shard(Ranks().rank, Ranks().size)
-    return Batches(*data(likelihood, n), batch_size, shuffle=True, seed=3, shard=shard)
+    return Batches(*data(likelihood, n), batch_size, shuffle=True, seed=3, ranks=Ranks())
 
 
 def on_ranks(case: str, options: dict[str, Any], kind: str = "") -> dict[str, Any]:

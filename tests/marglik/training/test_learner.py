@@ -216,7 +216,7 @@ def test_decays_that_still_move_at_the_end_are_named(epochs, moves):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"method": "mackay"}, "method 'adam'"),
+        ({"method": "mackay"}, "method is 'adam' there, 'mackay' here"),
         ({"structure": "scalar"}, "groups"),
         ({"temperature": 0.5}, "temperature is 1.0 there, 0.5 here"),
         ({"average": None}, "average is 'last' there, None here"),
