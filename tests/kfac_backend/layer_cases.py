@@ -1,17 +1,18 @@
 """Networks around each kind of layer, with inputs, and their blocks by the definition."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
+from marglik.graphs import Graphs
 from marglik.models import GraphNetwork
 from tests.kfac_backend.block_checks import randomize, with_statistics
 from tests.kfac_backend.layers import (
     attention_models,
-    expert_models,
     padded_models,
     recurrent_models,
     tied_models,
@@ -27,10 +28,7 @@ from tests.kfac_backend.layers.padded_models import (
 )
 from tests.kfac_backend.layers.recurrent_models import Cells, Reading, packed_batch
 from tests.marglik.some_graphs import some_graphs
-from tests.oracles import UsesByKey, layer_uses
-from tests.positions import LAYERS
 from tests.random_numbers import normal
-from tests.taps import uses_of
 
 
 class Around(nn.Module):
@@ -104,6 +102,12 @@ class Bilinear(nn.Module):
         return self.head(self.layer(x, x.sin()).tanh())
 
 
+class OfGraphs(GraphNetwork):
+    """Ours; reduce scales what it does to nodes and edges."""
+
+    ragged = ("node_encoder", "edge_encoder", "blocks.0.edge_update", "blocks.0.node_update")
+
+
 def pooled(model: nn.Module) -> nn.Module:
     model.pool = True
     return model
@@ -133,11 +137,6 @@ def embedding(*shape: int, **options):
         nn.Sequential(nn.Embedding(5, 3, **options), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
         tokens(*shape),
     )
-
-
-def graphs_of_edges():
-    model = padded_models.Graphs()
-    return model, padded_models.graphs(model)[0]
 
 
 CASES = {
@@ -220,8 +219,8 @@ CASES = {
     "padded tokens, one of them padding": lambda: (
         PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}
     ),
-    "graphs": graphs_of_edges,
-    "graph network": lambda: (GraphNetwork(3, 2, 2, 3, 1), some_graphs()),
+    "graphs": lambda: (padded_models.Graphs(), padded_models.graphs()),
+    "graph network": lambda: (OfGraphs(3, 2, 2, 3, 1), some_graphs()),
     "LSTM, packed": lambda: (
         Reading("LSTM", "packed", num_layers=2, bidirectional=True), packed_batch()
     ),
@@ -255,52 +254,20 @@ def case(name: str):
     return model, x
 
 
-WITHOUT_USES = {"Conv1d twice", "ConvTranspose2d twice", "graph network"}
-"""Cases that no reference describes; the same kinds of layer are in others."""
+def runs(model: nn.Module, x: Tensor | Mapping | Graphs) -> list[Callable[[], Tensor]]:
+    """For each example, what runs it alone, without padding, and returns its outputs (1, ..., C).
 
-
-def uses_and_outputs(model: nn.Module, x: Tensor | Mapping) -> tuple[UsesByKey, list[Tensor]]:
-    """All linear uses of the model's weights, by brute force, and its outputs for each example.
-
-    They are read off a reference for one example, if the model has one; otherwise each layer of
-    torch is called once, and its positions are those of `tests.positions`.
+    Recurrent layers have a reference, whose products with weights are seen.
     """
-    reference, examples = reference_of(model, x)
-    if reference is not None:
-        return uses_of(reference, examples)
-    uses: UsesByKey = {}
-    for name, one in model.named_modules():
-        if isinstance(one, LAYERS):
-            uses |= layer_uses(model, name, x)
-    return uses, [model(x_n[None])[0].detach() for x_n in x]
-
-
-def reference_of(model: nn.Module, x: Tensor | Mapping) -> tuple[Callable | None, list[tuple]]:
-    """The reference of a model, and its arguments example by example; None if it has none."""
+    N = len(next(iter(x.values()))) if isinstance(x, Mapping) else len(x)
     match model:
-        case tied_models.Pooled():
-            return model.reference, [(x_n,) for x_n in x]
-        case padded_models.Graphs():
-            return padded_models.graph_network, padded_models.graphs(model)[1]
-    for cls, reference in {
-        Attending: attention_models.attending,
-        Layered: attention_models.layered,
-        Stack: attention_models.stack,
-    }.items():
-        if isinstance(model, cls):
-            return reference, attention_models.examples_of(model, x)
-    for cls, reference in {
-        Padded: padded_models.padded,
-        PaddedTokens: padded_models.padded_tokens,
-        PaddedTransformer: padded_models.padded_transformer,
-        Routed: expert_models.routed,
-    }.items():
-        if isinstance(model, cls):
-            return reference, padded_models.real_positions(model, x)
-    for cls, reference in {
-        Reading: recurrent_models.reading,
-        Cells: recurrent_models.cells,
-    }.items():
-        if isinstance(model, cls):
-            return reference, recurrent_models.examples_of(model, x)
-    return None, []
+        case recurrent_models.Cells():
+            return [partial(recurrent_models.cells, model, x_n) for x_n in x]
+        case recurrent_models.Reading():
+            pairs = zip(x["x"], model.lengths(x).tolist(), strict=True)
+            return [partial(recurrent_models.reading, model, *pair) for pair in pairs]
+    if isinstance(x, Mapping) and "mask" in x and "x" in x:
+        return [partial(model, padded_models.what_counts(x, n)) for n in range(N)]
+    if isinstance(x, Mapping):
+        return [partial(model, {k: v[n : n + 1] for k, v in x.items()}) for n in range(N)]
+    return [partial(model, x[n : n + 1]) for n in range(N)]
