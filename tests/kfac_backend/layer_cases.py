@@ -108,6 +108,31 @@ class OfGraphs(GraphNetwork):
     ragged = ("node_encoder", "edge_encoder", "blocks.0.edge_update", "blocks.0.node_update")
 
 
+class Adaptive(nn.Module):
+    """The logarithms of probabilities of clustered classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.log_prob(x)
+
+
+class EncoderDecoder(nn.Module):
+    """Torch's whole transformer, of a sequence and itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = (
+            nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x, x.sin()).mean(1))
+
+
 def pooled(model: nn.Module) -> nn.Module:
     model.pool = True
     return model
@@ -156,6 +181,7 @@ CASES = {
     "ConvTranspose2d twice": layer(
         lambda: nn.ConvTranspose2d(2, 2, 3, padding=1, bias=False), 3, 2, 2, 3, times=2
     ),
+    "ConvTranspose3d": layer(lambda: nn.ConvTranspose3d(2, 2, (1, 2, 1)), 3, 2, 1, 2, 2),
     "Embedding": embedding(4, 3),
     "Embedding of grids": embedding(3, 2, 2),
     "Embedding with padding": embedding(4, 3, padding_idx=1),
@@ -166,12 +192,15 @@ CASES = {
     "RMSNorm over channels": layer(lambda: RMSNorm2d(3), 3, 3, 2, 2),
     "RMSNorm": layer(lambda: nn.RMSNorm(3), 3, 2, 3),
     "BatchNorm2d": layer(lambda: nn.BatchNorm2d(2).eval(), 3, 2, 2, 3),
+    "BatchNorm3d": layer(lambda: nn.BatchNorm3d(2).eval(), 3, 2, 1, 2, 2),
+    "SyncBatchNorm": layer(lambda: nn.SyncBatchNorm(2).eval(), 3, 2, 3),
     "GroupNorm": layer(lambda: nn.GroupNorm(2, 4), 3, 4, 3),
     "InstanceNorm1d": layer(lambda: nn.InstanceNorm1d(2, affine=True), 3, 2, 4),
     "PReLU": layer(lambda: nn.PReLU(2), 3, 2, 4),
     "InstanceNorm2d, running": layer(
         lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True), 3, 2, 2, 2
     ),
+    "InstanceNorm3d": layer(lambda: nn.InstanceNorm3d(2, affine=True), 3, 2, 1, 2, 2),
     "BatchNorm1d, no positions": layer(lambda: nn.BatchNorm1d(3).eval(), 3, 3),
     "PReLU, one slope": layer(nn.PReLU, 3, 2, 2, 2),
     "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
@@ -194,6 +223,8 @@ CASES = {
         Layered(True, norm_first=True, activation="gelu", bias=False),
         attention_models.batch_of(True, d=(4, 4, 4)),
     ),
+    "encoder and decoder": lambda: (EncoderDecoder(), normal(3, 2, 4)),
+    "adaptive softmax": lambda: (Adaptive(), normal(3, 4)),
     "stack of encoder layers": lambda: (
         Stack(), attention_models.batch_of(True, padding_mask=PADDING)
     ),

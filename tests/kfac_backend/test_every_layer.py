@@ -31,6 +31,7 @@ ALIKE = {
     "LayerNorm, as many channels as columns", "LayerNorm in a derived layer",
     "RMSNorm over channels",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
+    "BatchNorm3d", "SyncBatchNorm", "InstanceNorm3d", "adaptive softmax",
     "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
 }  # fmt: skip
 
