@@ -10,9 +10,11 @@ that are ``padding_idx`` are none of an embedding. Other padding is left out of 
 runs. Fused kernels (recurrent layers) multiply unseen: a reference runs in the model's place.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +110,18 @@ def blocks_of_uses(
     ignored: Iterable[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Dense K-FAC blocks of all linear uses; ``model.ragged`` as in `uses_of`, if there is one."""
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     uses, outputs = uses_of(runs, parameters, getattr(model, "ragged", ()))
     return kfac_blocks_from_uses(uses, loss_hessians(outputs, likelihood, ignored), approx)
+
+
+def kfac_blocks(model: nn.Module, x: Tensor, likelihood: str, approx: str) -> dict[str, Tensor]:
+    """The same of a float64 copy that is called with inputs x (N, ...), of what is trainable."""
+    model, x = copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x
+    blocks = blocks_of_uses(
+        model, [partial(model, one.clone()) for one in x.split(1)], likelihood, approx
+    )
+    return {name: blocks[name] for name, _ in model.named_parameters() if name in blocks}
 
 
 @contextmanager

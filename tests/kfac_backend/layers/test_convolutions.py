@@ -1,6 +1,6 @@
 """Convolutions and transposed convolutions: the same properties over one table of cases.
 
-The oracle is loops over positions (`tests.positions`), the dense GGN, or autograd, in float64.
+The oracle is loops over positions (`tests.uses`), or autograd, in float64.
 """
 
 import pytest
@@ -19,8 +19,8 @@ from kfac_backend.layers.window import windows
 from tests.kfac_backend.block_checks import (
     MODES,
 )
-from tests.positions import TRANSPOSED, positions_of
 from tests.random_numbers import error, normal
+from tests.uses import watched
 
 SIZES = {
     nn.Conv1d: (6,),
@@ -30,6 +30,7 @@ SIZES = {
     nn.ConvTranspose2d: (3, 2),
     nn.ConvTranspose3d: (2, 2, 2),
 }
+TRANSPOSED = [layer_type for layer_type in SIZES if "Transpose" in layer_type.__name__]
 RULES = {t: ConvTransposeRule if "Transpose" in t.__name__ else ConvolutionRule for t in SIZES}
 
 
@@ -61,9 +62,11 @@ def sums_by_loops(
     for n in range(len(a) if rows is None else rows.num_examples):
         found: dict = {}
         for m in (index == n).nonzero().flatten().tolist():
-            b_m = vectors[:, m][None]  # one loss term with V outputs
-            for key, a_mr, b_mr in positions_of(layer, a[m], b_m):
-                found.setdefault(key, []).append((a_mr, b_mr[0]))
+            with watched(dict(layer.named_parameters())) as noted:
+                layer(a[m : m + 1])
+            for use in noted:
+                b_mr = use.rows(vectors[:, m : m + 1])  # (V, R, d_out)
+                found.setdefault(use.key, []).append((use.a, b_mr.transpose(0, 1)))
         for key, of_rows in found.items():
             a_nr, b_nr = (torch.cat(parts) for parts in zip(*of_rows, strict=True))
             if mode == "reduce":  # (R, d_in) and (R, V, d_out)
