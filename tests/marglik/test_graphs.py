@@ -57,14 +57,6 @@ def test_nodes_of_chosen_graphs_are_renumbered():
         replace(late, senders=graphs.senders[7:]).check()
 
 
-def test_graphs_without_any_edge():
-    graphs = some_graphs([(2, ()), (0, ()), (1, ())])
-    assert graphs.edge_graph.shape == graphs.senders.shape == (0,)
-    chosen = graphs[torch.tensor([2, 0])].check()
-    assert chosen.node_counts.tolist() == [1, 2]
-    assert_close(chosen.nodes, graphs.nodes[[2, 0, 1]])
-
-
 def test_moving_changes_the_dtype_of_features_alone():
     graphs = some_graphs()
     moved = graphs.to("meta", torch.float32)
@@ -82,14 +74,6 @@ def test_clones_share_no_memory_and_detached_graphs_share_it():
     for name in NAMES:
         assert getattr(clone, name).data_ptr() != getattr(graphs, name).data_ptr()
         assert getattr(detached, name).data_ptr() == getattr(graphs, name).data_ptr()
-
-
-def test_gradients_pass_through_the_choice():
-    graphs = some_graphs()
-    graphs.nodes.requires_grad_()
-    graphs[torch.tensor([0, 4, 0])].nodes.sum().backward()
-    times = torch.tensor([2.0, 0, 0, 0, 1, 0], dtype=torch.float64)
-    assert_close(graphs.nodes.grad, times[graphs.node_graph][:, None].expand(-1, 3))
 
 
 def test_sums_by_index():

@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
-from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import Functional
 from tests.random_numbers import normal
 
@@ -26,46 +24,40 @@ STEPS, N = 7, 8
 
 
 def fresh(options=OPTIONS, wide=8, dtype=torch.float64, **more):
-    """A new network, the one that runs, and its optimiser, as at the start of each process."""
+    """A new network and its optimiser, as at the start of each process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, wide), nn.Tanh(), nn.Linear(wide, 4)).to(dtype)
-    whole = DistributedDataParallel(model) if Ranks().size > 1 else model
     options = PreconditionerOptions(**options)
-    return model, whole, KFAC(model, "classification", options=options, **more)
+    return model, KFAC(model, "classification", options=options, **more)
 
 
-def train(whole, optimizer, steps):
+def train(model, optimizer, steps):
     """One step of each number, on its own batch."""
-    ranks, dtype = Ranks(), next(whole.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     for step in steps:
         x, y = normal(N, 4, seed=step).to(dtype), torch.arange(N) % 4
-        own = torch.arange(N).tensor_split(ranks.size)[ranks.rank]
         optimizer.zero_grad()
-        F.cross_entropy(whole(x[own]), y[own]).backward()
+        F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
 
 def steps_that_differ(options) -> list[int]:
     """After which steps a resumed run ends elsewhere than the one that was not stopped."""
-    model, whole, optimizer = fresh(options)
+    model, optimizer = fresh(options)
     saved = []
     for step in range(STEPS):
-        train(whole, optimizer, [step])
+        train(model, optimizer, [step])
         saved.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
     differ = []
     for step, (weights, state) in enumerate(saved[:-1]):
-        model, whole, optimizer = fresh(options)
+        model, optimizer = fresh(options)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        train(whole, optimizer, range(step + 1, STEPS))
+        train(model, optimizer, range(step + 1, STEPS))
         last = saved[-1][0]
         if not all(torch.equal(last[name], p) for name, p in model.state_dict().items()):
             differ.append(step)
     return differ
-
-
-def of_half_the_cases() -> list[list[int]]:
-    return [steps_that_differ(case) for case in CASES[::2]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
@@ -73,23 +65,18 @@ def test_resumes_at_every_step_to_the_bit(case):
     assert steps_that_differ(case) == []
 
 
-def test_resumes_at_every_step_to_the_bit_on_two_ranks(worlds):
-    use = "tests.kfac_backend.optimizer.test_state:of_half_the_cases"
-    assert worlds.all(2, use) == [[[], []]] * 2
-
-
 @pytest.mark.parametrize(("base", "dtype"), [("sgd", torch.float32), ("nadamw", torch.float64)])
 def test_resumes_from_a_file_and_needs_the_state(base, dtype):
     """Drawn labels continue, too; without the preconditioner's state the run is another."""
     of = {"options": {"factor_every": 2, "update_every": 3}, "base": base, "dtype": dtype}
-    _, whole, optimizer = fresh(**of)
-    train(whole, optimizer, range(5))
+    model, optimizer = fresh(**of)
+    train(model, optimizer, range(5))
     file = io.BytesIO()
-    torch.save([whole.state_dict(), optimizer.state_dict()], file)
-    train(whole, optimizer, range(5, 9))
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(model, optimizer, range(5, 9))
     ends = []
     for without in (False, True):
-        _, second, optimizer = fresh(**of)
+        second, optimizer = fresh(**of)
         file.seek(0)
         weights, state = torch.load(file, weights_only=True)
         second.load_state_dict(weights)
@@ -98,14 +85,14 @@ def test_resumes_from_a_file_and_needs_the_state(base, dtype):
         optimizer.load_state_dict(state)
         assert optimizer.param_groups is optimizer.base.param_groups
         train(second, optimizer, range(5, 9))
-        ends.append(torch.equal(whole[0].weight, second[0].weight))
+        ends.append(torch.equal(model[0].weight, second[0].weight))
     assert ends == [True, False]
 
 
 def trained(**of):
     """An optimiser after two steps."""
-    _, whole, optimizer = fresh(**of)
-    train(whole, optimizer, range(2))
+    model, optimizer = fresh(**of)
+    train(model, optimizer, range(2))
     return optimizer
 
 
