@@ -49,10 +49,10 @@ def third_batch(model: nn.Module, **options) -> Dispatched:
     return dispatched
 
 
-@pytest.mark.parametrize(("mode", "most"), [("reduce", 900), ("expand", 1140)])
+@pytest.mark.parametrize(("mode", "most"), [("reduce", 905), ("expand", 1105)])
 def test_a_batch_of_the_exact_pass(mode, most):
     """Forward and backward passes alone take 448 operations."""
-    model = WideResNetFixup(16, 4).eval()
+    model = WideResNetFixup(16, 1).eval()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.02 * torch.randn_like(p)

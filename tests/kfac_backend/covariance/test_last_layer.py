@@ -42,6 +42,8 @@ def test_equals_the_dense_jacobian(name):
         rows = torch.arange(len(found))[:, None, None]
         wanted = expected[mask][rows, top[mask][:, :, None], top[mask][:, None]]
         assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+        found = covariance(x, mask, top[mask], variance_only=True)[1]
+        assert_close(found, wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
         variances = covariance(x, mask, variance_only=True)[1]
         assert_close(variances, expected[mask].diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
     assert (covariance._general is not None) == (name in ("pixels, groups", "scaled"))
