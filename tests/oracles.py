@@ -3,7 +3,7 @@
 Slow and obvious on purpose: loops over examples n, positions r and loss terms t, no code shared
 with the packages under test. Every function that takes a model works on a float64 copy of it, so
 the model is left as it was, and all results are float64. `tests/positions.py` says what the
-positions of a layer are, `tests/taps.py` finds those of a reference model.
+positions of a layer are, `tests/uses.py` finds those of any model.
 
 A *use* is where a weight W meets vectors a_nr and makes outputs W a_nr, be it in a linear layer, in
 attention, in a convolution, in an embedding or in two layers that share W.
@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from tests.positions import LAYERS, TRANSPOSED, positions_of
 
 
 def negative_log_likelihood(f_n: Tensor, y_n: Tensor, likelihood: str) -> Tensor:
@@ -320,96 +318,6 @@ def kfac_blocks_from_uses(
         first, second = products[0] if len(products) == 1 else nearest_kronecker(products)
         blocks.setdefault(name, []).append(torch.kron(first, second))
     return {name: torch.block_diag(*groups) for name, groups in blocks.items()}
-
-
-# --- of the layers of torch ---
-
-
-def layer_jacobians(model: nn.Module, layer_name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs of one layer, and Jacobians of the model's outputs with respect to its outputs.
-
-    The model runs on one example at a time; a zero perturbation added to the layer's output is
-    what the outputs are differentiated by.
-
-    Returns:
-        a (N, *layer input of one example) and b (N, T, C, *layer output of one example). The
-        batch axis of length one is dropped; a layer that sees more rows than one per example
-        (say tokens folded into the batch) keeps them as a leading axis.
-
-    Raises:
-        ValueError: if the layer is not called exactly once per forward pass.
-    """
-    model, x = _float64(model, x)
-    layer = model.get_submodule(layer_name)
-    a, b = [], []
-    for n in range(len(x)):
-        seen: list[tuple[Tensor, Tensor]] = []
-
-        def record(module, args, result, seen=seen) -> None:
-            seen.append((args[0].detach().clone(), result.detach().clone()))
-
-        handle = layer.register_forward_hook(record)
-        model(x[n : n + 1])
-        handle.remove()
-        if len(seen) != 1:
-            raise ValueError(
-                f"Layer {layer_name!r} was called {len(seen)} times in one forward pass; "
-                "the oracle handles exactly one call (no reuse, no functional shortcut)."
-            )
-        layer_input, layer_output = seen[0]
-
-        def outputs(perturbation: Tensor, x_n: Tensor = x[n : n + 1]) -> Tensor:
-            handle = layer.register_forward_hook(lambda module, args, out: out + perturbation)
-            f = model(x_n)
-            handle.remove()
-            return _loss_terms(f)  # (T, C)
-
-        jacobian = torch.autograd.functional.jacobian(outputs, torch.zeros_like(layer_output))
-        a.append(layer_input.squeeze(0))
-        b.append(jacobian.squeeze(2))
-    return torch.stack(a), torch.stack(b)
-
-
-def layer_uses(model: nn.Module, layer_name: str, x: Tensor) -> UsesByKey:
-    """The uses of one layer's parameters, see `positions_of`; their names start with the layer's.
-
-    The model calls the layer once; x (N, ...) are its inputs.
-    """
-    model, x = _float64(model, x)
-    layer = model.get_submodule(layer_name)
-    a, b = layer_jacobians(model, layer_name, x)
-    uses: UsesByKey = {}
-    for n in range(len(a)):
-        for (name, group), a_nr, b_nr in positions_of(layer, a[n], b[n]):
-            is_embedding = isinstance(layer, nn.Embedding)
-            transposed = isinstance(layer, TRANSPOSED) and name == "weight"
-            key = (f"{layer_name}.{name}" if layer_name else name, group)
-            if n == 0:
-                uses[key] = [Use([], [], False, is_embedding or transposed, name == "bias")]
-            uses[key][0].a.append(a_nr)
-            uses[key][0].b.append(b_nr)
-    return uses
-
-
-def layer_blocks(
-    model: nn.Module, layer_name: str, x: Tensor, likelihood: str, approx: str
-) -> dict[str, Tensor]:
-    """Dense K-FAC blocks {name: (numel, numel)} of one layer, see `layer_uses`."""
-    double, inputs = _float64(model, x)
-    outputs = [double(x_n[None])[0].detach() for x_n in inputs]
-    hessians = loss_hessians(outputs, likelihood)
-    return kfac_blocks_from_uses(layer_uses(model, layer_name, x), hessians, approx)
-
-
-def kfac_blocks(model: nn.Module, x: Tensor, likelihood: str, approx: str) -> dict[str, Tensor]:
-    """Dense K-FAC blocks {name: (numel, numel)} of all trainable weights and biases of layers."""
-    trainable, blocks = _trainable(model), {}
-    for name, layer in model.named_modules():
-        names = [f"{name}.{local}" if name else local for local, _ in layer.named_parameters()]
-        if isinstance(layer, LAYERS) and any(key in trainable for key in names):
-            found = layer_blocks(model, name, x, likelihood, approx)
-            blocks |= {key: block for key, block in found.items() if key in trainable}
-    return blocks
 
 
 def _float64(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:

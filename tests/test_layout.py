@@ -1,9 +1,7 @@
 """The project's own promises: import direction, one list of dependencies, no stray hosts."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -140,84 +138,13 @@ def test_tests_work_outside_of_the_checkout(tmp_path):
     assert Path.cwd() == tmp_path.resolve()
 
 
-LAPLACE = {"laplace", "curvlinops"}
-PLOTS = {"matplotlib", "jinja2"}
-OTHERS = {"lightning", "torchmetrics", "torchvision", "scipy", "sklearn", "PIL"}
-STEPS = {
-    "the backend": "import kfac_backend",
-    "the library": """
-from marglik import Posterior, OnlineTraining, laplace_predictive
-from marglik import load_posterior, save_posterior, maximize_evidence""",
-    **{
-        f"{command} --help": f"""
-with suppress(SystemExit):
-    from marglik.cli import main
-    main(["{command}", "--help"])"""
-        for command in ("train", "fit", "evaluate", "report")
-    },
-    "commands": "import marglik.cli, marglik.runs.train",
-    "training and evaluating": """
-run, model = sys.argv[1], "--model MLP --model.in_features 64 --model.hidden [4]".split()
-options = "--epochs 1 --prior.every 1 --prior.steps 1 --ood.num_images 20".split()
-options += ["--no_progress", "--no_baseline"]
-with warnings.catch_warnings():
-    warnings.simplefilter("default")  # other packages' at work are none of ours
-    assert main(["train", "--config", "digits", *model, *options, "--output", run]) == 0
-    assert main(["evaluate", run, "--progress", "false"]) == 0""",
-    "the adapter": "import marglik; marglik.marglik_training",
-}
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """Step -> packages and modules that a process has loaded once it is done.
-
-    One process takes all steps, one after the other, as it is the start of a process that takes
-    time: what is not loaded after a step has been loaded by none before it, either. A FutureWarning
-    on the way, as of imports, is an error.
-    """
-    code = "import sys, warnings\nfrom contextlib import suppress"
-    for step, lines in STEPS.items():
-        code += f"\n{lines}\nprint('loaded', {step!r}, *sys.modules, sep='|')"
-    done = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-c", code,
-         str(tmp_path_factory.mktemp("layout") / "run")],
-        check=True, cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    found = [line.split("|") for line in done.stdout.splitlines() if line.startswith("loaded|")]
-    assert [step for _, step, *_ in found] == list(STEPS)
-    return {step: {name.split(".")[0] for name in names} | set(names) for _, step, *names in found}
-
-
-def test_importing_the_backend_needs_few_packages(loaded):
-    assert not loaded["the backend"] & (LAPLACE | PLOTS | OTHERS | {"marglik"})
+def test_the_backend_imports_few_packages():
+    """What runs without the others is tested in `test_light_core`."""
     own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}
     ours = [m for p, m in imports("kfac_backend") if p.parent.name != "laplace_torch"]
     found = {module.split(".")[0] for module in ours}
     # scipy is of an extra: coverages of counts and of Student's t alone import it.
     assert found - set(sys.stdlib_module_names) - {"kfac_backend", "scipy"} <= own
-    assert "scipy" not in loaded["the backend"]
-
-
-def test_importing_the_library_loads_no_adapter_plots_or_trainer(loaded):
-    assert not loaded["the library"] & (LAPLACE | PLOTS | OTHERS | {"jsonargparse"})
-
-
-@pytest.mark.parametrize("command", ["train", "fit", "evaluate", "report"])
-def test_help_loads_neither_adapter_nor_plots_nor_trainer(command, loaded):
-    assert not loaded[f"{command} --help"] & (LAPLACE | PLOTS | OTHERS - {"PIL"})
-
-
-def test_training_fitting_and_evaluating_do_without_laplace_torch(loaded):
-    assert not loaded["training and evaluating"] & LAPLACE
-
-
-def test_the_adapter_loads_laplace_torch_when_first_used(loaded):
-    """Which controls the other steps, too: a package that is loaded is seen."""
-    assert "laplace" in loaded["the adapter"]
-    assert "matplotlib" in loaded["the adapter"]
-    assert "lightning" not in loaded["training and evaluating"]
 
 
 @pytest.mark.parametrize("package", ["kfac_backend", "marglik"])

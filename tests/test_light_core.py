@@ -145,3 +145,21 @@ def test_a_missing_extra_is_one_line_that_says_how_to_get_it(printed):
     expected += [f"refused|{module}|{command}" for module in ("marglik.cli", "marglik.__main__")]
     assert printed[1:] == expected
     assert {extra for _, extra in MISSING.values()} <= set(PROJECT["optional-dependencies"])
+
+
+COMMANDS = """
+from marglik.cli import main
+options = "--config digits --model MLP --model.in_features 64 --model.hidden [4] --epochs 1"
+options += " --prior.every 1 --prior.steps 1 --ood.num_images 20 --no_progress --no_baseline"
+assert main(["train", *options.split(), "--output", "run"]) == 0
+assert main(["evaluate", "run", "--progress", "false"]) == 0
+"""
+
+
+def test_commands_do_without_laplace_torch(tmp_path):
+    """Which is an extra of its own."""
+    code = BLOCKED.format(refused=["laplace", "curvlinops"]) + COMMANDS
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip

@@ -14,14 +14,12 @@ from tests.oracles import (
     dense_ggn_of,
     empirical_fisher_blocks,
     ggn_blocks,
-    kfac_blocks,
     kfac_from_uses,
-    layer_blocks,
     loss_hessian,
     nearest_kronecker,
 )
-from tests.positions import positions_of
 from tests.random_numbers import error, normal
+from tests.uses import kfac_blocks, uses_of
 
 close = torch.testing.assert_close
 
@@ -156,22 +154,41 @@ def test_empirical_fisher_by_hand():
 # --- positions ---
 
 
+def uses_of_layer(layer, x):
+    """Of one example x; each output is one."""
+    uses, _ = uses_of([lambda: layer(x[None]).flatten()], dict(layer.named_parameters()))
+    return [use for (_, _), (use,) in sorted(uses.items())]
+
+
 def test_convolution_patches_by_hand():
     """Two groups; images of one row, with a zero after it."""
-    layer = nn.Conv2d(2, 2, (1, 2), groups=2, padding="same", bias=False)
-    x = tensor([[1, 2], [3, 4]], [[5, 6], [7, 8]])
-    (_, first, _), (_, second, _) = positions_of(layer, x, torch.zeros(1, 1, 2, 2, 2).double())
-    close(first, tensor([1, 2], [2, 0], [3, 4], [4, 0]))
-    close(second, tensor([5, 6], [6, 0], [7, 8], [8, 0]))
+    layer = nn.Conv2d(2, 2, (1, 2), groups=2, padding="same", bias=False).double()
+    first, second = uses_of_layer(layer, tensor([[1, 2], [3, 4]], [[5, 6], [7, 8]]))
+    close(first.a[0], tensor([1, 2], [2, 0], [3, 4], [4, 0]))
+    close(second.a[0], tensor([5, 6], [6, 0], [7, 8], [8, 0]))
+    # Each position makes one of the eight outputs, of its own group.
+    close(first.b[0][0, :, :, 0], torch.eye(8).double()[:4])
+    close(second.b[0][0, :, :, 0], torch.eye(8).double()[4:])
 
 
 def test_transposed_convolution_patches_by_hand():
     """Input pixels q write to 2q and 2q + 1, of which padding takes the first and the last."""
-    layer = nn.ConvTranspose1d(1, 1, 2, stride=2, padding=1, bias=False)
-    b = tensor([[[10, 20]]])  # of the two output pixels: (T, C, channels, pixels)
-    ((_, a, patches),) = positions_of(layer, tensor([[3, 4]])[0], b)
-    close(a, tensor([3], [4]))
-    close(patches, tensor([[0, 10]], [[20, 0]])[None])
+    layer = nn.ConvTranspose1d(1, 1, 2, stride=2, padding=1, bias=False).double()
+    (use,) = uses_of_layer(layer, tensor([3, 4]))
+    close(use.a[0], tensor([3], [4]))
+    close(use.b[0], tensor([[0, 1], [0, 0]], [[0, 0], [1, 0]])[None])
+    assert use.input_first
+
+
+def test_masked_keys_by_hand():
+    """Keys and values of a masked key are no positions; its query is one."""
+    layer, x = nn.MultiheadAttention(2, 1, batch_first=True).double(), normal(1, 3, 2)
+    hidden = torch.tensor([[False, False, True]])
+    run = lambda: layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0].flatten()  # noqa: E731
+    uses, _ = uses_of([run], dict(layer.named_parameters()))
+    queries, keys, values = (uses["in_proj_weight", g][0].a[0] for g in range(3))
+    close(queries, x[0])
+    close((keys, values), (x[0, :2], x[0, :2]))
 
 
 class Sum(nn.Module):
@@ -187,10 +204,10 @@ def test_embedding_by_hand():
     tokens = torch.tensor([[0, 1, 1], [2, 1, 0]])
     one = torch.eye(2).double()
     counts = torch.tensor([2.0, 3.0, 1.0]).double()
-    found = layer_blocks(model, "0", tokens, "regression", "expand")["0.weight"]
+    found = kfac_blocks(model, tokens, "regression", "expand")["0.weight"]
     close(found, torch.kron(counts.diag() / 6, 6 * one))
     per_example = torch.tensor([[1.0, 2, 0], [1, 1, 1]]).double()
-    found = layer_blocks(model, "0", tokens, "regression", "reduce")["0.weight"]
+    found = kfac_blocks(model, tokens, "regression", "reduce")["0.weight"]
     close(found, torch.kron(per_example.T @ per_example, one))
     exact = ggn_blocks(model, lambda run: run(tokens), "regression")["0.weight"]
     close(found, exact)

@@ -1,7 +1,5 @@
 """Comparing the product's blocks with an oracle's, in both modes."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -9,7 +7,6 @@ from torch.testing import assert_close
 from kfac_backend import KroneckerFactors, kronecker_factors
 from kfac_backend.blocks.block import CorrectedBlock
 from tests.random_numbers import normal
-from tests.taps import Taps
 
 OTHER = {"expand": "reduce", "reduce": "expand"}
 MODES = list(OTHER)
@@ -68,12 +65,6 @@ def basis(block: CorrectedBlock) -> Tensor:
         of_A = torch.ones(1, 1).double() if Q_A is None else Q_A[g] if Q_A.dim() == 3 else Q_A
         groups.append(torch.kron(of_B.contiguous(), of_A.contiguous()))
     return torch.block_diag(*groups)
-
-
-def assert_reference(reference, examples: list[tuple], outputs: Iterable[Tensor]) -> None:
-    """A reference model makes the model's outputs, one tensor for each example."""
-    for example, f in zip(examples, outputs, strict=True):
-        assert_close(reference(Taps(), *example), f, rtol=1e-12, atol=1e-12)
 
 
 def parts(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:

@@ -1,17 +1,18 @@
 """Networks around each kind of layer, with inputs, and their blocks by the definition."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
+from marglik.graphs import Graphs
 from marglik.models import GraphNetwork
 from tests.kfac_backend.block_checks import randomize, with_statistics
 from tests.kfac_backend.layers import (
     attention_models,
-    expert_models,
     padded_models,
     recurrent_models,
     tied_models,
@@ -27,10 +28,7 @@ from tests.kfac_backend.layers.padded_models import (
 )
 from tests.kfac_backend.layers.recurrent_models import Cells, Reading, packed_batch
 from tests.marglik.some_graphs import some_graphs
-from tests.oracles import UsesByKey, layer_uses
-from tests.positions import LAYERS
 from tests.random_numbers import normal
-from tests.taps import uses_of
 
 
 class Around(nn.Module):
@@ -104,6 +102,37 @@ class Bilinear(nn.Module):
         return self.head(self.layer(x, x.sin()).tanh())
 
 
+class OfGraphs(GraphNetwork):
+    """Ours; reduce scales what it does to nodes and edges."""
+
+    ragged = ("node_encoder", "edge_encoder", "blocks.0.edge_update", "blocks.0.node_update")
+
+
+class Adaptive(nn.Module):
+    """The logarithms of probabilities of clustered classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.log_prob(x)
+
+
+class EncoderDecoder(nn.Module):
+    """Torch's whole transformer, of a sequence and itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = (
+            nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x, x.sin()).mean(1))
+
+
 def pooled(model: nn.Module) -> nn.Module:
     model.pool = True
     return model
@@ -135,11 +164,6 @@ def embedding(*shape: int, **options):
     )
 
 
-def graphs_of_edges():
-    model = padded_models.Graphs()
-    return model, padded_models.graphs(model)[0]
-
-
 CASES = {
     "Linear": layer(lambda: nn.Linear(3, 4), 3, 3),
     "Linear, two shared axes": layer(lambda: nn.Linear(3, 4, bias=False), 3, 2, 3, 3),
@@ -157,6 +181,7 @@ CASES = {
     "ConvTranspose2d twice": layer(
         lambda: nn.ConvTranspose2d(2, 2, 3, padding=1, bias=False), 3, 2, 2, 3, times=2
     ),
+    "ConvTranspose3d": layer(lambda: nn.ConvTranspose3d(2, 2, (1, 2, 1)), 3, 2, 1, 2, 2),
     "Embedding": embedding(4, 3),
     "Embedding of grids": embedding(3, 2, 2),
     "Embedding with padding": embedding(4, 3, padding_idx=1),
@@ -167,12 +192,15 @@ CASES = {
     "RMSNorm over channels": layer(lambda: RMSNorm2d(3), 3, 3, 2, 2),
     "RMSNorm": layer(lambda: nn.RMSNorm(3), 3, 2, 3),
     "BatchNorm2d": layer(lambda: nn.BatchNorm2d(2).eval(), 3, 2, 2, 3),
+    "BatchNorm3d": layer(lambda: nn.BatchNorm3d(2).eval(), 3, 2, 1, 2, 2),
+    "SyncBatchNorm": layer(lambda: nn.SyncBatchNorm(2).eval(), 3, 2, 3),
     "GroupNorm": layer(lambda: nn.GroupNorm(2, 4), 3, 4, 3),
     "InstanceNorm1d": layer(lambda: nn.InstanceNorm1d(2, affine=True), 3, 2, 4),
     "PReLU": layer(lambda: nn.PReLU(2), 3, 2, 4),
     "InstanceNorm2d, running": layer(
         lambda: nn.InstanceNorm2d(2, affine=True, track_running_stats=True), 3, 2, 2, 2
     ),
+    "InstanceNorm3d": layer(lambda: nn.InstanceNorm3d(2, affine=True), 3, 2, 1, 2, 2),
     "BatchNorm1d, no positions": layer(lambda: nn.BatchNorm1d(3).eval(), 3, 3),
     "PReLU, one slope": layer(nn.PReLU, 3, 2, 2, 2),
     "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
@@ -195,6 +223,8 @@ CASES = {
         Layered(True, norm_first=True, activation="gelu", bias=False),
         attention_models.batch_of(True, d=(4, 4, 4)),
     ),
+    "encoder and decoder": lambda: (EncoderDecoder(), normal(3, 2, 4)),
+    "adaptive softmax": lambda: (Adaptive(), normal(3, 4)),
     "stack of encoder layers": lambda: (
         Stack(), attention_models.batch_of(True, padding_mask=PADDING)
     ),
@@ -220,8 +250,8 @@ CASES = {
     "padded tokens, one of them padding": lambda: (
         PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}
     ),
-    "graphs": graphs_of_edges,
-    "graph network": lambda: (GraphNetwork(3, 2, 2, 3, 1), some_graphs()),
+    "graphs": lambda: (padded_models.Graphs(), padded_models.graphs()),
+    "graph network": lambda: (OfGraphs(3, 2, 2, 3, 1), some_graphs()),
     "LSTM, packed": lambda: (
         Reading("LSTM", "packed", num_layers=2, bidirectional=True), packed_batch()
     ),
@@ -255,52 +285,20 @@ def case(name: str):
     return model, x
 
 
-WITHOUT_USES = {"Conv1d twice", "ConvTranspose2d twice", "graph network"}
-"""Cases that no reference describes; the same kinds of layer are in others."""
+def runs(model: nn.Module, x: Tensor | Mapping | Graphs) -> list[Callable[[], Tensor]]:
+    """For each example, what runs it alone, without padding, and returns its outputs (1, ..., C).
 
-
-def uses_and_outputs(model: nn.Module, x: Tensor | Mapping) -> tuple[UsesByKey, list[Tensor]]:
-    """All linear uses of the model's weights, by brute force, and its outputs for each example.
-
-    They are read off a reference for one example, if the model has one; otherwise each layer of
-    torch is called once, and its positions are those of `tests.positions`.
+    Recurrent layers have a reference, whose products with weights are seen.
     """
-    reference, examples = reference_of(model, x)
-    if reference is not None:
-        return uses_of(reference, examples)
-    uses: UsesByKey = {}
-    for name, one in model.named_modules():
-        if isinstance(one, LAYERS):
-            uses |= layer_uses(model, name, x)
-    return uses, [model(x_n[None])[0].detach() for x_n in x]
-
-
-def reference_of(model: nn.Module, x: Tensor | Mapping) -> tuple[Callable | None, list[tuple]]:
-    """The reference of a model, and its arguments example by example; None if it has none."""
+    N = len(next(iter(x.values()))) if isinstance(x, Mapping) else len(x)
     match model:
-        case tied_models.Pooled():
-            return model.reference, [(x_n,) for x_n in x]
-        case padded_models.Graphs():
-            return padded_models.graph_network, padded_models.graphs(model)[1]
-    for cls, reference in {
-        Attending: attention_models.attending,
-        Layered: attention_models.layered,
-        Stack: attention_models.stack,
-    }.items():
-        if isinstance(model, cls):
-            return reference, attention_models.examples_of(model, x)
-    for cls, reference in {
-        Padded: padded_models.padded,
-        PaddedTokens: padded_models.padded_tokens,
-        PaddedTransformer: padded_models.padded_transformer,
-        Routed: expert_models.routed,
-    }.items():
-        if isinstance(model, cls):
-            return reference, padded_models.real_positions(model, x)
-    for cls, reference in {
-        Reading: recurrent_models.reading,
-        Cells: recurrent_models.cells,
-    }.items():
-        if isinstance(model, cls):
-            return reference, recurrent_models.examples_of(model, x)
-    return None, []
+        case recurrent_models.Cells():
+            return [partial(recurrent_models.cells, model, x_n) for x_n in x]
+        case recurrent_models.Reading():
+            pairs = zip(x["x"], model.lengths(x).tolist(), strict=True)
+            return [partial(recurrent_models.reading, model, *pair) for pair in pairs]
+    if isinstance(x, Mapping) and "mask" in x and "x" in x:
+        return [partial(model, padded_models.what_counts(x, n)) for n in range(N)]
+    if isinstance(x, Mapping):
+        return [partial(model, {k: v[n : n + 1] for k, v in x.items()}) for n in range(N)]
+    return [partial(model, x[n : n + 1]) for n in range(N)]

@@ -9,8 +9,9 @@ from kfac_backend import examples_of_rows, kronecker_factors
 from kfac_backend.automatic_mode import block_traces, nearest_modes
 from kfac_backend.curvature import CurvaturePass
 from tests.kfac_backend.block_checks import assert_same, factors_of
-from tests.oracles import dense_ggn_blocks, kfac_blocks
+from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import normal
+from tests.uses import kfac_blocks
 
 
 def images(*head: nn.Module) -> nn.Module:

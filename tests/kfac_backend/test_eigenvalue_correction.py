@@ -59,7 +59,7 @@ def exact_blocks(model: nn.Module, x, likelihood: str, ignored=None) -> dict[str
 
 EXACT = (
     "RMSNorm", "no rule", "PReLU, one slope", "scalars", "LayerNorm in a derived layer",
-    "BatchNorm1d, no positions",
+    "BatchNorm1d, no positions", "SyncBatchNorm",
 )  # fmt: skip
 
 

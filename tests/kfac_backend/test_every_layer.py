@@ -15,14 +15,8 @@ from kfac_backend import kronecker_factors
 from kfac_backend.model.batches import examples
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
-from tests.kfac_backend.block_checks import MODES, assert_blocks, assert_reference
-from tests.kfac_backend.layer_cases import (
-    CASES,
-    WITHOUT_USES,
-    case,
-    reference_of,
-    uses_and_outputs,
-)
+from tests.kfac_backend.block_checks import MODES, assert_blocks
+from tests.kfac_backend.layer_cases import CASES, case, runs
 from tests.oracles import (
     empirical_fisher_blocks,
     ggn_blocks,
@@ -30,12 +24,14 @@ from tests.oracles import (
     loss_hessians,
 )
 from tests.random_numbers import error
+from tests.uses import uses_of
 
 ALIKE = {
     "Linear", "scalars", "InstanceNorm2d, running", "BatchNorm1d, no positions", "PReLU, one slope",
     "LayerNorm, as many channels as columns", "LayerNorm in a derived layer",
     "RMSNorm over channels",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
+    "BatchNorm3d", "SyncBatchNorm", "InstanceNorm3d", "adaptive softmax",
     "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
 }  # fmt: skip
 
@@ -53,14 +49,13 @@ LIKELIHOODS = ("classification", "regression", "bernoulli")
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_USES])
+@pytest.mark.parametrize("name", CASES)
 def test_blocks_are_those_of_the_definition(name, fisher):
     model, x = case(name)
     f = model(x).detach()
-    reference, examples = reference_of(model, x)
-    if reference is not None:
-        assert_reference(reference, examples, f)
-    uses, outputs = uses_and_outputs(model, x)
+    ragged = getattr(model, "ragged", ())
+    uses, outputs = uses_of(runs(model, x), dict(model.named_parameters()), ragged)
+    assert_close(torch.cat(outputs), f.flatten(0, -2), rtol=1e-12, atol=1e-12)
     # What is no linear use (norms, scalars, own parameters) has the exact block, in any mode.
     if fisher == "exact":
         likelihood = LIKELIHOODS[len(name) % 3]
@@ -73,7 +68,8 @@ def test_blocks_are_those_of_the_definition(name, fisher):
             f_n.softmax(-1) - F.one_hot(y_n, f.shape[-1]) for f_n, y_n in zip(f, y, strict=True)
         ]
         hessians = [[torch.outer(g, g) for g in g_n.reshape(-1, f.shape[-1])] for g_n in terms]
-        exact = {} if isinstance(x, Mapping) else empirical_fisher_blocks(model, x, y, likelihood)
+        is_tensor = isinstance(x, torch.Tensor)
+        exact = empirical_fisher_blocks(model, x, y, likelihood) if is_tensor else {}
     data = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
     for mode in MODES:
         options = {"kfac_approx": mode, "fisher": fisher, "unsupported": "diagonal"}

@@ -1,5 +1,7 @@
 """Many classes: ``diagonal_above`` against brute force, what does not fit, and the peak memory."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from tests.kfac_backend.covariance.posteriors import (
     of_layer,
     precision_of,
 )
+from tests.uses import uses_of
 
 V, D, R, N = 50, 4, 3, 5
 """Classes, features, positions, examples."""
@@ -55,13 +58,16 @@ def factors(model, data=None, **options):
 
 def blocks_by_loops(model, x, kfac_approx):
     """Of the output layer, the hidden layer and the tokens: B, A (dense), by loops."""
-    hessians = oracles.loss_hessians(list(model(x).detach()), "classification")
-    return {
-        name: oracles.kfac_from_uses(
-            oracles.layer_uses(model, name, x)[f"{name}.weight", 0], hessians, kfac_approx
-        )
-        for name in ("tokens", "hidden", "head")
-    }
+    names = {p: name for name, p in model.named_parameters()}
+    runs = [partial(model, x_n[None]) for x_n in x]
+    uses, outputs = uses_of(runs, dict(model.named_parameters()))
+    hessians = oracles.loss_hessians(outputs, "classification")
+    found = {}
+    for name in ("tokens", "hidden", "head"):
+        of_weight = uses[names[model.get_submodule(name).weight], 0]
+        (use,) = (use for use in of_weight if use.input_first == (name == "tokens"))
+        found[name] = oracles.kfac_from_uses([use], hessians, kfac_approx)
+    return found
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)

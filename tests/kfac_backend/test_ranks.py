@@ -1,15 +1,37 @@
-"""Shards of the data on several ranks give what one process has of all the data."""
+"""Shards of the data on several ranks give what one process has of all the data.
+
+The functions at the end are called on each rank, see `tests.worlds`.
+"""
+
+import os
+import time
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+from kfac_backend import corrected_factors, kronecker_factors
+from kfac_backend.blocks.block import compute_eigenvalues, decompose_on_ranks
+from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
+from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
+from kfac_backend.model.batches import examples
+from kfac_backend.ranks import Ranks
+from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.layer_cases import case
+from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.test_factor_derivatives import Moved
 
 WORLDS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
 def found(worlds):
-    use = "tests.kfac_backend.curvature_on_ranks:everything"
+    use = "tests.kfac_backend.test_ranks:everything"
     return {world: worlds.all(world, use) for world in WORLDS}
 
 
@@ -17,14 +39,13 @@ def found(worlds):
 def test_factors_are_those_of_one_process(found, world):
     (alone,) = found[1]
     for of_rank in found[world]:
-        assert of_rank.keys() <= alone.keys()
+        assert of_rank.keys() == alone.keys()
         for name, tensor in of_rank.items():
             if not name.startswith("mc, "):
                 # Gradients that cancel (reduce, keys of attention) leave squares of rounding.
                 atol = 1e-10 * float(alone[name].abs().max()) + 1e-24
                 assert_close(tensor, alone[name], rtol=1e-10, atol=atol, msg=name)
-    assert len(found[2][0]) == len(alone) > 500
-    assert len(found[4][0]) > 250
+    assert len(found[2][0]) == len(found[4][0]) == len(alone) > 250
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -51,7 +72,7 @@ def test_each_rank_draws_labels_of_its_own(found, world):
 
 @pytest.fixture(scope="module")
 def told(worlds):
-    of_first, _ = worlds.run(2, "tests.kfac_backend.failures_on_ranks:told_of_each")
+    of_first, _ = worlds.run(2, "tests.kfac_backend.test_ranks:told_of_each")
     return of_first
 
 
@@ -78,7 +99,216 @@ def test_a_rank_that_is_gone(told):
 
 
 def test_a_rank_that_does_nothing_is_given_up_after_the_timeout(worlds):
-    waiting = worlds.run(3, "tests.kfac_backend.failures_on_ranks:late", 4.0, timeout=1)
+    waiting = worlds.run(3, "tests.kfac_backend.test_ranks:late", 3.0, timeout=1)
     del waiting[1]
     for said, seconds in waiting:
-        assert "lost the others in a test" in said and seconds < 3.5
+        assert "lost the others in a test" in said and seconds < 2.7
+
+
+# --- on each rank ---
+
+
+LAYERS = (
+    "Conv1d", "LayerNorm", "no rule", "attention", "two linear layers", "language model",
+    "padded tokens", "graphs", "LSTM, packed", "experts",
+)  # fmt: skip
+"""One of each kind of block and of rows; that sums of batches add up is tested for all layers."""
+
+
+def sizes(N: int, world: int) -> list[int]:
+    """Examples per rank: unequal, and in a world of four none on the second."""
+    return {1: [N], 2: [N - 1, 1], 4: [1, 0, N - 2, 1]}[world]
+
+
+def shard(x, y: Tensor, ranks: Ranks) -> list:
+    """This rank's batches: of at most two examples each."""
+    of_ranks = sizes(len(y), ranks.size)
+    start = sum(of_ranks[: ranks.rank])
+    whole = range(start, start + of_ranks[ranks.rank])
+    batches = [slice(i, min(i + 2, whole.stop)) for i in range(whole.start, whole.stop, 2)]
+    return [(examples(x, part), y[part]) for part in batches]
+
+
+def tensors(name: str, factors) -> dict[str, Tensor]:
+    """All that factors hold, by names."""
+    found = {f"{name}, counts": torch.tensor([
+        factors.num_data, factors.num_loss_terms, factors.loss, factors.num_outputs,
+    ], dtype=torch.float64)}  # fmt: skip
+    for n, block in factors.blocks.items():
+        found[f"{name}, {n}, B"] = block.B
+        if block.A is not None:
+            found[f"{name}, {n}, A"] = block.A
+        found[f"{name}, {n}, terms"] = torch.tensor(block.num_terms, dtype=torch.float64)
+    return found
+
+
+def of_layers(ranks: Ranks) -> dict[str, Tensor]:
+    """Kinds of blocks and rows, in one of the modes."""
+    found = {}
+    for name in LAYERS:
+        model, x = case(name)
+        N = len(next(iter(x.values()))) if isinstance(x, Mapping) else len(x)
+        y = torch.arange(N) % 2
+        # Sums of either mode are reduced alike.
+        mode = MODES[len(name) % 2]
+        factors = kronecker_factors(
+            model, shard(x, y, ranks), "classification", unsupported="diagonal", kfac_approx=mode
+        )
+        found |= tensors(f"{name}, {mode}", factors)
+    return found
+
+
+def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
+    """Kinds of Fisher, corrected eigenvalues, the evidence, and laplace-torch's backend."""
+    found = {}
+    model, (x, y) = network(), data(9)
+    for options in (
+        {"fisher": "empirical"},
+        {"ignore_index": 2},
+        {"diagonal_above": 2},
+    ):
+        factors = kronecker_factors(model, shard(x, y, ranks), "classification", **options)
+        found |= tensors(str(options), factors)
+    # The choice is clear for any two examples, so that all ranks' first batches agree with one's.
+    torch.manual_seed(0)
+    flat = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(64, 3)
+    ).double()
+    factors = kronecker_factors(flat, shard(x, y, ranks), "classification", kfac_approx="auto")
+    assert factors.options.kfac_approx == {"0": "expand", "*": "reduce"}
+    found |= tensors("auto", factors)
+    one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 4), OwnNorm(4)).double()
+    found |= tensors(
+        "a diagonal",
+        kronecker_factors(
+            one, shard(x, x.flatten(1)[:, :4], ranks), "regression", unsupported="diagonal"
+        ),
+    )
+    batches = shard(x, y, ranks)
+    factors = kronecker_factors(model, batches, "classification")
+    corrected = corrected_factors(factors, model, batches)
+    for name, block in corrected.blocks.items():
+        found[f"corrected, {name}"] = block.to_dense()
+    compute_eigenvalues(factors.blocks.values(), ranks)
+    found["log det"] = factors.log_det(0.3)
+    for name, values in factors.eigenvalues().items():
+        found[f"eigenvalues, {name}"] = values
+    moved = Moved(model)
+    of_moved = kronecker_factors(moved, batches, "classification")
+    weights = {name: BlockDerivative(b.B, b.A) for name, b in of_moved.blocks.items()}
+    (found["gradient"],) = factor_gradients(of_moved, moved, batches, [moved.eta], weights, 0.5)
+    eigen = decompose_on_ranks(factors.blocks.values(), ranks)
+    for name, block in factors.blocks.items():
+        spectrum = eigen[name].spectrum()
+        identity = torch.eye(block.numel, dtype=torch.float64)
+        found[f"decomposed, {name}"] = eigen[name].power_matvec(identity, spectrum, 1.0)
+    return found | of_backend(ranks)
+
+
+def of_backend(ranks: Ranks) -> dict[str, Tensor]:
+    """Laplace-torch's backends, of a batch that the ranks have parts of."""
+    found = {}
+    model, (x, y) = network(), data(8)
+    parts = torch.arange(8).tensor_split(ranks.size)[ranks.rank]
+    for kind in (KfacGGN, KfacEF):
+        backend = kind(model, "classification")
+        loss, kron = backend.kron(x[parts], y[parts], 16)
+        found[f"{kind.__name__}, loss"] = loss
+        for i, F in enumerate(kron.kfacs):
+            found |= {f"{kind.__name__}, {i}, {j}": factor for j, factor in enumerate(F)}
+    return found
+
+
+def of_labels(ranks: Ranks) -> dict[str, Tensor]:
+    """Monte Carlo: what the ranks have together, beside the sum of what each has alone."""
+    model, (x, y) = network(), data(9)
+    batches = shard(x, y, ranks)
+    generator = torch.Generator().manual_seed(3)
+    own = ranks.generator(generator)
+    together = [
+        kronecker_factors(model, batches, "classification", fisher="mc", generator=generator)
+        for _ in range(2)
+    ]
+    alone = None
+    if batches:
+        alone = kronecker_factors(
+            model, batches, "classification", fisher="mc", generator=own, process_group=None
+        )
+    parts = [part for part in ranks.gather(alone, "a test") if part is not None]
+    total = sum(parts[1:], parts[0])
+    first = torch.randn(4, generator=ranks.generator(torch.Generator().manual_seed(3)))
+    return (
+        tensors("together", together[0])
+        | tensors("the next pass", together[1])
+        | tensors("one by one", total)
+        | {"numbers": torch.stack(ranks.gather(first, "a test"))}
+    )
+
+
+def everything() -> dict[str, Tensor]:
+    """All of it."""
+    ranks = Ranks()
+    loader = DataLoader(list(zip(*data(6), strict=True)), 2)
+    alone = kronecker_factors(network(), loader, "classification", process_group=None)
+    found = of_layers(ranks) | of_fishers(ranks) | tensors("no group", alone)
+    return found | {f"mc, {name}": tensor for name, tensor in of_labels(ranks).items()}
+
+
+def error_of(use) -> str:
+    """The error's type and text."""
+    try:
+        use()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """A network with one parameter in parts, as tensor parallelism and FSDP2 have them."""
+    mesh = init_device_mesh("cpu", (2,))
+    model[8].weight = nn.Parameter(distribute_tensor(model[8].weight.detach(), mesh))  # pyright: ignore
+    assert isinstance(model[8].weight, DTensor)  # pyright: ignore
+    return model
+
+
+def told_of_each() -> dict[str, str]:
+    """What each use says on rank 0; the last ends rank 1."""
+    ranks = Ranks()
+    first = ranks.rank == 0
+    model, (x, y) = network(), data(8)
+
+    def passes(model=model, x=x, **options):
+        return kronecker_factors(model, [(x, y)] if len(x) else [], "classification", **options)
+
+    moved = network()
+    with torch.no_grad():
+        moved[8].weight.mul_(1.0 if first else 1.1)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(32, 3 if first else 4)).double()
+    uses = {
+        "other options": lambda: passes(kfac_approx="expand" if first else "reduce"),
+        "another model": lambda: passes(model=other),
+        "other weights": lambda: passes(model=moved),
+        "no data": lambda: passes(x=x[:0]),
+        "one has a value more": lambda: ranks.agree(
+            {"a": 1} if first else {"a": 1, "b": 2}, "a test"
+        ),
+        "under DDP": lambda: passes(model=DistributedDataParallel(model)),
+        "in parts": lambda: passes(model=spread(network())),
+        "control": passes,
+    }
+    found = {name: error_of(use) for name, use in uses.items()}
+    of_ranks = ranks.gather(found, "a test")
+    if not first:
+        os._exit(0)  # as if it were killed: the other is left alone
+    found = {
+        f"{rank}, {name}": text for rank, of in enumerate(of_ranks) for name, text in of.items()
+    }
+    return found | {"gone": error_of(lambda: ranks.gather(0, "a test"))}
+
+
+def late(seconds: float) -> tuple[str, float]:
+    """What a rank is told, and after how long, when rank 1 comes late to a meeting."""
+    ranks, start = Ranks(), time.monotonic()
+    if ranks.rank == 1:
+        time.sleep(seconds)
+    return error_of(lambda: ranks.gather(0, "a test")), time.monotonic() - start

@@ -57,14 +57,6 @@ def test_nodes_of_chosen_graphs_are_renumbered():
         replace(late, senders=graphs.senders[7:]).check()
 
 
-def test_graphs_without_any_edge():
-    graphs = some_graphs([(2, ()), (0, ()), (1, ())])
-    assert graphs.edge_graph.shape == graphs.senders.shape == (0,)
-    chosen = graphs[torch.tensor([2, 0])].check()
-    assert chosen.node_counts.tolist() == [1, 2]
-    assert_close(chosen.nodes, graphs.nodes[[2, 0, 1]])
-
-
 def test_moving_changes_the_dtype_of_features_alone():
     graphs = some_graphs()
     moved = graphs.to("meta", torch.float32)

@@ -8,7 +8,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_backend import KroneckerFactors, kronecker_factors
-from kfac_backend.layers import Bias, Scale
 from marglik.models import GPT
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.marglik.networks import randomised
@@ -27,30 +26,14 @@ class OverTokens(nn.Module):
         return self.outer(torch.tanh(self.inner(x)).mean(1))
 
 
-def convolution(**options):
-    size = nn.Sequential(nn.Conv2d(4, 6, **options))(torch.zeros(1, 4, 7, 6)).flatten().numel()
-    model = nn.Sequential(nn.Conv2d(4, 6, **options), nn.Tanh(), nn.Flatten(), nn.Linear(size, 3))
-    return model, normal(5, 4, 7, 6)
-
-
 def mlp(outputs=3):
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)), normal(5, 6)
 
 
 NETWORKS = {
     "mlp": mlp,
-    "one layer": lambda: (nn.Linear(6, 3), normal(5, 6)),
-    "one output": lambda: (nn.Linear(6, 1), normal(5, 6)),
-    "no bias": lambda: (nn.Linear(6, 3, bias=False), normal(5, 6)),
     "tokens": lambda: (OverTokens(), normal(5, 7, 4)),
     "all layers": lambda: (network(), data(5)[0]),
-    "scalars": lambda: (nn.Sequential(Scale(), nn.Linear(6, 3), Bias()), normal(5, 6)),
-    "stride": lambda: convolution(kernel_size=3, stride=(2, 1)),
-    "groups": lambda: convolution(kernel_size=3, groups=2),
-    "depthwise": lambda: (
-        nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Flatten(), nn.Linear(80, 3)),
-        normal(5, 4, 7, 6),
-    ),
     "no rule": lambda: (
         nn.Sequential(nn.Linear(6, 5), OwnNorm(5), nn.Tanh(), nn.Linear(5, 3)), normal(5, 6),
     ),

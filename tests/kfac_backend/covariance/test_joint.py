@@ -6,46 +6,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
+from tests.kfac_backend import layer_cases
 from tests.kfac_backend.covariance.posteriors import NETWORKS, jacobians, posterior
 from tests.kfac_backend.networks import OwnNorm
-
-
-class Tied(nn.Module):
-    """One weight as it is, transposed, and in a layer that runs twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.both = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x) @ self.both)
-        return self.out(torch.tanh(self.first(x @ self.both.T)))
-
-
-class LowRank(nn.Module):
-    """A weight that is computed from parameters, and so followed operation by operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.A, self.B = nn.Linear(6, 5), nn.Linear(6, 2), nn.Linear(2, 5)
-        self.scale, self.out = nn.Parameter(torch.rand(5)), nn.Linear(5, 3)
-
-    def forward(self, x):
-        h = torch.tanh(self.base(x) + self.B(self.A(x)) * self.scale)
-        return self.out(h)
-
-
-class Attention(nn.Module):
-    """PyTorch's own, whose parts have rules, and whose fused kernel is not differentiable twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, x):
-        return self.out(self.norm(x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
 
 
 class Decides(OwnNorm):
@@ -71,25 +34,24 @@ MORE = {
         nn.Sequential(nn.Linear(6, 5), Followed(5), nn.Tanh(), nn.Linear(5, 3)),
         torch.randn(6, 6),
     ),
-    "tied": lambda: (Tied(), torch.randn(6, 6)),
-    "low rank": lambda: (LowRank(), torch.randn(6, 6)),
-    "attention": lambda: (Attention(), torch.randn(6, 5, 4)),
-    "wide": lambda: (
-        nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1)), torch.randn(6, 6)
-    ),
     "decides": lambda: (
         nn.Sequential(nn.Linear(6, 5), Decides(5), nn.Tanh(), nn.Linear(5, 3)),
         torch.randn(6, 6),
     ),
 }  # fmt: skip
-CASES = {**NETWORKS, **MORE}
+LAYERS = ("Conv1d", "LayerNorm twice", "own parameters", "two linear layers", "recurrent",
+          "encoder layer twice")  # fmt: skip
+"""Of `layer_cases`; torch's attention has a fused kernel that is not differentiable twice."""
 
 
 def case(name):
     """A model in float64, and sets of two of its inputs (2, 2, ...)."""
-    torch.manual_seed(1)
-    model, x = CASES[name]()
-    return model.double().eval(), x.double()[:4].unflatten(0, (2, 2))
+    if name in LAYERS:
+        model, x = layer_cases.case(name)
+    else:
+        torch.manual_seed(1)
+        model, x = (NETWORKS | MORE)[name]()
+    return model.double().eval(), x.double()[[0, 1, 1, 2]].unflatten(0, (2, 2))
 
 
 def brute_force(model, x, dense):
@@ -108,7 +70,7 @@ def blocks_of(covariance, f):
     return [torch.stack([of_set[p, :, p] for p in range(q)]) for of_set in by_input]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*NETWORKS, *MORE, *LAYERS])
 def test_equals_the_dense_jacobian_and_so_do_its_derivatives(name):
     """By central differences: autograd through jacrev of layer_norm is wrong (PyTorch 2.15)."""
     model, x = case(name)

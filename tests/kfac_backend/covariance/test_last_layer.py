@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.covariance.last_layer import LastLayerCovariance
@@ -12,7 +11,6 @@ from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,
     VOCABULARY,
     brute_force,
-    case,
     of_layer,
     posterior,
     sequences,
@@ -44,29 +42,11 @@ def test_equals_the_dense_jacobian(name):
         rows = torch.arange(len(found))[:, None, None]
         wanted = expected[mask][rows, top[mask][:, :, None], top[mask][:, None]]
         assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+        found = covariance(x, mask, top[mask], variance_only=True)[1]
+        assert_close(found, wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
         variances = covariance(x, mask, variance_only=True)[1]
         assert_close(variances, expected[mask].diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
     assert (covariance._general is not None) == (name in ("pixels, groups", "scaled"))
-
-
-@pytest.mark.parametrize("name", ["mlp", "one layer", "no bias", "one output", "tokens"])
-def test_variances_alone(name):
-    """With factors or diagonals in the place of eigenvectors."""
-    model, x = case(name)
-    blocks, _ = posterior(model, x)
-    last = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
-    if last == "":
-        model = nn.Sequential(model)
-        blocks, last = {f"0.{name}": of_name for name, of_name in blocks.items()}, "0"
-    of_last = {n: of_name for n, of_name in blocks.items() if n.startswith(f"{last}.")}
-    covariances = LastLayerCovariance(model, last, of_last)
-    f, expected = covariances(x)
-    same, variance = covariances(x, variance_only=True)
-    assert torch.equal(f, same)
-    assert_close(variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-10, atol=1e-12)
-    # Of the class with the largest output of each example.
-    top = f.argmax(1, keepdim=True)
-    assert_close(covariances(x, classes=top, variance_only=True)[1], variance.gather(1, top))
 
 
 def test_a_last_layer_that_is_tied_and_not_the_output():

@@ -1,39 +1,30 @@
 """Covariances of outputs against J Σ Jᵀ with a dense Jacobian J and a dense covariance Σ."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend.covariance.last_layer import LastLayerCovariance
-from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import gram
 from tests.kfac_backend import layer_cases
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (
-    NETWORKS,
     brute_force,
     case,
     covariance_parts,
-    of_layer,
     posterior,
 )
 from tests.random_numbers import error
 
-CASES = {name: case for name in NETWORKS} | dict.fromkeys(layer_cases.CASES, layer_cases.case)
 
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", layer_cases.CASES)
 def test_equals_the_dense_jacobian(name):
     """In parts of little memory or at once, variances alone, and of some parameters alone.
 
     Of blocks in one of the modes: the covariance asks not how they were made.
     """
-    model, x = CASES[name](name)
+    model, x = layer_cases.case(name)
     kfac_approx = MODES[len(name) % 2]
     blocks, dense = posterior(model, x, kfac_approx)
     parts = covariance_parts(model, x, dense)
@@ -52,7 +43,7 @@ def test_equals_the_dense_jacobian(name):
             assert_close(found, sum(parts[name] for name in some), rtol=1e-10, atol=1e-12)
     # Negative control: eigenvalues that belong to other eigenvectors.
     wrong = {n: (eigen, spectrum.flip(-2, -1)) for n, (eigen, spectrum) in blocks.items()}
-    if name not in ("scalars", "depthwise"):
+    if name != "scalars":
         covariance = OutputCovariance(model, wrong)
         assert error(covariance(x)[1], expected) > 1e-3
         assert error(covariance(x, variance_only=True)[1], variance) > 1e-3
@@ -91,49 +82,6 @@ def test_memory_decides_how_many_examples_run_at_once():
     for inputs in (short, long):  # each shape has a number of its own
         covariance(inputs)
     assert seen[0] > 20 and max(seen[-5:]) < 5
-
-
-def freed_after(use) -> bool:
-    """Whether a network with a posterior is freed by counting references alone."""
-    model, x = case("mlp")
-    blocks, _ = posterior(model, x)
-    gc.collect()  # the curvature pass's own
-    gc.disable()
-    try:
-        use(model, blocks, x)
-        reference = weakref.ref(model)
-        del model
-        return reference() is None
-    finally:
-        gc.enable()
-
-
-def fails(model, blocks, x):
-    """An error between the forward pass and the end of the backward passes."""
-    covariance = OutputCovariance(model, blocks)
-    covariance(x)
-    with pytest.raises(ValueError, match="has the index 9"):
-        covariance(x, classes=torch.tensor([9]))
-    model[2].register_forward_hook(lambda module, args, f: f[:, 0])
-    with pytest.raises(NotImplementedError, match="covariances support"):
-        covariance(x)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, blocks, x: OutputCovariance(model, blocks)(x),
-        fails,
-        lambda model, blocks, x: OutputCovariance(model, blocks).joint(x[None].requires_grad_()),
-        lambda model, blocks, x: LastLayerCovariance(model, "2", of_layer(blocks, model, "2"))(x),
-        lambda model, blocks, x: linearised_outputs(model, {"2.bias": torch.ones(2, 3)}, x),
-    ],
-    ids=["plain", "error", "joint", "last", "linearised"],
-)
-def test_a_network_that_had_a_predictive_is_freed(use):
-    kept = []
-    assert not freed_after(lambda model, blocks, x: kept.append(model))  # negative control
-    assert freed_after(use)
 
 
 class TakesMapping(nn.Module):

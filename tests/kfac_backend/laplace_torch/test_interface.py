@@ -13,6 +13,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
+from tests.uses import kfac_blocks
 
 LIKELIHOODS = ["classification", "regression"]
 pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
@@ -148,7 +149,7 @@ def test_grouped_convolutions_are_block_diagonal():
     model, data = network(groups=2), loader("classification")
     la = fitted(data, model)
     x = data.dataset.tensors[0]
-    expected = torch.block_diag(*oracles.kfac_blocks(model, x, "classification", "expand").values())
+    expected = torch.block_diag(*kfac_blocks(model, x, "classification", "expand").values())
     assert_close(la.H_facs.to_matrix(), expected)
     dense = expected + torch.eye(len(expected)).double()
     assert_close(la.log_det_posterior_precision, torch.linalg.slogdet(dense).logabsdet)

@@ -1,9 +1,8 @@
-"""Models with attention, each with its reference for one example, and batches for them."""
+"""Models with attention, and batches for them."""
 
 import torch
 from torch import Tensor, nn
 
-from tests.attention_references import attention, decoder_layer, encoder_layer, linear
 from tests.random_numbers import normal
 
 
@@ -28,19 +27,6 @@ class Attending(nn.Module):
         x, _ = self.attention(*inputs, attn_mask=mask, key_padding_mask=padding, need_weights=False)
         x = x if self.attention.batch_first else x.transpose(0, 1)
         return self.head(x.mean(1) if self.pool else x)
-
-
-def attending(taps, model: Attending, example: dict[str, Tensor]) -> Tensor:
-    """Reference of `Attending` for one example."""
-    inputs = [example["query"], example["key"], example.get("value", example["key"])]
-    masks = (example.get("mask", model.attn_mask), example.get("padding_mask"))
-    x = attention(taps, model.attention, "attention.", *inputs, *masks)
-    return linear(taps, model.head, "head", x.mean(0) if model.pool else x)
-
-
-def examples_of(model: nn.Module, batch: dict[str, Tensor]) -> list[tuple]:
-    N = len(batch["labels"])
-    return [(model, {k: v[n] for k, v in batch.items() if k != "labels"}) for n in range(N)]
 
 
 def batch_of(pool: bool, N: int = 3, R: int = 3, S: int = 4, d=(4, 4, 4), **more) -> dict:
@@ -79,24 +65,6 @@ class Layered(nn.Module):
         return self.head(x.mean(1) if self.pool else x)
 
 
-def layered(taps, model: Layered, example: dict[str, Tensor]) -> Tensor:
-    """Reference of `Layered` for one example."""
-    padding = example.get("padding_mask")
-    memory = encoder_layer(
-        taps, model.encoder, "encoder.", example["key"], key_padding_mask=padding
-    )
-    x = decoder_layer(
-        taps,
-        model.decoder,
-        "decoder.",
-        example["query"],
-        memory,
-        tgt_mask=model.mask,
-        memory_key_padding_mask=padding,
-    )
-    return linear(taps, model.head, "head", x.mean(0) if model.pool else x)
-
-
 class Stack(nn.Module):
     """Several encoder layers with padding, pooled over positions that all examples have."""
 
@@ -109,12 +77,3 @@ class Stack(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.stack(batch["key"], src_key_padding_mask=batch["padding_mask"])
         return self.head(x[:, 1:3].mean(1))
-
-
-def stack(taps, model: Stack, example: dict[str, Tensor]) -> Tensor:
-    """Reference of `Stack` for one example."""
-    x = example["key"]
-    for i, layer in enumerate(model.stack.layers):
-        name = f"stack.layers.{i}."
-        x = encoder_layer(taps, layer, name, x, key_padding_mask=example["padding_mask"])
-    return linear(taps, model.head, "head", x[1:3].mean(0))

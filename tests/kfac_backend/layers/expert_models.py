@@ -1,13 +1,11 @@
-"""Mixtures of experts whose weights are stacked, with their reference for one example."""
+"""Mixtures of experts whose weights are stacked."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions
-from tests.attention_references import linear
 from tests.random_numbers import normal
-from tests.taps import Taps
 
 E, K = 4, 2
 
@@ -37,8 +35,8 @@ class Experts(nn.Module):
 
     def map(self, name: str, e: int, x: Tensor) -> Tensor:
         weight = getattr(self, name)[e]
-        y = x @ (weight if self.is_transposed else weight.T)
-        return y + getattr(self, f"{name}_bias")[e] if self.has_bias else y
+        bias = getattr(self, f"{name}_bias")[e] if self.has_bias else None
+        return F.linear(x, weight.T if self.is_transposed else weight, bias)
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         outputs = []
@@ -74,25 +72,3 @@ def routed_batch() -> dict[str, Tensor]:
     """Three sequences, one of them padded; the first ones choose fewer experts than there are."""
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]]).bool()
     return {"x": normal(3, 3, 3), "mask": mask}
-
-
-def routed(taps: Taps, model: Routed, x: Tensor) -> Tensor:
-    """Reference of `Routed`: each expert sees all positions, of which those routed to it count."""
-    layer = model.experts
-    weights, index = linear(taps, model.router, "router", x).softmax(-1).topk(K)
-    total = torch.zeros_like(x)
-    for e in range(E):
-
-        def mapped(name: str, x: Tensor, e: int = e) -> Tensor:
-            full = f"experts.{name}"
-            bias = getattr(layer, f"{name}_bias")[e] if layer.has_bias else None
-            return taps.linear(
-                x, getattr(layer, name)[e], bias, (full, f"{full}_bias"), (e, e),
-                (index == e).any(-1), ragged=True, input_first=layer.is_transposed,
-            )  # fmt: skip
-
-        h = mapped(layer.up, x)
-        h = layer._apply_gate(h) if layer.has_gate else layer.act_fn(h)
-        share = torch.where(index == e, weights, 0).sum(-1, keepdim=True)
-        total = total + share * mapped("down_proj", h)
-    return linear(taps, model.head, "head", total.tanh().mean(0)[None])[0]

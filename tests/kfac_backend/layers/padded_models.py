@@ -1,15 +1,10 @@
-"""Models of padded sequences and of graphs, each with its reference for one example.
-
-A reference sees an example alone, and of it only the positions that count.
-"""
+"""Models of padded sequences and of graphs."""
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions, examples_of_rows
-from tests.attention_references import encoder_layer, layer_norm, linear
 from tests.random_numbers import normal
-from tests.taps import Taps
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]).bool()  # what counts, (N, R)
 TOKENS = torch.tensor([[1, 0, 2, 2], [3, 4, 0, 0], [0, 1, 4, 3]])
@@ -24,17 +19,6 @@ def batch_of(mask: Tensor = MASK, per_position: bool = False) -> dict[str, Tenso
     return {"x": normal(N, R, 3), "mask": mask, "labels": labels}
 
 
-def real_positions(model: nn.Module, batch: dict[str, Tensor]) -> list[tuple]:
-    """Arguments of the references, example by example."""
-    return [(model, x_n[mask_n]) for x_n, mask_n in zip(batch["x"], batch["mask"], strict=True)]
-
-
-def ragged_linear(taps: Taps, layer: nn.Linear, name: str, x: Tensor) -> Tensor:
-    """A layer of which reduce scales by 1/√R_n."""
-    names = (f"{name}.weight", f"{name}.bias")
-    return taps.linear(x, layer.weight, layer.bias, names, ragged=True)
-
-
 WAYS = {
     # How the positions that count are declared: whether reduce scales by 1/√R_n.
     "counted": False,
@@ -44,6 +28,13 @@ WAYS = {
     "rows": True,
     "rows, means": False,
 }
+
+
+def what_counts(batch: dict[str, Tensor], n: int) -> dict[str, Tensor]:
+    """Example n as a batch of its own, of which only the positions that count are there."""
+    kept = batch["mask"][n]
+    one = {"x": batch["x"][n][kept][None], "mask": kept[kept][None]}
+    return one | {"edges": batch["edges"][n][kept][:, kept][None]} if "edges" in batch else one
 
 
 class Padded(nn.Module):
@@ -57,6 +48,7 @@ class Padded(nn.Module):
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
         self.head = nn.Linear(3, 2) if head else None
         self.aggregation, self.way, self.linear = aggregation, way, linear
+        self.ragged = ("first", "second") if WAYS.get(way) else ()
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         mask = batch["mask"]
@@ -119,16 +111,6 @@ def scale_of(aggregation: str, count: Tensor) -> Tensor:
     return {"sum": torch.ones_like(count), "mean": 1 / count, "root": count.rsqrt()}[aggregation]
 
 
-def padded(taps: Taps, model: Padded, x: Tensor) -> Tensor:
-    """Reference of `Padded`."""
-    layer = ragged_linear if WAYS[model.way] else linear
-    x = layer(taps, model.first, "first", x)
-    x = layer(taps, model.second, "second", x if model.linear else x.tanh())
-    if model.aggregation != "none":
-        x = x.sum(0) * scale_of(model.aggregation, torch.tensor(len(x)))
-    return x if model.head is None else linear(taps, model.head, "head", x)
-
-
 class PaddedTransformer(nn.Module):
     """A Transformer layer of padded sequences, all of it for positions that count."""
 
@@ -143,11 +125,6 @@ class PaddedTransformer(nn.Module):
             x = self.layer(batch["x"], src_key_padding_mask=~mask)
         x = torch.where(mask[..., None], x, 0).sum(1)
         return self.head(x / mask.sum(1, keepdim=True))
-
-
-def padded_transformer(taps: Taps, model: PaddedTransformer, x: Tensor) -> Tensor:
-    """Reference of `PaddedTransformer`."""
-    return linear(taps, model.head, "head", encoder_layer(taps, model.layer, "layer.", x).mean(0))
 
 
 class PaddedTokens(nn.Module):
@@ -166,15 +143,10 @@ class PaddedTokens(nn.Module):
         return self.head(x / mask.sum(1, keepdim=True))
 
 
-def padded_tokens(taps: Taps, model: PaddedTokens, tokens: Tensor) -> Tensor:
-    """Reference of `PaddedTokens`."""
-    x = taps.embedding(tokens, model.embed.weight, "embed.weight", model.embed.padding_idx)
-    x = linear(taps, model.layer, "layer", x).tanh()
-    return linear(taps, model.head, "head", x.mean(0))
-
-
 class Graphs(nn.Module):
     """Messages along edges, twice with one layer, between nodes of graphs of different sizes."""
+
+    ragged = ("embed", "message", "update")
 
     def __init__(self):
         super().__init__()
@@ -200,25 +172,10 @@ class Graphs(nn.Module):
         return self.head(total / mask.sum(1)[:, None])
 
 
-def graph_network(taps: Taps, model: Graphs, x: Tensor, edges: Tensor) -> Tensor:
-    """Reference of `Graphs`: x (V, d), edges (V, V) of bool."""
-    source, target = edges.nonzero().unbind(1)
-    h = layer_norm(model.norm, ragged_linear(taps, model.embed, "embed", x)).tanh()
-    for _ in range(2):
-        ends = torch.cat([h[source], h[target]], -1)
-        messages = ragged_linear(taps, model.message, "message", ends).tanh()
-        received = torch.stack([messages[target == v].sum(0) for v in range(len(x))])
-        h = h + ragged_linear(taps, model.update, "update", torch.cat([h, received], -1)).tanh()
-    return linear(taps, model.head, "head", h.mean(0))
-
-
-def graphs(model: Graphs) -> tuple[dict[str, Tensor], list[tuple]]:
-    """Three graphs, the last one of a single node and no edge; and the reference's examples."""
+def graphs() -> dict[str, Tensor]:
+    """Three graphs, the last one of a single node and no edge."""
     batch = batch_of()
     edges = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(4)) > 0.4
     both = MASK[:, :, None] & MASK[:, None, :]
     batch["edges"] = edges & both & ~torch.eye(4, dtype=torch.bool)
-    examples = [
-        (model, batch["x"][n][MASK[n]], batch["edges"][n][MASK[n]][:, MASK[n]]) for n in range(3)
-    ]
-    return batch, examples
+    return batch

@@ -5,9 +5,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from kfac_backend import counted_positions
-from tests.attention_references import linear
 from tests.random_numbers import normal
-from tests.taps import Taps
 
 LENGTHS = torch.tensor([2, 4, 1])
 
@@ -77,14 +75,14 @@ def packed_batch() -> dict[str, Tensor]:
     return {"x": normal(3, 4, 3), "lengths": LENGTHS}
 
 
-def step(taps: Taps, mode: str, maps, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def step(mode: str, maps, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The equations of torch's documentation; maps of inputs, of states, and of the projection."""
-    a, b = maps[0](taps, x), maps[1](taps, state[0])
+    a, b = maps[0](x), maps[1](state[0])
     if mode == "LSTM":
         i, f, g, o = (a + b).chunk(4)
         c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
         h = torch.sigmoid(o) * torch.tanh(c)
-        return (maps[2](taps, h) if len(maps) > 2 else h), c
+        return (maps[2](h) if len(maps) > 2 else h), c
     if mode == "GRU":
         r, z, _ = torch.sigmoid(a + b).chunk(3)
         n = torch.tanh(a.chunk(3)[2] + r * b.chunk(3)[2])
@@ -92,56 +90,47 @@ def step(taps: Taps, mode: str, maps, x: Tensor, state: tuple[Tensor, ...]) -> t
     return (torch.tanh(a + b) if mode == "RNN_TANH" else torch.relu(a + b),)
 
 
-def map_of(layer: nn.Module, name: str, which: str, counted: bool = True):
-    """Taps of the map with the parameters ``weight_{which}`` and ``bias_{which}``."""
-    bias = getattr(layer, f"bias_{which}", None)
-    names = (f"{name}.weight_{which}", f"{name}.bias_{which}")
-    rows = torch.tensor([counted])
-    weight = getattr(layer, f"weight_{which}")
-    return lambda taps, x: taps.linear(x[None], weight, bias, names, counted=rows)[0]
+def map_of(layer: nn.Module, which: str):
+    """The map with the parameters ``weight_{which}`` and ``bias_{which}``."""
+    weight, bias = getattr(layer, f"weight_{which}"), getattr(layer, f"bias_{which}", None)
+    return lambda x: nn.functional.linear(x[None], weight, bias)[0]
 
 
-def reading(taps: Taps, model: Reading, x: Tensor, length: int) -> Tensor:
-    """Reference of `Reading`; steps beyond the length run, and are dropped."""
+def reading(model: Reading, x: Tensor, length: int) -> Tensor:
+    """Reference of `Reading` for one example, (1, C)."""
     layer, ends = model.rnn, []
-    T, zero = len(x), torch.zeros(4, dtype=x.dtype)
+    zero = torch.zeros(4, dtype=x.dtype)
     h0 = zero[: layer.proj_size or 4]
     if model.begin is not None:
-        h0 = linear(taps, model.begin, "begin", x[:1])[0]
+        h0 = model.begin(x[:1])[0]
+    x = x[:length]
     for k in range(layer.num_layers):
         outputs = []
         for suffix in (f"_l{k}", f"_l{k}_reverse")[: 2 if layer.bidirectional else 1]:
             state = (h0, zero) if layer.mode == "LSTM" else (h0,)
-            of_steps = [torch.zeros_like(h0)] * T
-            for t in range(T):
-                at = length - 1 - t if suffix.endswith("reverse") and t < length else t
-                kinds = ("ih", "hh", "hr")[: 3 if layer.proj_size else 2]
-                maps = [map_of(layer, "rnn", kind + suffix, t < length) for kind in kinds]
-                new = step(taps, layer.mode, maps, x[at], state)
-                if t < length:
-                    state, of_steps[at] = new, new[0]
+            kinds = ("ih", "hh", "hr")[: 3 if layer.proj_size else 2]
+            maps = [map_of(layer, kind + suffix) for kind in kinds]
+            of_steps = []
+            for x_t in x.flip(0) if suffix.endswith("reverse") else x:
+                state = step(layer.mode, maps, x_t, state)
+                of_steps.append(state[0])
             ends.append(state[0])
-            outputs.append(torch.stack(of_steps))
+            outputs.append(torch.stack(of_steps[::-1] if suffix.endswith("reverse") else of_steps))
         x = torch.cat(outputs, -1)
     D = 2 if layer.bidirectional else 1
-    return linear(taps, model.head, "head", torch.cat([x.sum(0), *ends[-D:]])[None])[0]
+    return model.head(torch.cat([x.sum(0), *ends[-D:]])[None])
 
 
-def cells(taps: Taps, model: Cells, x: Tensor) -> Tensor:
-    """Reference of `Cells`."""
+def cells(model: Cells, x: Tensor) -> Tensor:
+    """Reference of `Cells` for one example, (1, C)."""
     zero = torch.zeros(4, dtype=x.dtype)
     a, b, c = (zero, zero), (zero[:3],), (zero,)
-    of = {n: [map_of(getattr(model, n), n, w) for w in ("ih", "hh")]
-          for n in ("first", "second", "third")}  # fmt: skip
+    first, second, third = (
+        [map_of(layer, which) for which in ("ih", "hh")]
+        for layer in (model.first, model.second, model.third)
+    )
     for x_t in x:
-        a = step(taps, "LSTM", of["first"], x_t, a)
-        b = step(taps, "GRU", of["second"], a[0], b)
-        c = step(taps, "RNN_RELU", of["third"], b[0], c)
-    return linear(taps, model.head, "head", (c[0] + a[1])[None])[0]
-
-
-def examples_of(model: nn.Module, x: Tensor | dict[str, Tensor]) -> list[tuple]:
-    """Arguments of the references, example by example."""
-    if isinstance(model, Cells):
-        return [(model, x_n) for x_n in x]
-    return [(model, x_n, int(n)) for x_n, n in zip(x["x"], model.lengths(x), strict=True)]
+        a = step("LSTM", first, x_t, a)
+        b = step("GRU", second, a[0], b)
+        c = step("RNN_RELU", third, b[0], c)
+    return model.head((c[0] + a[1])[None])

@@ -8,33 +8,28 @@ from kfac_backend.layers.rows import current_rows, rows_of_sequences
 from tests.kfac_backend.block_checks import (
     MODES,
     assert_blocks,
-    assert_reference,
     assert_same,
     factors_of,
     parts,
     randomize,
 )
+from tests.kfac_backend.layer_cases import runs
 from tests.kfac_backend.layers.padded_models import (
     IGNORED,
     MASK,
     Padded,
     batch_of,
-    padded,
-    real_positions,
 )
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
-from tests.taps import reference_blocks
+from tests.uses import blocks_of_uses
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", ["counted", "sequence first"])
 def test_a_loss_term_for_each_position_that_counts(way, mode):
     model, batch = randomize(Padded("none", way, head=False)), batch_of(per_position=True)
-    examples = real_positions(model, batch)
-    outputs = [f_n[mask_n] for f_n, mask_n in zip(model(batch), MASK, strict=True)]
-    assert_reference(padded, examples, outputs)
-    expected = reference_blocks(padded, examples, "classification", mode)
+    expected = blocks_of_uses(model, runs(model, batch), "classification", mode)
     for batches in ([batch], parts(batch, [2, 1])):
         factors = kronecker_factors(
             model, batches, "classification", kfac_approx=mode, ignore_index=IGNORED
@@ -47,7 +42,7 @@ def test_a_loss_term_for_each_position_that_counts(way, mode):
 def test_an_example_without_positions_counts_as_an_example(way, mode):
     model = randomize(Padded("mean", way))
     batch = batch_of(torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)]))
-    expected = reference_blocks(padded, real_positions(model, batch), "classification", mode)
+    expected = blocks_of_uses(model, runs(model, batch), "classification", mode)
     factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
     assert_blocks(factors, expected)
     # A batch that has no position at all.

@@ -5,14 +5,9 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from laplace import Laplace
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from kfac_backend import KroneckerFactors
-from kfac_backend.laplace_torch.interface import KfacGGN
-from marglik import KronLaplace
-from marglik.posterior.posterior_file import load_posterior, save_posterior
 from tests.kfac_backend.block_checks import (
     MODES,
     OTHER,
@@ -21,7 +16,6 @@ from tests.kfac_backend.block_checks import (
     factors_of,
     randomize,
 )
-from tests.kfac_backend.layers.padded_models import Folded
 from tests.random_numbers import error, normal
 
 
@@ -135,42 +129,3 @@ def test_wrong_modes_are_named_before_any_data(case):
     kfac_approx, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         factors_of(setting()[0], [], kfac_approx)
-
-
-def images(N: int = 4) -> tuple[nn.Module, list]:
-    model, x = randomize(Folded(nn.Conv2d(2, 4, 2))), normal(N, 2, 2, 3, 3)
-    return model, [(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 0]))]
-
-
-LAYERWISE = {"layer": "expand", "*": "reduce"}
-
-
-def test_mappings_through_laplace_torch_and_ours(tmp_path):
-    model, data = images()
-    ours = KronLaplace(model, "classification", prior_precision=2.0, kfac_approx=LAYERWISE)
-    ours.fit(data)
-    assert ours.factors is not None
-    assert_same(ours.factors, factors_of(model, data, LAYERWISE))
-    assert ours.factors.options.kfac_approx == LAYERWISE
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*(torch.cat(part) for part in zip(*data, strict=True))), 4
-    )
-    evidences = []
-    for kfac_approx in (LAYERWISE, "expand", "reduce", "auto"):
-        theirs = Laplace(
-            model, "classification", "all", "kron", prior_precision=2.0, backend=KfacGGN,
-            backend_kwargs={"kfac_approx": kfac_approx},
-        )  # fmt: skip
-        theirs.fit(loader)
-        evidences.append(theirs.log_marginal_likelihood())
-    assert_close(evidences[0], ours.log_marginal_likelihood().to(evidences[0]))
-    assert_close(evidences[3], evidences[2])  # one loss term for each example
-    assert_close(evidences[0], evidences[1])  # the head has one position
-    assert abs(evidences[0] - evidences[2]) > 1e-3
-
-    save_posterior(ours, tmp_path, model={}, data={})
-    loaded = load_posterior(tmp_path, images()[0])
-    assert torch.equal(loaded.log_marginal_likelihood(), ours.log_marginal_likelihood())
-    assert loaded.factors.options.kfac_approx == LAYERWISE
-    loaded.fit(data)
-    assert_same(loaded.factors, ours.factors)

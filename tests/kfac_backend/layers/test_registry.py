@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors, register_rule
 from kfac_backend.layers import LayerByParts, LinearPart, WeightSharingRule, registry
-from tests import oracles
 from tests.kfac_backend.block_checks import MODES
+from tests.uses import kfac_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_lora_by_parts_is_lora_of_linear_layers(kfac_approx):
     assert list(factors.blocks) == ["layer.A", "layer.B", "out.weight", "out.bias"]
     written = Head(Written(model.layer)).double()
     written.out = model.out
-    expected = oracles.kfac_blocks(written, data()[0], "classification", kfac_approx)
+    expected = kfac_blocks(written, data()[0], "classification", kfac_approx)
     for mine, theirs in {"A": "down", "B": "up"}.items():
         assert_close(factors.to_dense(f"layer.{mine}"), expected[f"layer.{theirs}.weight"])
     assert "forward" not in model.layer.__dict__
@@ -138,7 +138,7 @@ def test_a_rule_for_a_layer(kfac_approx):
     linear.weight.data, linear.bias.data = model.layer.weight.data.T.contiguous(), model.layer.bias
     reference = Head(linear).double()
     reference.out = model.out
-    expected = oracles.kfac_blocks(reference, data()[0], "classification", kfac_approx)
+    expected = kfac_blocks(reference, data()[0], "classification", kfac_approx)
     block = expected["layer.weight"].unflatten(0, (4, 6)).unflatten(-1, (4, 6))
     block = block.permute(1, 0, 3, 2).reshape(24, 24)
     assert_close(factors.to_dense("layer.weight"), block)

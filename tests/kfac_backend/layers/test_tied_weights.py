@@ -1,5 +1,7 @@
 """Weights that are used more than once: the uses are one more axis that shares the weight."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from tests.kfac_backend.block_checks import (
 from tests.kfac_backend.layers.tied_models import LanguageModel, Pooled, TwoLayers
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
-from tests.taps import reference_blocks
+from tests.uses import blocks_of_uses
 
 IGNORED = -100
 
@@ -36,8 +38,8 @@ def test_ignored_loss_terms_have_inputs_but_no_gradients(build, mode):
     y[:, 0] = IGNORED
     y[1] = IGNORED
     ignored = list(y == IGNORED)
-    examples = [(x_n,) for x_n in x]
-    expected = reference_blocks(model.reference, examples, "classification", mode, ignored)
+    runs = [partial(model, x_n[None]) for x_n in x]
+    expected = blocks_of_uses(model, runs, "classification", mode, ignored)
     factors = kronecker_factors(
         model, [(x, y)], "classification", kfac_approx=mode, ignore_index=IGNORED
     )

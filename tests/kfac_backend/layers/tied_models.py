@@ -1,10 +1,7 @@
-"""Models that use one weight more than once, each with its reference for one example."""
+"""Models that use one weight more than once."""
 
 import torch
 from torch import Tensor, nn
-
-from tests.attention_references import encoder_layer, linear
-from tests.taps import Taps
 
 
 class Pooled(nn.Module):
@@ -14,9 +11,6 @@ class Pooled(nn.Module):
 
     def outputs(self, x: Tensor, axis: int) -> Tensor:
         return 0.5 * x.sum(axis) if self.pool else x
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class CalledTwice(Pooled):
@@ -29,10 +23,6 @@ class CalledTwice(Pooled):
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(torch.cat([self.layer(x[:, :1]), self.layer(x[:, 1:])], 1), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        halves = [linear(taps, self.layer, "layer", part) for part in (x[:1], x[1:])]
-        return self.outputs(torch.cat(halves), 0)
-
 
 class TwoLayers(Pooled):
     """Two layers that have one weight and biases of their own, one after the other."""
@@ -44,11 +34,6 @@ class TwoLayers(Pooled):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(self.second(self.first(x).tanh()), 1)
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        weight, names = self.first.weight, ("first.weight", "second.bias")
-        x = linear(taps, self.first, "first", x).tanh()
-        return self.outputs(taps.linear(x, weight, self.second.bias, names), 0)
 
 
 class Recurrent(Pooled):
@@ -65,13 +50,6 @@ class Recurrent(Pooled):
             f.append(self.head(state))
         return self.outputs(torch.stack(f, 1), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        read, state, f = linear(taps, self.read, "read", x), torch.zeros_like(x[0]), []
-        for r in range(len(x)):
-            state = (linear(taps, self.state, "state", state) + read[r]).tanh()
-            f.append(linear(taps, self.head, "head", state))
-        return self.outputs(torch.stack(f), 0)
-
 
 class PositionsThenMean(Pooled):
     """One layer for each position and, later, for their mean: three positions and one."""
@@ -83,10 +61,6 @@ class PositionsThenMean(Pooled):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x).tanh()
         return self.outputs(x + self.layer(x.mean(1, keepdim=True)), 1)
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x = linear(taps, self.layer, "layer", x).tanh()
-        return self.outputs(x + linear(taps, self.layer, "layer", x.mean(0, keepdim=True)), 0)
 
 
 class EncoderTwice(Pooled):
@@ -100,12 +74,6 @@ class EncoderTwice(Pooled):
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(self.layer(self.layer(self.embed(x))), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x = linear(taps, self.embed, "embed", x)
-        for _ in range(2):
-            x = encoder_layer(taps, self.layer, "layer.", x)
-        return self.outputs(x, 0)
-
 
 class TiedBias(Pooled):
     """Two layers with one bias and weights of their own."""
@@ -118,10 +86,6 @@ class TiedBias(Pooled):
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(self.second(self.first(x).tanh()), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x, names = linear(taps, self.first, "first", x).tanh(), ("second.weight", "first.bias")
-        return self.outputs(taps.linear(x, self.second.weight, self.first.bias, names), 0)
-
 
 class TwoNames(Pooled):
     """One layer that the model has under two names."""
@@ -133,10 +97,6 @@ class TwoNames(Pooled):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(self.second(self.first(x).tanh()), 1)
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x = linear(taps, self.first, "first", x).tanh()
-        return self.outputs(linear(taps, self.first, "first", x), 0)
 
 
 class GroupsTwice(Pooled):
@@ -151,25 +111,6 @@ class GroupsTwice(Pooled):
         x = self.layer(x[:, ::2])
         return self.outputs(x.flatten(2).transpose(1, 2), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x, weight = x.reshape(2, 2, -1), self.layer.weight.flatten(1)
-        for step in range(2):
-            x = x.tanh()[::2] if step else x
-            windows = nn.functional.unfold(x[None], 2, padding=1, stride=2)[0].T  # (R, 8)
-            groups = [
-                taps.linear(
-                    windows[:, 4 * g : 4 * g + 4],
-                    weight[2 * g : 2 * g + 2],
-                    None,
-                    ("layer.weight", ""),
-                    (g, 0),
-                )
-                for g in range(2)
-            ]
-            rows = x.shape[1] // 2 + 1
-            x = torch.cat(groups, -1).T.reshape(4, rows, -1)
-        return self.outputs(x.flatten(1).T, 0)
-
 
 class LanguageModel(Pooled):
     """The embedding's weight is the output layer's, too: opposite orientations."""
@@ -183,12 +124,6 @@ class LanguageModel(Pooled):
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(self.head(self.hidden(self.embed(x)).tanh()), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x = taps.embedding(x, self.embed.weight, "embed.weight")
-        x = linear(taps, self.hidden, "hidden", x).tanh()
-        names = ("embed.weight", "")
-        return self.outputs(taps.linear(x, self.embed.weight, None, names), 0)
-
 
 class EmbeddedTwice(LanguageModel):
     """As above; the tokens are embedded twice, and two layers read the weight out."""
@@ -197,14 +132,6 @@ class EmbeddedTwice(LanguageModel):
         x = self.hidden(self.embed(x) + self.embed(x.flip(1)).tanh()).tanh()
         return self.outputs(self.head(x) + self.head(x.sin()), 1)
 
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        W, names = self.embed.weight, ("embed.weight", "")
-        x = taps.embedding(x, W, names[0]) + taps.embedding(x.flip(0), W, names[0]).tanh()
-        x = linear(taps, self.hidden, "hidden", x).tanh()
-        return self.outputs(
-            taps.linear(x, W, None, names) + taps.linear(x.sin(), W, None, names), 0
-        )
-
 
 class PaddedLanguageModel(LanguageModel):
     """As above; token 0 is padding: no position of the embedding, but one of the output layer."""
@@ -212,12 +139,6 @@ class PaddedLanguageModel(LanguageModel):
     def __init__(self):
         super().__init__()
         self.embed.padding_idx = 0
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        W, names = self.embed.weight, ("embed.weight", "")
-        x = taps.embedding(x, W, names[0], padding_idx=0)
-        x = linear(taps, self.hidden, "hidden", x).tanh()
-        return self.outputs(taps.linear(x, W, None, names), 0)
 
 
 class Autoencoder(Pooled):
@@ -232,14 +153,3 @@ class Autoencoder(Pooled):
     def forward(self, x: Tensor) -> Tensor:
         x = self.decode(self.encode(x.reshape(len(x), 2, -1)).tanh())
         return self.outputs(x.transpose(1, 2), 1)
-
-    def reference(self, taps: Taps, x: Tensor) -> Tensor:
-        x, W, names = x.reshape(2, -1), self.encode.weight.flatten(1), ("encode.weight", "")
-        windows = torch.stack([x[:, p : p + 2].flatten() for p in range(x.shape[1] - 1)])
-        code = taps.linear(windows, W, None, names).tanh()
-        patches = taps.linear(code, W, None, names, input_first=True)
-        columns = []
-        for p in range(x.shape[1]):
-            writers = [q for q in (p - 1, p) if 0 <= q < len(code)]
-            columns.append(sum(patches[q].reshape(2, 2)[:, p - q] for q in writers))
-        return self.outputs(torch.stack(columns), 0)

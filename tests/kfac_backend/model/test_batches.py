@@ -9,7 +9,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.model import batches
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.networks import assert_same_factors, data, network
-from tests.oracles import kfac_blocks
+from tests.uses import kfac_blocks
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)

@@ -89,6 +89,10 @@ REFUSED = {
         lambda: nn.Sequential(nn.BatchNorm1d(4), network()),
         X, Y, "classification", ValueError, r"'0' .BatchNorm1d.*model.eval\(\)",
     ),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        X, Y, "classification", ValueError, "'0.weight' has no shape yet",
+    ),
     "frozen": (
         lambda: network().requires_grad_(False),
         X, Y, "classification", ValueError, "no trainable parameter",

@@ -14,7 +14,7 @@ from tests.kfac_backend.networks import images, wide_resnet
 
 
 def test_peak_memory_is_that_of_a_training_step_and_the_factors():
-    model, (x, y) = wide_resnet(2, torch.float32), images(16, torch.float32, size=32)
+    model, (x, y) = wide_resnet(2, torch.float32), images(8, torch.float32, size=32)
     cpu = torch.device("cpu")
 
     def step():

@@ -380,6 +380,9 @@ REFUSED = {
     "Bilinear": (
         of(lambda m, x: m["b"](x, x), b=nn.Bilinear(4, 4, 2)), [X], r"Supported: Linear, Conv",
     ),
+    "EmbeddingBag": (
+        of(lambda m, x: m["e"](x), e=nn.EmbeddingBag(5, 2)), [IDS], r"'layers.e' .*no K-FAC rule",
+    ),
     "shared in two ways": (
         shared_in_two_ways, [X],
         r"'layers.fc.bias' is used in different ways by 'layers.fc' .* 'layers.norm'",

@@ -82,18 +82,6 @@ def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
     )
 
 
-def test_many_decays_are_logged_by_three(tmp_path):
-    run = trainer(tmp_path, Classifier())
-    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
-    for number, names in ((10, range(10)), (11, ("smallest", "median", "largest"))):
-        prior._log({"evidence": -1.0} | {f"weight_decay/{k}": k + 1.0 for k in range(number)})
-        logged = run.state.log_history[-1]
-        assert logged.keys() - {"epoch", "step"} == {
-            "prior/evidence", *(f"prior/weight_decay/{name}" for name in names)
-        }  # fmt: skip
-    assert [logged[f"prior/weight_decay/{name}"] for name in names] == [1.0, 6.0, 11.0]
-
-
 def resumed_from(folder, step):
     """The model and prior of a run that goes on from its checkpoint after so many steps."""
     model = Classifier()

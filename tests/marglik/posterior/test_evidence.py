@@ -20,6 +20,7 @@ from marglik.posterior.evidence import (
 )
 from tests import oracles
 from tests.evidence_oracles import bayesian_linear_regression_log_evidence, laplace_log_evidence
+from tests.uses import kfac_blocks
 
 EXACT = {"rtol": 0.0, "atol": 1e-8}
 
@@ -43,7 +44,7 @@ def flat(model):
 
 def dense_curvature(model, x, likelihood, kfac_approx):
     """K-FAC blocks of weights and biases, exact entries of scalars, in the order of parameters."""
-    kfac = oracles.kfac_blocks(model, x, likelihood, kfac_approx)
+    kfac = kfac_blocks(model, x, likelihood, kfac_approx)
     exact = oracles.dense_ggn_blocks(model, x, likelihood)
     return torch.block_diag(*(kfac.get(name, exact[name]) for name in exact))
 

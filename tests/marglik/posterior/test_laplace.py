@@ -2,50 +2,18 @@
 
 import math
 
-import laplace
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior
 from tests.marglik.small_laplace import data, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "kfac_approx", "backend"),
-    [
-        ("classification", "expand", KfacGGN),
-        ("regression", "reduce", KfacGGN),
-        ("classification", "reduce", KfacEF),
-    ],
-)
-def test_numbers_are_those_of_laplace_torch(likelihood, kfac_approx, backend):
-    batch, model = data(likelihood), network().eval()
-    options = {"prior_precision": torch.linspace(0.5, 3.0, 6)}
-    if likelihood == "regression":
-        options["sigma_noise"] = 0.4
-    fisher = "empirical" if backend is KfacEF else "exact"
-    ours = KronLaplace(model, likelihood, kfac_approx=kfac_approx, fisher=fisher, **options)
-    theirs = laplace.KronLaplace(
-        model, likelihood, backend=backend, backend_kwargs={"kfac_approx": kfac_approx}, **options
-    )
-    for la in (ours, theirs):
-        la.fit(DataLoader(TensorDataset(*batch), 4))
-    assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
-    assert_close(ours.log_likelihood, theirs.log_likelihood)
-    assert_close(ours.log_det_ratio, theirs.log_det_ratio)
-    x = batch[0][:4]
-    for link_approx in ("probit", "bridge"):
-        assert_close(ours(x, link_approx=link_approx), theirs(x, link_approx=link_approx))
-    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    assert_close(ours.sample(5, generators[0]), theirs.sample(5, generators[1]))
 
 
 def test_auto_is_the_default():

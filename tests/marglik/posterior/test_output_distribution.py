@@ -5,8 +5,8 @@ import torch
 from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
-from tests import oracles
 from tests.marglik.small_laplace import DELTAS, data, fitted, network
+from tests.uses import kfac_blocks
 
 
 def jacobians(model, x):
@@ -42,7 +42,7 @@ def test_equals_dense_algebra(likelihood, sigma, temperature, kfac_approx):
     f, found = la.output_distribution(x)
     assert_close(f, model(x))
     for approx in (kfac_approx, other):
-        total = by_jacobians(la, x, oracles.kfac_blocks(model, x, likelihood, approx))
+        total = by_jacobians(la, x, kfac_blocks(model, x, likelihood, approx))
         if approx == kfac_approx:
             assert_close(found, total, rtol=1e-9, atol=1e-12)
         else:  # negative control

@@ -17,7 +17,6 @@ from marglik.report.tables import (
     differences_table,
     duration,
     number,
-    percentage,
     summary_table,
 )
 from marglik.storage.run_folder import write_record
@@ -169,23 +168,6 @@ def test_differences_with_their_intervals():
     assert table.rows[0].cells == ["−0.0200", "+0.28", "–"]
     assert table.rows[0].small == ["−0.0400 to 0.0010", "−0.50 to 1.00", ""]
     assert differences_table("title", {"A": {"test/cal/ECE": [0.0, 0.0, 0.0]}}) == []
-
-
-NUMBERS = {
-    None: "–", 1234567: "1,234,567", -0.75804: "−0.758", 0.00012345: "1.23e−04", 12345.6: "12,346",
-    0.0: "0", math.inf: "∞", -math.inf: "−∞", math.nan: "NaN",
-}  # fmt: skip
-DURATIONS = {
-    None: "–", 0.0123: "12 ms", 10.75: "10.8 s", 125.4: "2 min 5 s", 7384.0: "2 h 3 min",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("show", "texts"),
-    [(number, NUMBERS), (duration, DURATIONS), (percentage, {0.97214: "97.21 %", None: "–"})],
-)
-def test_numbers_as_text(show, texts):
-    assert [show(value) for value in texts] == list(texts.values())
 
 
 # Runs side by side

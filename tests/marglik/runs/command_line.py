@@ -1,9 +1,12 @@
-"""Options of small runs, what a command that refuses them says, and what others leave."""
+"""Options of small runs, commands as ranks call them, and what commands say and leave."""
 
+import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from kfac_backend.ranks import Ranks
 from marglik.cli import main
 
 DATA = [
@@ -69,3 +72,16 @@ def without_seconds(value: Any) -> Any:
         kept = (k for k in value if not k.startswith("seconds") and k != "sha256")
         return {k: without_seconds(value[k]) for k in kept}
     return value
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, and what was printed on stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(arguments)
+    return status, out.getvalue(), err.getvalue()
+
+
+def different(arguments: list[str], more: list[str]) -> tuple[int, str, str]:
+    """A command that has more arguments on rank 1."""
+    return command(*arguments, *(more if Ranks().rank == 1 else ()))

@@ -23,12 +23,12 @@ from tests.marglik.runs.command_line import (
     MODEL,
     NOISE,
     TRAIN,
+    command,
     content,
     refusal,
     results_of,
     without_seconds,
 )
-from tests.marglik.runs.commands_on_ranks import command
 
 HERE = "tests.marglik.runs.test_resume"
 OPTIONS = [*DATA, *MODEL, *NOISE, "--baseline", "--curvature.fisher", "mc"]
@@ -96,7 +96,7 @@ def assert_same(folder, expected):
 
 
 def resumed(worlds, folder, expected):
-    again = f"{HERE.rpartition('.')[0]}.commands_on_ranks:command"
+    again = f"{HERE.rpartition('.')[0]}.command_line:command"
     ((status, _, said),) = worlds.all(1, again, *arguments(folder, "--resume", "--overwrite"))
     assert status == 0, said
     assert_same(folder, expected)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from tests.marglik.close_state import assert_near
 from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, results_of
 
-HERE = "tests.marglik.runs.commands_on_ranks"
+HERE = "tests.marglik.runs.command_line"
 OPTIONS = [*TRAIN, *DATA, *MODEL, *NOISE]
 TOLERANCE = 2e-3
 """Of float32 after three epochs and updates."""

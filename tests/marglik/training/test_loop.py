@@ -332,15 +332,6 @@ def test_refusals():
         training(model=linear, optimizer=kfac, delta=1.0, compile_mode="default")
 
 
-def test_a_loader_that_does_not_keep_its_word():
-    class Short(DataLoader):
-        num_examples = 8
-
-    loader = Short(TensorDataset(*batch()), 7)
-    with pytest.raises(ValueError, match="saw 7 examples, but the loader promised 8"):
-        training(loader=loader, learns=True, schedule=Schedule(1, every=1)).run()
-
-
 # --- its loaders ---
 
 

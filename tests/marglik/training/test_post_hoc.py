@@ -15,9 +15,9 @@ from marglik import (
     predict_all,
 )
 from marglik.posterior.prior import LARGEST_PRECISION, SMALLEST_PRECISION
-from tests import oracles
 from tests.evidence_oracles import laplace_log_evidence
 from tests.marglik.posteriors import CASES, data, fitted
+from tests.uses import kfac_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +56,7 @@ class Problem:
     def H(self):
         """The curvature at σ = 1, the same for all problems of a likelihood."""
         if self.likelihood not in CURVATURES:
-            blocks = oracles.kfac_blocks(self.model, self.x, self.likelihood, "expand")
+            blocks = kfac_blocks(self.model, self.x, self.likelihood, "expand")
             CURVATURES[self.likelihood] = torch.block_diag(*blocks.values())
         return CURVATURES[self.likelihood]
 

@@ -47,12 +47,6 @@ def test_interrupted_after_any_record(case, tmp_path):
         check(case, resumed(case, Checkpoints(folder, minutes=0)))
 
 
-def test_interrupted_after_every_record(tmp_path):
-    for stop in range(2, 7):
-        run_until(stop, Checkpoints(tmp_path, minutes=0), "images", seed=77 * (stop > 2))
-    check("images", resumed("images", Checkpoints(tmp_path, minutes=0)))
-
-
 def test_cases_are_what_they_are_called():
     assert uninterrupted("the first is the best")["evidence"][1] == 2
     assert uninterrupted("SGD")["evidence"][1] == 4
