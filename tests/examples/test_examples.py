@@ -21,6 +21,7 @@ SHOWN = {
     "alarm": ["own digits", "AUROC"],
     "counts": ["negative_binomial(r=", "Poisson, plain"],
     "survival": ["33% of the times are censored", "cal/coverage50"],
+    "thousand_classes": ["factors of 8 MiB", "Laplace, calibrated"],
     "uci_regression": ["made up", "σ =", "cal/coverage90"],
     "cifar10_post_hoc": ["digits", "log evidence per image", "last layer, calibrated"],
     "vision_transformer": ["expand: ", "reduce: ", "calibrated"],
