@@ -1,13 +1,15 @@
-"""K-FAC of transformers, expand against reduce, after Eschenhagen et al. 2023 (section 4).
+"""K-FAC of networks of sequences, expand against reduce, after Eschenhagen et al. 2023 (section 4).
 
 In the paper (nanoGPT with GPT-2's shape on DART, on an A100) reduce takes 6.68 ± .04 minutes, 70 %
 of expand's 9.55 ± .13.
 
-Two models, each with two shapes: for a CPU a small one, for a GPU the real one. GPT on bytes of
-DART, for several sequence lengths R and batch sizes N: nanoGPT's smallest shape (6 blocks of 384
+Two transformers, each with two shapes: for a CPU a small one, for a GPU the real one. GPT on bytes
+of DART, for several sequence lengths R and batch sizes N: nanoGPT's smallest shape (6 blocks of 384
 features, 6 heads), or GPT-2's (12 blocks of 768, 12 heads). The vision transformer on noise:
 CIFAR's shape (32² pixels in patches of 4, 6 blocks of 192 features), or ViT-S/16 (224² pixels in
-patches of 16, 12 blocks of 384 features, 1,000 classes).
+patches of 16, 12 blocks of 384 features, 1,000 classes). For a CPU also an LSTM on random bytes (2
+layers of 256 features), and transformers' Mixtral (2 blocks of 128 features, each position at two
+of eight experts).
 
 Two things are measured in float32, each in both modes: the factors alone (a forward pass, and a
 backward pass to the inputs with one Monte Carlo sample for each loss term), which is what the paper
@@ -31,6 +33,7 @@ from experiments.data.dart import DART, IGNORED
 from experiments.speed.contenders import Work, one_batch_alone
 from experiments.studies import markdown, study
 from experiments.timing import interleaved, median_ratios, medians
+from kfac_backend.model.calls import logits_of
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
 from marglik.models import GPT, VisionTransformer
@@ -55,6 +58,8 @@ SHAPES = {
     "gpt_cpu": Shape(((64, 16), (128, 16), (256, 16), (256, 4)), dim=384, depth=6, heads=6),
     "gpt_cuda": Shape(((256, 32), (512, 16), (1024, 8)), dim=768, depth=12, heads=12),
     "vit_cpu": Shape(((64, 32), (64, 128)), 192, 6, 3, image_size=32, num_classes=10),
+    "lstm_cpu": Shape(((64, 32),), 256, 2, 0),
+    "mixtral_cpu": Shape(((64, 32),), 128, 2, 4),
     "vit_cuda": Shape(((196, 32), (196, 128)), 384, 12, 6, image_size=224, num_classes=1000),
 }
 
@@ -118,7 +123,7 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, mode: Mode | None) -> Work:
 
     def step() -> None:
         optimizer.zero_grad()
-        cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        cross_entropy(logits_of(model(x)).flatten(0, -2), y.flatten()).backward()
         if preconditioner is not None:
             preconditioner.step()
         optimizer.step()
@@ -129,6 +134,10 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, mode: Mode | None) -> Work:
 def _model(config: Config, R: int) -> nn.Module:
     torch.manual_seed(0)
     shape = config.shape
+    if config.name == "lstm_cpu":
+        return Recurrent(shape.dim, shape.depth)
+    if config.name == "mixtral_cpu":
+        return mixtral(shape)
     size: dict[str, Any] = {"dim": shape.dim, "depth": shape.depth, "heads": shape.heads}
     if not shape.image_size:
         return GPT(context=R, **size).to(config.device)
@@ -142,12 +151,45 @@ def _model(config: Config, R: int) -> nn.Module:
     return model.to(config.device)
 
 
+class Recurrent(nn.Module):
+    """A language model of bytes by an LSTM."""
+
+    def __init__(self, dim: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, dim)
+        self.lstm = nn.LSTM(dim, dim, depth, batch_first=True)
+        self.head = nn.Linear(dim, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (N, R, 256) of tokens (N, R)."""
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+def mixtral(shape: Shape) -> nn.Module:
+    """A language model of bytes by transformers, whose experts' weights are stacked."""
+    from transformers import MixtralConfig, MixtralForCausalLM  # which takes seconds
+
+    config = MixtralConfig(
+        vocab_size=256,
+        hidden_size=shape.dim,
+        intermediate_size=2 * shape.dim,
+        num_hidden_layers=shape.depth,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        pad_token_id=None,
+    )
+    return MixtralForCausalLM(config)
+
+
 def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:
     shape = config.shape
     if shape.image_size:
         torch.manual_seed(0)
         x = torch.randn(N, 3, shape.image_size, shape.image_size)
         return x, torch.randint(shape.num_classes, (N,))
+    if config.name in ("lstm_cpu", "mixtral_cpu"):
+        x = torch.randint(256, (N, R + 1), generator=torch.Generator().manual_seed(0))
+        return x[:, :-1], x[:, 1:]
     x, y = DART(context=R, num_train=N, num_test=1).load().train
     assert isinstance(x, Tensor)
     # Labels behind a text's end would be ignored; for the timing all positions count.

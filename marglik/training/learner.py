@@ -81,8 +81,14 @@ OBSERVED_STEPS = 10
 """Number of steps in which that cosine is looked at."""
 FEW_VECTORS = 3_000
 """Backward passes of one example each, of an exact pass over all of the data."""
+FEW_UPDATES = 10
+"""Fewer do not show that the evidence falls."""
 STILL_MOVING = 1.5
 """The factor by which a weight decay that has settled does not change in one update."""
+FALLEN_EVIDENCE = 0.02
+"""By how much (nats per example) the evidence may end below its best. Measured: on nine
+problems where learning is as good as a grid or better it ends at its best; 0.08 below it on 4,000
+images with wrong labels, where a grid is better with 40 %."""
 
 
 class PriorLearner:
@@ -602,6 +608,16 @@ class PriorLearner:
             "The training ended before its weight decays settled: the last update during steps at "
             "a high learning rate still changed {}. Train longer, or keep the rate high for longer "
             "(marglik.settling_rate).",
+        )
+        best, last = (e / self.num_data for e in (max(self.evidences), self.evidences[-1]))
+        # After a few updates alone the network does not fit yet, and its evidence says little.
+        has_fallen = last < best - FALLEN_EVIDENCE and len(self.evidences) >= FEW_UPDATES
+        self._say_once(
+            "evidence",
+            [f"{best:.3f} to {last:.3f}"] if has_fallen else [],
+            "The evidence per example fell from {}: the network has come to fit what its weight "
+            "decays kept it from at first, wrong labels perhaps. Try a larger initial weight "
+            "decay, such as 0.1, and keep the run whose last evidence is higher.",
         )
         return found
 

@@ -229,8 +229,11 @@ def small_large_classes(patch):
 
 def small_transformer_timing(patch):
     shape = transformer_timing.Shape(((4, 2),), 8, 1, 1, image_size=8, num_classes=3)
-    found = transformer_timing.run(transformer_timing.Config("vit_cpu", shape, 1))
-    return [found | {"name": "vit_cpu"}], transformer_timing.table
+    found = [
+        transformer_timing.run(transformer_timing.Config(name, shape, 1)) | {"name": name}
+        for name in ("vit_cpu", "lstm_cpu")
+    ]
+    return found, transformer_timing.table
 
 
 def small_update_step_timing(patch):

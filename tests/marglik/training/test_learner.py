@@ -210,6 +210,22 @@ def test_decays_that_still_move_at_the_end_are_named(epochs, moves):
     assert any("before its weight decays settled" in str(w.message) for w in told) == moves
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_an_evidence_that_fell_is_named(spoilt):
+    model = network()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        prior = learn(model, sgd(model), PriorLearner("classification"), epochs=90)
+        if spoilt:
+            with torch.no_grad():
+                model[-1].weight.neg_()
+            prior.end_of_training()
+    best, last = (e / prior.num_data for e in (max(prior.evidences), prior.evidences[-1]))
+    found = [str(w.message) for w in told if "evidence per example fell" in str(w.message)]
+    assert len(found) == spoilt and (last < best - 0.02) == spoilt
+    assert all(f"{best:.3f} to {last:.3f}" in message for message in found)
+
+
 # --- its state ---
 
 
