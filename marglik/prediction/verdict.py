@@ -108,6 +108,23 @@ def in_one_sentence(
     return f"{who} {verb} against the plain network: {'; '.join(shown)}."
 
 
+def instability(losses: Sequence[float]) -> str:
+    """A sentence on a plain network that did not come back from a jump of its loss, or "".
+
+    A comparison with it would say more of its learning rate than of what was learned.
+
+    Args:
+        losses: mean training loss (nats) of each epoch.
+    """
+    lowest, last = min(losses), losses[-1]
+    if last <= max(2 * lowest, losses[0] / 10):
+        return ""
+    return (
+        f" But the plain network's training is unstable, its loss rose from {lowest:.3g} to "
+        f"{last:.3g}: compare at a lower learning rate."
+    )
+
+
 def _listed(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last

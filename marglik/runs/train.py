@@ -28,7 +28,7 @@ from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import compared, evaluate, evaluate_network
 from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
-from marglik.prediction.verdict import in_one_sentence
+from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
     build_fabric,
     build_from_spec,
@@ -538,13 +538,15 @@ class Training:
         name = [*predictives][-1]
         (learned,) = [k for k in results["metrics"] if k in (f"learned, {name}", f"fixed, {name}")]
         here, there = (merged["metrics"][who] for who in (learned, f"plain, {name}"))
+        said = in_one_sentence(differences.get(name, {}), here, there, gains)
+        said += instability([of["loss"] for of in plain.records if of["kind"] == "epoch"])
         seconds = plain.seconds + time.perf_counter() - trained
         return (
             results
             | merged
             | {
                 "differences": differences,
-                "verdict": in_one_sentence(differences.get(name, {}), here, there, gains),
+                "verdict": said,
                 "seconds": results["seconds"] + seconds,
                 "seconds_beside": results["seconds_beside"] | {"baseline": seconds},
                 "complete": True,

@@ -616,8 +616,9 @@ class PriorLearner:
             "evidence",
             [f"{best:.3f} to {last:.3f}"] if has_fallen else [],
             "The evidence per example fell from {}: the network has come to fit what its weight "
-            "decays kept it from at first, wrong labels perhaps. Try a larger initial weight "
-            "decay, such as 0.1, and keep the run whose last evidence is higher.",
+            "decays kept it from at first (wrong labels?), or its steps are too large. Try a "
+            "larger initial weight decay, such as 0.1, or a lower learning rate, and keep the run "
+            "whose last evidence is higher.",
         )
         return found
 

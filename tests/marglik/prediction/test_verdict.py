@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from marglik import OnlineResult, Posterior, verdict
 from marglik.models import MLP
-from marglik.prediction.verdict import in_one_sentence
+from marglik.prediction.verdict import in_one_sentence, instability
 
 CASES = {  # differences of NLL and accuracy, and what is said
     "gain": (
@@ -75,3 +75,9 @@ def test_regression_needs_the_noise():
     with pytest.raises(ValueError, match="sigma_noise"):
         verdict(model, plain, [(x, y)], "regression")
     assert "NLL" in verdict(model, plain, [(x, y)], "regression", sigma_noise=(1.0, 1.0))
+
+
+def test_a_plain_network_that_does_not_come_back_is_named():
+    assert "rose from 0.2 to 1.1" in instability([1.2, 0.4, 0.2, 5.4, 1.3, 1.1])
+    for losses in ([1.2, 0.4, 5.4, 0.2], [2.3, 0.01, 0.03], [1.1]):
+        assert instability(losses) == ""
