@@ -228,10 +228,11 @@ def small_large_classes(patch):
 
 
 def small_transformer_timing(patch):
-    shape = transformer_timing.Shape(((4, 2),), 8, 1, 1, image_size=8, num_classes=3)
+    of_text = transformer_timing.Shape(((4, 2),), 8, 1, 1)
+    shapes = {"vit_cpu": replace(of_text, image_size=8, num_classes=3), "lstm_cpu": of_text}
     found = [
         transformer_timing.run(transformer_timing.Config(name, shape, 1)) | {"name": name}
-        for name in ("vit_cpu", "lstm_cpu")
+        for name, shape in shapes.items()
     ]
     return found, transformer_timing.table
 
