@@ -109,6 +109,36 @@ def test_evidence_and_output_variances_are_those_of_dense_matrices(text):
 
 
 @pytest.mark.parametrize("text", CASES)
+def test_evidence_and_noise_are_near_those_of_the_exact_posterior(text):
+    """By importance sampling at the MAP, with draws from a wider Gaussian than the posterior."""
+    posterior, x, y, H = case(text, at_map=True)
+    likelihood, P = likelihood_of(text), len(H)
+    covariance = 1.5 * torch.linalg.inv(H + DELTA * torch.eye(P).double())
+    proposal = torch.distributions.MultivariateNormal(posterior.mean, covariance)
+    torch.manual_seed(0)
+    thetas = proposal.sample((20_000,))
+    f = torch.einsum("scd,nd->snc", thetas.view(len(thetas), -1, D), x)
+    losses = likelihood.losses(f, y.expand(len(f), *y.shape)).sum((1, 2))
+    if likelihood.has_sigma:
+        losses = losses + 0.5 * y.numel() * math.log(2 * math.pi)
+    prior = 0.5 * P * math.log(DELTA / (2 * math.pi)) - 0.5 * DELTA * thetas.square().sum(1)
+    log_w = prior - losses - proposal.log_prob(thetas)
+    exact = float(log_w.logsumexp(0)) - math.log(len(log_w))
+    found = float(posterior.log_marginal_likelihood())
+    assert abs(found - exact) < 0.1
+    plain = float(posterior.log_likelihood)
+    assert abs(plain - exact) > 0.3  # negative control: the evidence is not the fit
+    if likelihood.kind == "numbers":
+        w = log_w.softmax(0)[:, None]
+        one = torch.ones(()).double()
+        mean, noise, _ = likelihood.moments(f[:, 0], torch.zeros_like(f[:, 0]), one)
+        expected = (w * noise).sum(0), (w * mean.square()).sum(0) - (w * mean).sum(0).square()
+        of = laplace_predictive(posterior)(x[:1])
+        for a, b in zip((of.aleatoric[0], of.epistemic[0]), expected, strict=True):
+            assert_close(a, b, rtol=0.2, atol=1e-9)
+
+
+@pytest.mark.parametrize("text", CASES)
 def test_predictive_is_the_mixture_and_its_metrics_are_those_of_its_density(text, tmp_path):
     posterior, x, y, _ = case(text)
     likelihood = likelihood_of(text)

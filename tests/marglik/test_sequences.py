@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
+from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.options import CurvatureOptions
 from marglik.data import Splits
@@ -130,6 +132,34 @@ def test_the_objective_is_the_sum_over_positions_averaged_over_examples():
     assert_close(after, expected)
 
 
+def test_a_label_that_does_not_count_is_told_from_a_wrong_one():
+    with pytest.raises(ValueError, match="Label -100 is out of range.*pass ignore_index=-100"):
+        trained(None, data()[1])
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_curvature_is_that_of_the_positions_that_count(fisher):
+    """B of the last bias is the sum of Λ, or of the gradients' outer products, over them."""
+    curvature = CurvatureConfig(fisher=fisher, kfac_approx="expand")
+    laplace = Posterior(network(), "classification", curvature.options(splits().targets))
+    laplace.fit([data()])
+    expected = torch.zeros(C, C, dtype=torch.float64)
+    for f, y in terms():
+        if fisher == "exact":
+            expected += oracles.loss_hessian(f, "classification")
+        else:
+            g = torch.softmax(f, -1) - torch.nn.functional.one_hot(y, C)
+            expected += torch.outer(g, g)
+    factors = laplace.factors
+    assert_close(factors.blocks["outer.bias"].B, expected)
+    assert_close(factors.loss, float(sum(losses())))
+    assert (factors.num_data, factors.num_loss_terms) == (N, len(terms()))
+    # Negative control: all positions give another block.
+    x, y = data()
+    every = kronecker_factors(network(), [(x, y.clamp(min=0))], "classification", fisher=fisher)
+    assert (every.blocks["outer.bias"].B - expected).norm() > 0.1 * expected.norm()
+
+
 @pytest.fixture
 def laplace():
     options = CurvatureConfig().options(splits().targets)
@@ -176,6 +206,25 @@ def test_each_position_is_predicted_by_its_own_covariance(laplace, method, layer
             f.flatten(0, 1), diagonal.flatten(0, 1), "classification", method, noise
         )
         assert (other.mean - expected[0]).abs().max() > 1e-3
+
+
+def test_linearised_networks_predict_positions_as_mc_does(laplace):
+    x, _ = data()
+    few = predictive(laplace, "linearised", networks=3)
+    prediction = few(x)
+    assert prediction.mean.shape == (N, R, C) and prediction.epistemic.shape == (N, R)
+    assert_close(prediction.mean.sum(-1), torch.ones(N, R, dtype=torch.float64))
+    assert_close(torch.cat([few(part).mean for part in x.split(2)]), prediction.mean)
+    many = predictive(laplace, "linearised", networks=3000)(x)
+    gaussian = predictive(laplace, "mc", samples=20_000)(x)
+    assert (many.mean - gaussian.mean).abs().max() < 0.02
+    assert (many.epistemic - gaussian.epistemic).abs().max() < 0.02
+    # Negative control: the network itself at the parameters that were drawn.
+    p, other = [], network()
+    for sample in laplace.sample(200, torch.Generator().manual_seed(0)):
+        vector_to_parameters(sample, other.parameters())
+        p.append(torch.softmax(other(x).detach(), -1))
+    assert (torch.stack(p).mean(0) - gaussian.mean).abs().max() > 0.04
 
 
 def test_the_evaluation_says_how_many_positions_it_is_about():

@@ -11,7 +11,9 @@ from torch.testing import assert_close
 from kfac_backend import KroneckerBlock, kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.optimizer.damped_inverse import damped_inverse, precondition
-from tests.kfac_backend.block_checks import MODES
+from tests import oracles
+from tests.kfac_backend.block_checks import MODES, OTHER, randomize
+from tests.kfac_backend.layers.exact_models import CASES
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.random_numbers import error, normal
 
@@ -25,6 +27,10 @@ def preconditioner(model, likelihood="classification", *, exclude=(), **options)
     return KfacPreconditioner(
         model, likelihood, options, exclude=exclude, **{"fisher": "exact", **curvature}
     )
+
+
+def mean_squared(f, y):
+    return 0.5 * (f - y).square().sum(-1).mean()
 
 
 def gradients(model, loss):
@@ -47,6 +53,28 @@ def dense_step(blocks, g, damping=LAMBDA):
         ).view(g[name].shape)
         for name, block in blocks.items()
     }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_kfac_is_exact_a_step_is_the_damped_newton_step(case):
+    """(GGN_block + λI)⁻¹ g with the GGN by brute force; the other mode gives another step."""
+    mode, layers, shape = CASES[case]
+    model, x = randomize(nn.Sequential(*layers())), normal(*shape)
+    f = model(x)
+    y, terms = normal(*f.shape, seed=4), f.shape[:-1].numel()
+    ggn = {
+        name: block / terms
+        for name, block in oracles.dense_ggn_blocks(model, x, "regression").items()
+    }
+    found = {}
+    for approx in MODES:
+        conditioner = preconditioner(model, "regression", damping_on="product", kfac_approx=approx)
+        g, found[approx] = preconditioned(model, conditioner, mean_squared(model(x), y))
+        conditioner.detach()
+    right = dense_step(ggn, g)
+    for name in ggn:
+        assert_close(found[mode][name], right[name], rtol=1e-9, atol=1e-9)
+    assert max(error(found[OTHER[mode]][name], right[name]) for name in ggn) > 0.05
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)

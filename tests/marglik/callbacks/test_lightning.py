@@ -9,13 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, DistributedSampler
 
+from kfac_backend.ranks import Ranks
 from marglik.callbacks.lightning import MarginalLikelihood
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
     OPTIONS,
     assert_fitted_where_the_network_is,
+    dataset,
     loader,
     network,
     online_training,
@@ -174,3 +177,39 @@ def test_what_it_cannot_work_with_is_named():
         MarginalLikelihood("classification", mean_over="batch")
     with pytest.raises(ValueError, match="learn_sigma_noise=True is for likelihood 'regression'"):
         MarginalLikelihood("classification", learn_sigma_noise=True)
+
+
+def on_ranks(repeats=False):
+    """Called in each rank: precisions and evidence; ``repeats`` leaves the sampler to Lightning."""
+    ranks = Ranks()
+    sampler = DistributedSampler(
+        dataset(), ranks.size, ranks.rank, shuffle=False, drop_last=True
+    )  # each n-th example: batches of one process's
+    batches = DataLoader(dataset(), 6 // ranks.size, sampler=None if repeats else sampler)
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    its_trainer = L.Trainer(
+        max_epochs=EPOCHS, callbacks=[prior], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        devices=ranks.size, strategy="auto" if ranks.size == 1 else "ddp",
+        use_distributed_sampler=repeats,
+    )  # fmt: skip
+    its_trainer.fit(Classifier(), batches)
+    assert prior.posterior is not None
+    return prior.posterior.prior_precision.tolist(), prior.learner.evidences[-1]
+
+
+ON_RANKS = "tests.marglik.callbacks.test_lightning:on_ranks"
+
+
+def test_ranks_learn_what_one_process_learns(worlds):
+    ((precisions, evidence),) = worlds.all(1, ON_RANKS)
+    first, second = worlds.all(2, ON_RANKS)
+    assert first == second
+    assert first[0] == pytest.approx(precisions, rel=1e-3)
+    assert first[1] == pytest.approx(evidence, rel=1e-4)
+
+
+def test_a_sampler_that_repeats_examples_is_refused(worlds):
+    """Lightning's own, for 30 examples on four ranks."""
+    for said in worlds.run(4, ON_RANKS, True):
+        assert "repeats 2 of 30 examples" in said.args[1]

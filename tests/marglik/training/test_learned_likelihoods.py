@@ -211,6 +211,38 @@ def test_a_step_is_the_maximum_of_the_fit_and_the_tangent_of_the_determinant(nam
     assert [float(v) for v in posterior.likelihood.numbers.values()] == pytest.approx([*xi])
 
 
+@pytest.mark.parametrize("name", ["negative_binomial", "student_t", "weibull"])
+def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
+    """p(D|ξ) = ∫ p(D|f, ξ) N(f; 0, 1/δ) df over a grid, at the numbers found and beside them."""
+    f, draw, log_p, _ = SHAPES[name]
+    y = draw(np.random.default_rng(1), 300)
+    likelihood = likelihood_of(name)
+    numbers = dict(likelihood.learned)
+    for _ in range(30):
+        xi = [*numbers.values()]
+        f = optimize.minimize(lambda f, xi=xi: -log_p(y, f, *xi).sum() + 0.5 * DELTA * f @ f, f).x
+        posterior, data = shape_posterior(name, f, y, numbers)
+        before, numbers = numbers, likelihood_step(posterior, data, numbers)[0].options
+        if np.allclose([*before.values()], [*numbers.values()], rtol=1e-4):
+            break
+    xi = np.array([*numbers.values()])
+    grid = f[0] + np.linspace(-1, 1, 2001)
+
+    def evidence(xi):
+        prior = stats.norm.logpdf(grid, 0, DELTA**-0.5)
+        joint = [log_p(y, [at], *xi).sum() for at in grid] + prior
+        return np.logaddexp.reduce(joint) + math.log(grid[1] - grid[0])
+
+    exact = optimize.minimize(
+        lambda move: -evidence(xi * np.exp(move)), 0 * xi, method="Nelder-Mead",
+        options={"xatol": 1e-3, "fatol": 1e-4},
+    ).x  # fmt: skip
+    assert np.abs(exact).max() < 0.03
+    # Negative control: it is not flat, and the start was another.
+    start = np.array([*likelihood.learned.values()])
+    assert evidence(xi) > evidence(start) + 1 and np.abs(np.log(start / xi)).max() > 0.2
+
+
 def test_training_learns_what_is_not_given():
     """Counts of r = 2 at log means that depend on x; a given r and a learner's fixed one stay."""
     generator = torch.Generator().manual_seed(0)

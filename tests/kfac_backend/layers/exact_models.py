@@ -1,0 +1,93 @@
+"""Deep linear networks where one of the two modes is exact, by the paper's propositions."""
+
+from torch import nn
+
+
+class PixelsLast(nn.Module):
+    """Outputs per pixel, (N, ..., C), of images (N, C, ...)."""
+
+    def forward(self, x):
+        return x.movedim(1, -1)
+
+
+class ScaledSum(nn.Module):
+    """c Σ_r x_r over all axes between batch and features."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+
+    def forward(self, x):
+        return self.c * x.flatten(1, -2).sum(1)
+
+
+def linear_layers(depth, bias=False):
+    return [nn.Linear(4, 4, bias) for _ in range(depth)] + [nn.Linear(4, 2, bias)]
+
+
+def summed(depth, c):
+    return [*linear_layers(depth, bias=True), ScaledSum(c)]
+
+
+def pooled_convolution():
+    convolution = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+    return [convolution, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)]
+
+
+def pooled_circular_convolutions():
+    return [
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", groups=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
+
+
+def circular_lines():
+    options = {"padding": 1, "padding_mode": "circular"}
+    layers = [nn.Conv1d(2, 3, 3, **options), nn.Conv1d(3, 4, 3, **options)]
+    return [*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten()]
+
+
+def pooled_volumes():
+    layers = [nn.Conv3d(2, 3, 2, stride=2), nn.AdaptiveAvgPool3d(1)]
+    return [*layers, nn.Flatten(), nn.Linear(3, 2)]
+
+
+def upsampled_images():
+    """An output per pixel, made of one input pixel as the kernel is the stride."""
+    return [nn.Conv2d(2, 3, 1), nn.ConvTranspose2d(3, 2, 2, stride=2), PixelsLast()]
+
+
+def averaged_lines():
+    """All input pixels of the transposed convolution write the same onto the mean."""
+    layers = [nn.Conv1d(2, 3, 1), nn.ConvTranspose1d(3, 2, 3, stride=2)]
+    return [*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten()]
+
+
+def pointwise_convolutions():
+    return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), PixelsLast()]
+
+
+SINGLE, DEEP = 0, 2
+CASES = {
+    # name: (mode that is exact, network, input shape)
+    "single layer, expand setting": ("expand", lambda: linear_layers(SINGLE), (5, 3, 4)),
+    "deep, expand setting": ("expand", lambda: linear_layers(DEEP), (5, 3, 4)),
+    "two shared axes, expand setting": ("expand", lambda: linear_layers(DEEP), (5, 3, 2, 4)),
+    "single layer, sum": ("reduce", lambda: summed(SINGLE, 1.0), (5, 3, 4)),
+    "deep, mean": ("reduce", lambda: summed(DEEP, 1 / 3), (5, 3, 4)),
+    "deep, scaled sum": ("reduce", lambda: summed(DEEP, -2.5), (5, 3, 4)),
+    "two shared axes, sum": ("reduce", lambda: summed(DEEP, 0.7), (5, 3, 2, 4)),
+    "convolution, average pooling": ("reduce", pooled_convolution, (5, 3, 6, 5)),
+    "circular convolutions, average pooling": (
+        "reduce",
+        pooled_circular_convolutions,
+        (5, 3, 4, 5),
+    ),
+    "circular convolutions of lines": ("reduce", circular_lines, (4, 2, 5)),
+    "convolution of volumes": ("reduce", pooled_volumes, (4, 2, 4, 3, 2)),
+    "transposed convolution, kernel = stride": ("expand", upsampled_images, (3, 2, 3, 2)),
+    "transposed convolution, averaged": ("reduce", averaged_lines, (4, 2, 4)),
+    "pointwise convolutions, an output per pixel": ("expand", pointwise_convolutions, (5, 3, 3, 2)),
+}
