@@ -173,7 +173,11 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     A = None if sums.A is None else sums.A.div_(terms)
     B, A = (F[0] if F is not None and len(F) == 1 else F for F in (sums.B, A))
     assert B is not None
-    return KroneckerBlock(name, B, A, 0 if A is None else sums.num_terms)
+    block = KroneckerBlock(name, B, A, 0 if A is None else sums.num_terms)
+    if sums.rows is not None:
+        rows = sums.rows[0] if len(sums.rows) == 1 else sums.rows
+        block.remember_rows(rows / terms**0.5)
+    return block
 
 
 def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:

@@ -192,7 +192,7 @@ class PassSums:
 
         def of_layer(sums: Any) -> Any:
             A = None if sums.A is None else change(sums.A)
-            return sums._replace(B=change(sums.B), A=A)
+            return sums._replace(B=change(sums.B), A=A, rows=None)  # not of the new tensor
 
         return replace(
             self,

@@ -152,9 +152,16 @@ class KroneckerBlock:
         """The numbers of terms as a tuple: one for all groups, or one for each."""
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
+    def remember_rows(self, rows: Tensor) -> None:
+        """Take the eigenvalues of A from rows (..., M, d_in) with A = Σ_m x_m x_mᵀ, M < d_in.
+
+        Forgotten once the eigenvalues are known, and by every block that is derived of this one.
+        """
+        self.__dict__["_rows"] = rows  # not a field, which comparing and copying would see
+
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
-        if "_known" not in self.__dict__:  # not a field, which comparing and copying would see
+        if "_known" not in self.__dict__:  # not a field either
             compute_eigenvalues([self])
         return self.__dict__["_known"]
 
@@ -200,6 +207,7 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     blocks = [b for b in blocks if type(b) is KroneckerBlock and "_known" not in b.__dict__]
     for block, known in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
         block.__dict__["_known"] = known
+        block.__dict__.pop("_rows", None)
 
 
 def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
@@ -219,13 +227,14 @@ def _solved(
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     # By memory, so that a factor which a weight and its bias share is solved once.
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
+    rows = {_identity(b.A): b.__dict__.get("_rows") for b in blocks if b.A is not None}
 
     def solve(key: object) -> tuple[Tensor, Tensor]:
         F, name = factors[key]
         if vectors:
             values, Q, _ = eigh(F, name)
             return values, Q
-        values, clipped = eigenvalues(F, name)
+        values, clipped = eigenvalues(F, name, rows.get(key))
         return values, torch.tensor(clipped, device=F.device)
 
     def unsolved(key: object) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,9 @@ from kfac_backend.precision import at_least_float32
 FEWEST_PRODUCTS = 4
 """A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
 
+FEW_ROWS = 2
+"""A d×d Gram matrix of at most d / 2 rows in all is known by these rows, see `Gram.rows`."""
+
 MANY_ROWS = 512
 """Rows that make a product of their own, also if more may come in the same part of a batch."""
 
@@ -70,6 +73,13 @@ class Gram(ABC):
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far; zeros before the first rows."""
 
+    def rows(self) -> Float[Tensor, "G M d"] | None:
+        """The rows themselves, if they are few and `total` was not called yet; None otherwise.
+
+        Their M×M inner products have the eigenvalues of the d×d Gram matrix, apart from zeros.
+        """
+        return None
+
     def zeros(self) -> Float[Tensor, "G d d"]:
         """The sum of no rows."""
         return self.like.new_zeros(self.groups, self.size, self.size)
@@ -93,12 +103,13 @@ class DenseGram(Gram):
         rows = at_least_float32(rows)
         M, d = rows.shape[1:]
         # Fresh rows are sums over positions, of which each vector of a part brings some more.
-        if M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS):
+        is_product = M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS)
+        if is_product and not self._are_few(M):
             self._add(rows)
             return
         self._waiting.append(rows if fresh else rows.clone())
         self._num_waiting += M
-        if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1):
+        if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1) and not self._are_few():
             self.add_waiting()
 
     def total(self) -> Float[Tensor, "G d d"]:
@@ -109,8 +120,21 @@ class DenseGram(Gram):
         mirror_upper_half_(self._total)
         return self._total
 
+    def rows(self) -> Float[Tensor, "G M d"] | None:
+        """The rows, if all of them still wait."""
+        if not self._waiting or not self._are_few():
+            return None
+        self._waiting = [torch.cat(self._waiting, dim=1)]
+        return self._waiting[0]
+
+    def _are_few(self, more: int = 0) -> bool:
+        """Whether all rows, with some ``more``, are so few that they wait until the end."""
+        return self._total is None and (self._num_waiting + more) * FEW_ROWS <= self.size
+
     def end_part(self) -> None:
         """Called when a part of a batch ends: add what waits, unless it is too little."""
+        if self._are_few():
+            return
         # A GPU's time for so small a product is that of its start.
         if self._num_waiting * FEWEST_PRODUCTS > self.size or self.like.device.type != "cpu":
             self.add_waiting()

@@ -54,6 +54,8 @@ class BlockSums(NamedTuple):
     without an input factor."""
     num_terms: int = 0
     """The number of terms in A."""
+    rows: Tensor | None = None
+    """(G, M, d_in): the M rows whose outer products A sums up, if they are few (`Gram.rows`)."""
     slot: tuple[int, int] = (0, 1)
     """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
 
@@ -161,9 +163,11 @@ class Rule(ABC):
             if name not in self.A:
                 found[name] = BlockSums(B)
                 continue
-            A, terms = self.A[name].gram.total(), self.A[name].num_terms
+            gram, terms = self.A[name].gram, self.A[name].num_terms
+            rows = None if self.transposed else gram.rows()
+            A = gram.total()
             if not self.transposed:
-                found[name] = BlockSums(B, A, terms)
+                found[name] = BlockSums(B, A, terms, rows)
                 continue
             # The rows are the inputs. The second factor is divided by the number of terms, in
             # place: it must not be the tensor of another parameter's B.

@@ -225,7 +225,9 @@ def test_blocks_of_another_shape_do_not_fit_a_model(model):
 
 def test_a_factor_that_a_weight_and_its_bias_share_is_solved_once(monkeypatch):
     solved, solve = [], block.eigenvalues
-    monkeypatch.setattr(block, "eigenvalues", lambda F, name: solved.append(name) or solve(F, name))
+    monkeypatch.setattr(
+        block, "eigenvalues", lambda F, name, rows: solved.append(name) or solve(F, name, rows)
+    )
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     data = [(torch.randn(8, 5).double(), torch.arange(8) % 3)]
     factors = kronecker_factors(model, data, "classification")
@@ -235,3 +237,24 @@ def test_a_factor_that_a_weight_and_its_bias_share_is_solved_once(monkeypatch):
     for name, values in found.items():
         expected = torch.linalg.eigvalsh(factors.to_dense(name))
         assert_close(values.sort().values, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_data", [9, 12])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_a_factor_of_few_rows_is_solved_by_their_inner_products(num_data, kfac_approx, monkeypatch):
+    """Which are M x M instead of d x d; the eigenvalues are those of the factor all the same."""
+    sizes, solver = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(len(M)) or solver(M))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(18, 2), nn.Tanh()).double()
+    x, y = torch.randn(num_data, 18).double(), torch.randn(num_data, 2).double()
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    factors = kronecker_factors(model, data, "regression", kfac_approx=kfac_approx)
+    weight = factors.blocks["0.weight"]
+    values = weight.factor_eigenvalues()[1]
+    assert max(sizes) == (9 if num_data == 9 else 18)  # at most d / 2 rows are few
+    assert_close(values, solver(weight.A).clamp(min=0), rtol=1e-10, atol=1e-14)
+    # Other blocks made of this one are not those of its rows.
+    for other in (weight.scale(3.0), replace(weight, A=2 * weight.A), weight.add(weight)):
+        expected = solver(other.A).clamp(min=0)
+        assert_close(other.factor_eigenvalues()[1], expected, rtol=1e-10, atol=1e-14)
