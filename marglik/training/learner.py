@@ -374,17 +374,7 @@ class PriorLearner:
                     LARGEST_INVARIANT_DECAY,
                 )
         self._highest_rate = max(self._highest_rate, self._rate)
-        gradient_scale = self.gradient_scale
-        stable, limited = stable_decays(self._named, self._optimizer, self._decays, gradient_scale)
-        self._say_once(
-            "limited",
-            limited,
-            "The weight decay of {} has grown beyond 1 / learning rate, where SGD would diverge, "
-            "and is limited to it: the data needs none of it, or training is unstable.",
-        )
-        self.limited = set(limited)
-        scale = torch.as_tensor(scale, device=parameters[0].device)
-        penalty = add_penalty(parameters, stable, gradient_scale * scale)
+        penalty = add_penalty(parameters, self._stable_decays(), self._gradient_scale * scale)
         clip = self.schedule.clip if self._steps > OBSERVED_STEPS else None
         self._gradient_norm, is_clipped = clip_gradients(
             parameters, self._gradient_norm, clip, scale
@@ -397,14 +387,23 @@ class PriorLearner:
         """The number of epochs after which `end_of_epoch` was called."""
         return self._epoch
 
-    @property
-    def gradient_scale(self) -> float:
-        """How many times the loop's loss is the mean over examples of −log p/σ² plus the penalty.
-
-        σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
-        """
-        scale = self.hyperparameters.sigma_noise.square().item() * self.loss_scale
-        return scale / self._terms_per_example if self.mean_over == "terms" else scale
+    def _stable_decays(self) -> list[float]:
+        """The decays that the optimiser takes at its present rates, one for each tensor."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if rates != self._stable_at:
+            self._stable_at = rates
+            self._stable, limited = stable_decays(
+                self._named, self._optimizer, self._decays, self._gradient_scale
+            )
+            self._say_once(
+                "limited",
+                limited,
+                "The weight decay of {} has grown beyond 1 / learning rate, where SGD would "
+                "diverge, and is limited to it: the data needs none of it, or training is "
+                "unstable.",
+            )
+            self.limited = set(limited)
+        return self._stable
 
     def decays_of_parameters(self) -> list[float]:
         """T·δ/N of each trainable tensor, in ``parameters()`` order."""
@@ -446,6 +445,13 @@ class PriorLearner:
         sqrt(2 η λ) in a step. The evidence knows of no such rate: it raises δ as ‖w‖ falls, and
         training breaks down once the direction turns too far. So these decays have a limit.
         """
+        # How many times the loop's loss is the mean over examples of −log p/σ² plus the penalty:
+        # σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
+        sigma, likelihood = self.hyperparameters.sigma_noise, str(self.likelihood)
+        self._gradient_scale = sigma.square().item() * self.loss_scale
+        if self.mean_over == "terms":
+            self._gradient_scale /= self._terms_per_example
+        self._stable_at: list[float] = []  # to be found again, see `_stable_decays`
         of_groups = self.weight_decays()
         self._decays: list[float] = self.hyperparameters.groups.of_tensors(of_groups).tolist()
         if self._steps_at_update is not None and self._steps >= OBSERVED_STEPS:
@@ -455,7 +461,6 @@ class PriorLearner:
             ]
         decays = torch.tensor(self._decays, dtype=torch.float64)
         delta = weight_decay_to_precision(decays, self.num_data, self.temperature)
-        sigma, likelihood = self.hyperparameters.sigma_noise, str(self.likelihood)
         for last in [*self._course.values()][-1:]:
             if torch.equal(last[0], delta) and last[1:] == (sigma, likelihood):
                 return  # a resume sets what was set before

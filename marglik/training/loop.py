@@ -304,8 +304,9 @@ class OnlineTraining:
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and read once at the end: reading a loss waits for its step. Sums of
         # losses, penalties, hits and labels, and the number of examples.
-        totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
-        latest = None
+        device = next(self.model.parameters()).device
+        sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
+        examples, latest = 0, None
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
             x, y = split_batch(batch, self._targets.options.dict_key_y)
             given = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
@@ -321,11 +322,13 @@ class OnlineTraining:
                     "are ranks."
                 )
             x, y = latest
-            sums = self._step(x, self._targets(self.model, x, y), which, counts)
+            of_step = self._step(x, self._targets(self.model, x, y), which, counts)
             if counts:
-                totals += sums
+                torch._foreach_add_(sums, of_step)
+                examples += len(y)
         self._targets_are_checked = True
         self.probabilities.end_epoch()
+        totals = torch.stack([*sums, torch.full_like(sums[0], examples)])
         self.ranks.sum_([totals], "the sums of an epoch")
         loss, prior, correct, terms, examples = totals.tolist()
         if not examples:
@@ -351,8 +354,8 @@ class OnlineTraining:
             record["clipped_steps"] = clipped
         return record
 
-    def _step(self, x: Any, y: Tensor, which: Tensor | None, counts: bool) -> Tensor:
-        """Take one step; returns the batch's sums (5,), see `_take_steps`.
+    def _step(self, x: Any, y: Tensor, which: Tensor | None, counts: bool) -> list[Tensor]:
+        """Take one step; returns the batch's four sums, see `_take_steps`.
 
         ``which`` are the examples' indices, if they are known. ``counts`` is False where this rank
         has no example of the batch and runs on others.
@@ -360,7 +363,7 @@ class OnlineTraining:
         likelihood = self.learner.likelihood
         self.optimizer.zero_grad()
         # A copy, since a model may change its input in place, and batches may live for many epochs.
-        args, kwargs = arguments(self.model, deepcopy(x))
+        args, kwargs = arguments(self.model, x.clone() if isinstance(x, Tensor) else deepcopy(x))
         unseen: Any = nullcontext()
         if self._kfac is not None and not counts:  # its factors must not count examples twice
             unseen = self._kfac.preconditioner.paused()
@@ -375,9 +378,10 @@ class OnlineTraining:
             objective = self._mean_over_ranks(data_loss, len(f), counts)
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
             # changes from step to step. The prior's gradient must get the same one: the hook
-            # records it as the gradient of the objective itself, which is 1 in other precisions.
-            scale: list[Tensor] = []
-            objective.register_hook(scale.append)
+            # records it as the gradient of the objective itself.
+            scale: list[Tensor | float] = [1.0]
+            if not isinstance(self.fabric, OneDevice):
+                objective.register_hook(lambda factor: scale.insert(0, factor))
             self.fabric.backward(objective)
         penalty = self.learner.add_to_gradients(scale[0])
         self.optimizer.step()
@@ -389,9 +393,7 @@ class OnlineTraining:
             right = likelihood.predicted(f) == y
             correct = (right if counted is None else right & counted).sum()
             terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
-        examples = torch.full_like(data_loss, len(f))
-        sums = (data_loss.detach(), penalty * len(f), correct, terms, examples)
-        return torch.stack([value.double() for value in sums])
+        return [data_loss.detach(), penalty * len(f), correct, terms]
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""

@@ -71,7 +71,7 @@ def stable_decays(
 
 @torch.no_grad()
 def add_penalty(
-    parameters: list[nn.Parameter], weight_decays: Sequence[float], scale: Tensor
+    parameters: list[nn.Parameter], weight_decays: Sequence[float], scale: Tensor | float
 ) -> Tensor:
     """Add scale · wd · θ to the gradients; returns ½ Σ wd ‖θ‖², a scalar.
 
@@ -81,10 +81,13 @@ def add_penalty(
     # A parameter that the loss does not depend on still has its prior.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     values: list[Tensor] = list(parameters)
-    roots = torch._foreach_mul(values, [wd**0.5 for wd in weight_decays])
-    penalty = 0.5 * torch.stack(torch._foreach_norm(roots)).square().sum()
-    pulls = torch._foreach_mul(values, list(weight_decays))
-    torch._foreach_mul_(pulls, scale)
+    norms = torch._foreach_mul(torch._foreach_norm(values), [wd**0.5 for wd in weight_decays])
+    penalty = 0.5 * torch.stack(norms).square().sum()
+    if isinstance(scale, Tensor):
+        pulls = torch._foreach_mul(values, list(weight_decays))
+        torch._foreach_mul_(pulls, scale)
+    else:
+        pulls = torch._foreach_mul(values, [scale * wd for wd in weight_decays])
     # Not in place: after a compiled backward pass two parameters may share one gradient tensor.
     for p, gradient in zip(parameters, torch._foreach_add(gradients, pulls), strict=True):
         p.grad = gradient
@@ -93,7 +96,10 @@ def add_penalty(
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: list[nn.Parameter], running: Tensor | None, clip: float | None, scale: Tensor
+    parameters: list[nn.Parameter],
+    running: Tensor | None,
+    clip: float | None,
+    scale: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
     """Limit the norm of all gradients together to ``clip`` times its running mean.
 
@@ -120,7 +126,8 @@ def clip_gradients(
         # A gradient scaler skips a step whose gradients are not finite; so does the mean.
         is_large = norm.isfinite() & (running > 0) & (norm > clip * running)
         factor = torch.where(is_large, clip * running / norm, 1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        if norm.device.type != "cpu" or is_large:  # a GPU would have to be waited for
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         norm = norm * factor
     mean = torch.where(norm.isfinite(), running.lerp(norm, NEW_NORM), running)
     return mean, is_large.long()
