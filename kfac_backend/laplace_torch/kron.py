@@ -37,15 +37,9 @@ class FactorKron(Kron):
         self.names = names
 
     @classmethod
-    def from_factors(
-        cls, factors: KroneckerFactors, dtype: torch.dtype | None = None
-    ) -> "FactorKron":
-        """A Kron of these factors, in ``dtype`` if one is given, but in float32 at least.
-
-        Corrected eigenvalues are left out; `EigenKron` has them.
-        """
-        if dtype is not None:
-            dtype = torch.promote_types(dtype, torch.float32)
+    def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype) -> "FactorKron":
+        """A Kron of these factors in a dtype, but in float32 at least."""
+        dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
             [F.to(dtype=dtype) for F, _ in block.named_factors()]
             for block in factors.blocks.values()
@@ -147,17 +141,6 @@ class EigenKron(KronDecomposed):
         self.damping = damping
         self.scale = scale
 
-    @classmethod
-    def from_factors(
-        cls, factors: KroneckerFactors, dtype: torch.dtype, damping: bool = False
-    ) -> "EigenKron":
-        """The decomposition of these factors, with corrected eigenvalues if they have any.
-
-        ``damping`` adds √δ to both factors' eigenvalues instead of δ to their products.
-        """
-        factors = factors.to(dtype=torch.promote_types(dtype, torch.float32))
-        return cls(_Decomposition(list(factors.blocks.values())), damping=damping)
-
     def __len__(self) -> int:
         return len(self._decomposition.blocks)
 
@@ -168,13 +151,8 @@ class EigenKron(KronDecomposed):
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
-        """[β, α] or [β] of each scaled block; [all eigenvalues] of a corrected one."""
-        return [
-            [v for v in (b.beta, b.alpha) if v is not None]
-            if b.corrected is None
-            else [b.corrected.flatten()]
-            for b in self.blocks
-        ]
+        """[β, α] or [β] of each scaled block."""
+        return [[v for v in (b.beta, b.alpha) if v is not None] for b in self.blocks]
 
     @property
     def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore
