@@ -70,9 +70,10 @@ class BackwardVectors:
 
     - exact: the columns of a root S of Λ. If examples have several loss terms, the columns come one
       term at a time: a vector with several terms would add products of different terms to v vᵀ.
-    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), divided by √mc_samples. The
-      estimate is unbiased with all terms in one vector, too: labels are drawn independently, so
-      that products of different terms have expectation zero.
+    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), divided by √mc_samples; for
+      numbers S ε instead, with normal numbers ε (of a Gaussian that is the gradient at a drawn y).
+      The estimate is unbiased with all terms in one vector, too: labels are drawn independently,
+      so that products of different terms have expectation zero.
     - empirical: the gradient of ℓ at the label, one term at a time.
 
     At terms that do not count all vectors are zero. A term that counts for no example of the batch
@@ -83,7 +84,7 @@ class BackwardVectors:
         options: the options of the pass, of which ``fisher`` and ``mc_samples`` decide the vectors.
         generator: source of labels.
         differentiable: whether the vectors keep their graph in f. A label that is drawn has no
-            derivative, so "mc" draws S ε instead, with normal numbers ε.
+            derivative, so "mc" takes S ε for labels, too.
         may_ignore: whether some labels may not count.
     """
 
@@ -101,17 +102,13 @@ class BackwardVectors:
         f = at_least_float32(f if self.differentiable else f.detach())
         counted = counted_terms(y, likelihood) if self.may_ignore else None
         if self.options.fisher == "mc":
-            # No number can be drawn from NaN (a label can), and on a GPU the attempt may end the
-            # process. The pass reports it when it reads its checks.
-            if likelihood.kind != "classes":
-                f = f.nan_to_num(nan=0.0, posinf=0.0, neginf=-torch.inf)
             samples = self.options.mc_samples
             draw = likelihood.drawn_root if self.differentiable else likelihood.drawn_gradient
             for _ in range(samples):
                 drawn = draw(f, y, self.generator)
-                yield _only(counted, drawn.div_(samples**0.5) if samples > 1 else drawn)
+                yield _where(counted, drawn.div_(samples**0.5) if samples > 1 else drawn)
         elif self.options.fisher == "empirical":
-            gradient = _only(counted, likelihood.gradient(f, y))
+            gradient = _where(counted, likelihood.gradient(f, y))
             yield from _one_term_at_a_time(gradient, counted)
         else:
             for column in likelihood.root(f, y):
@@ -135,11 +132,6 @@ class BackwardVectors:
             raise ValueError(message)
         if passes > MANY_PASSES:
             warnings.warn(message, stacklevel=2)
-
-
-def _only(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
-    """`_where` in place."""
-    return vector if counted is None else vector.masked_fill_(~counted[..., None], 0.0)
 
 
 def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
