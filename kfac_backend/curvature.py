@@ -138,7 +138,7 @@ def kronecker_factors(
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
         torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
             do not fit whatever the batch size, before the first batch.
-        RankError: another rank is gone, or has another model or other options.
+        RankError: another rank has another model or other options.
     """
     options = options.but(**keywords)
     curvature = CurvaturePass(
@@ -489,7 +489,7 @@ class CurvaturePass:
                         self._model, self._proof.assignment, self._likelihood, *some
                     )
             seen = mode, traces
-        of_ranks = [of_rank for of_rank in self.ranks.gather(seen, "a curvature pass") if of_rank]
+        of_ranks = [of_rank for of_rank in self.ranks.gather(seen) if of_rank]
         if of_ranks:
             mode = of_ranks[0][0]
             by_trace = nearest_modes([traces for _, traces in of_ranks])

@@ -387,7 +387,7 @@ class KfacPreconditioner:
         by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
         inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
         sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
-        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent], "inverses")
+        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent])
         return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
