@@ -55,17 +55,15 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         self.generator = generator
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of each batch."""
+        fisher: Fisher = "empirical"
+        if isinstance(self, laplace.curvature.GGNInterface):
+            fisher = "mc" if self.stochastic else "exact"
         self.options = CurvatureOptions(kfac_approx="expand").but(
             **{"dict_key_y": dict_key_y} | kwargs,
-            fisher=self.fisher,
+            fisher=fisher,
             mc_samples=getattr(self, "num_samples", 1),
         )
         """The options of `kron`."""
-
-    @property
-    def fisher(self) -> Fisher:
-        """The Fisher kind of `kron`."""
-        raise NotImplementedError
 
     def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # has no other keywords
         self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int
@@ -119,11 +117,6 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
     model, ``num_samples`` per example.
     """
 
-    @property
-    def fisher(self) -> Fisher:
-        """Monte Carlo if stochastic, else exact."""
-        return "mc" if self.stochastic else "exact"
-
 
 class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
@@ -132,11 +125,6 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
     own full and diagonal empirical Fisher are twice as large, since they take gradients of the
     squared error without ½, 2 (f − y), and halve their outer product.
     """
-
-    @property
-    def fisher(self) -> Fisher:
-        """Always empirical."""
-        return "empirical"
 
     def gradients(self, x: Tensor | MutableMapping[str, Any], y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients (M, P) of each example's ``lossfunc``, and the batch's sum of it."""

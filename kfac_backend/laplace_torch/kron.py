@@ -172,14 +172,13 @@ class EigenKron(KronDecomposed):
 
     __rmul__ = __mul__
 
-    def spectrum(self, index: int) -> tuple[EigenBlock, Tensor]:
-        """One scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
-        block = self._decomposition.eigen(index).scale(self.scale)
-        return block, block.spectrum(self.deltas.expand(len(self))[index], self.damping)
-
     def spectra(self) -> list[tuple[EigenBlock, Tensor]]:
-        """The spectrum of each block."""
-        return [self.spectrum(i) for i in range(len(self))]
+        """Each scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
+        deltas = self.deltas.expand(len(self))
+        return [
+            (block, block.spectrum(delta, self.damping))
+            for block, delta in zip(self.blocks, deltas, strict=True)
+        ]
 
     def logdet(self) -> Tensor:
         """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""
