@@ -49,7 +49,6 @@ from kfac_backend.model.batches import (
     parts,
     split_batch,
     splits_by_example,
-    to_device,
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
 from kfac_backend.model.capture import Capture, unknown_examples
@@ -245,12 +244,9 @@ class CurvaturePass:
             RuntimeError: after a batch that failed, until `reset`.
         """
         self._check_whole()
-        y = to_device(y, self._device)
+        x, y = detached(x, self._device), detached(y, self._device)
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
-        x = detached(x, self._device)
-        if isinstance(y, Tensor) and y.is_inference():
-            y = y.clone()
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
         self._failed = True

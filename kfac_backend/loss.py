@@ -20,9 +20,6 @@ from kfac_backend.precision import at_least_float32
 MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 
-MOST_PASSES = 1_000_000
-"""Backward passes of a batch, above which it is refused: at least a quarter of an hour each."""
-
 
 def loss_sum(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
     """Σ ℓ over all examples and loss terms that count, a scalar (nats), in float32 at least."""
@@ -115,23 +112,15 @@ class BackwardVectors:
                 yield from _one_term_at_a_time(_where(counted, column), counted)
 
     def warn_of_many(self, f: Float[Tensor, "N *terms C"]) -> None:
-        """Say that the exact GGN takes a backward pass for each output of each term, if many.
-
-        Raises:
-            ValueError: so many that a batch would not end.
-        """
-        if self.options.fisher != "exact":
-            return
+        """Say that the exact GGN takes a backward pass for each output of each term, if many."""
         C = f.shape[-1]
         passes = f[0].numel() // C * likelihood_of(self.likelihood).num_vectors(C)
-        message = (
-            f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
-            f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes."
-        )
-        if passes > MOST_PASSES:
-            raise ValueError(message)
-        if passes > MANY_PASSES:
-            warnings.warn(message, stacklevel=2)
+        if self.options.fisher == "exact" and passes > MANY_PASSES:
+            warnings.warn(
+                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
+                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes.",
+                stacklevel=2,
+            )
 
 
 def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
