@@ -20,24 +20,24 @@ from kfac_backend.layers.gram import add_waiting
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.options import Mode, PassOptions
+from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 
 LARGE = 8192
 """Rows above which an error message calls a weight large."""
 
 
 def make_rules(
-    assignment: RuleAssignment,
-    modes: Mapping[str, Mode],
-    options: PassOptions,
+    assignment: RuleAssignment, kfac_approx: KfacApprox, options: PassOptions
 ) -> dict[TrackedLayer, Rule]:
     """A rule for each layer in the mode of its name, with empty sums of its own.
 
     Packed tensors keep the factor over their rows whole, whatever ``diagonal_above`` is.
 
     Raises:
+        ValueError: a layer that no pattern of ``kfac_approx`` fits, a pattern that fits no layer.
         NotImplementedError: a large embedding under reduce.
     """
+    modes = modes_of_layers(kfac_approx, [tracked.name for tracked in assignment.layers])
     return {
         tracked: tracked.rule(
             tracked.layer,

@@ -49,7 +49,6 @@ from kfac_backend.model.batches import (
     parts,
     split_batch,
     splits_by_example,
-    to_device,
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
 from kfac_backend.model.capture import Capture, unknown_examples
@@ -63,11 +62,7 @@ from kfac_backend.model.checks import (
 )
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
-from kfac_backend.options import (
-    CurvatureOptions,
-    KfacApprox,
-    modes_of_layers,
-)
+from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     backward_arithmetic,
     check_precision,
@@ -138,7 +133,7 @@ def kronecker_factors(
         NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
         torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
             do not fit whatever the batch size, before the first batch.
-        RankError: another rank is gone, or has another model or other options.
+        RankError: another rank has another model or other options.
     """
     options = options.but(**keywords)
     curvature = CurvaturePass(
@@ -190,7 +185,8 @@ class CurvaturePass:
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
-        check_memory(self._rules_in(kfac_approx), next(model.parameters()).device)
+        rules = make_rules(self._proof.assignment, kfac_approx, options)
+        check_memory(rules, next(model.parameters()).device)
         self.reset()
 
     def factors_of(
@@ -248,12 +244,9 @@ class CurvaturePass:
             RuntimeError: after a batch that failed, until `reset`.
         """
         self._check_whole()
-        y = to_device(y, self._device)
+        x, y = detached(x, self._device), detached(y, self._device)
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
-        x = detached(x, self._device)
-        if isinstance(y, Tensor) and y.is_inference():
-            y = y.clone()
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
         self._failed = True
@@ -432,14 +425,9 @@ class CurvaturePass:
         return self._proof.plan.part_size
 
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        rules = self._rules_in(self._kfac_approx)
+        rules = make_rules(self._proof.assignment, self._kfac_approx, self._options)
         tie(rules)
         return rules
-
-    def _rules_in(self, kfac_approx: KfacApprox) -> dict[TrackedLayer, Rule]:
-        assignment = self._proof.assignment
-        modes = modes_of_layers(kfac_approx, [t.name for t in assignment.layers])
-        return make_rules(assignment, modes, self._options)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)
@@ -489,7 +477,7 @@ class CurvaturePass:
                         self._model, self._proof.assignment, self._likelihood, *some
                     )
             seen = mode, traces
-        of_ranks = [of_rank for of_rank in self.ranks.gather(seen, "a curvature pass") if of_rank]
+        of_ranks = [of_rank for of_rank in self.ranks.gather(seen) if of_rank]
         if of_ranks:
             mode = of_ranks[0][0]
             by_trace = nearest_modes([traces for _, traces in of_ranks])

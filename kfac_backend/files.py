@@ -42,7 +42,7 @@ def write_file(path: str | Path, content: bytes) -> str:
 
     Raises:
         DiskFullError: there is no room; it names the bytes that are needed and those that are free.
-        OSError: it cannot be written for another reason, which it names with the file.
+        OSError: it cannot be written for another reason.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -56,8 +56,14 @@ def write_file(path: str | Path, content: bytes) -> str:
     except BaseException as error:
         with suppress(OSError):  # the folder may be read-only by now; see `remove_leftovers`
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _named(path, len(content), error) from error
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            folder = next(parent for parent in path.absolute().parents if parent.exists())
+            raise DiskFullError(
+                error.errno,
+                f"{path} cannot be written ({error.strerror}): {len(content):,} bytes are wanted, "
+                f"{shutil.disk_usage(folder).free:,} are free. Nothing half-written is left, and "
+                "what was there before is whole. Make room there.",
+            ) from error
         raise
     return sha256(content)
 
@@ -73,28 +79,7 @@ def remove_leftovers(folder: Path) -> None:
     No other process may be writing there.
     """
     for path in [*folder.rglob(f"{PREFIX}*-*-*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _named(path: Path, wanted: int, error: OSError) -> OSError:
-    """The same error, which names the file instead of the temporary one, and the way out."""
-    if error.errno in NO_ROOM:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        found: OSError = DiskFullError(
-            f"{path} cannot be written ({os.strerror(error.errno or 0)}): {wanted:,} bytes are "
-            f"wanted, {shutil.disk_usage(folder).free:,} are free. Nothing half-written is left, "
-            "and what was there before is whole. Make room there."
-        )
-    else:
-        found = type(error)(
-            f"{path} cannot be written ({error.strerror or error}). Change the permissions there, "
-            "or write to another place."
-        )
-    found.errno = error.errno
-    return found
+        path.unlink(missing_ok=True)
 
 
 def write_tensors(

@@ -183,17 +183,11 @@ class Likelihood(str):
             (found,) = torch.autograd.grad(self.loss(at, y), at, create_graph=f.requires_grad)
         return found
 
-    def sample(self, f: Float[Tensor, "*terms C"], generator: torch.Generator | None) -> Tensor:
-        """Targets drawn from p(y|f)."""
-        raise NotImplementedError(
-            f"likelihood '{self}' draws no targets, which fisher='mc' needs; pass fisher='exact'."
-        )
-
     def drawn_gradient(
         self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
     ) -> Float[Tensor, "*terms C"]:
-        """∇_f ℓ at targets drawn from p(y|f); with weights of the data's own targets y."""
-        return self.gradient(f, self.sample(f, generator))
+        """A random vector g with E[g gᵀ] = Λ: S ε, or ∇_f ℓ at labels drawn from p(y|f)."""
+        return self.drawn_root(f, y, generator)
 
     def log_probabilities(self, f: Float[Tensor, "*terms C"]) -> Tensor:
         """Log p of each class, (*terms, K), or of no and yes at each output, (*terms, C, 2)."""
@@ -419,20 +413,14 @@ class Classification(_Labels):
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The gradient p − e_ŷ with labels ŷ drawn from p."""
         p = torch.softmax(f, dim=-1)
-        labels = _drawn(p.flatten(0, -2), generator).view(f.shape[:-1])
-        return self._with_weight(_less_one_hot(p, labels), y)
+        labels = _drawn(p.flatten(0, -2), generator).view(*f.shape[:-1], 1)
+        # Over p, since one-hot integers would take twice its memory.
+        g = p.scatter_add_(-1, labels, -torch.ones_like(p[..., :1]))
+        return self._with_weight(g, y)
 
     def predicted(self, f: Tensor) -> Tensor:
         """The most probable class of each term."""
         return f.argmax(-1)
-
-    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        """The gradient p − e_y; of no meaning where y is `IGNORED`."""
-        if self.options:
-            return super().gradient(f, y)
-        p = torch.softmax(f, dim=-1)
-        label = y.long().where(y != IGNORED, 0)
-        return _less_one_hot(p.clone() if f.requires_grad else p, label)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
         """The log softmax of f."""
@@ -482,11 +470,6 @@ class Ordinal(Diagonal, _Labels):
         slopes = torch.sigmoid(f - high) - torch.sigmoid(low - f)
         return (self.log_probabilities(f).exp() * slopes.square()).sum(-1, keepdim=True)
 
-    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Labels."""
-        p = self.log_probabilities(f).exp()
-        return _drawn(p.flatten(0, -2), generator).view(f.shape[:-1])
-
 
 class Regression(Diagonal):
     """A number for each output: N(y; f, σ²). At σ = 1 its loss is ½‖y − f‖², without constants."""
@@ -494,21 +477,22 @@ class Regression(Diagonal):
     name = "regression"
     has_sigma = True
 
+    def _relative_noise(self, f: Tensor) -> Tensor:
+        """The factor s of an output with noise σ s."""
+        return f.new_ones(())
+
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """½(y − f)² of each output."""
-        return 0.5 * (f - y.to(f)).square()
+        """½(y − f)²/s² of each output."""
+        return 0.5 * (f - y.to(f)).square() / self._relative_noise(f).square()
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """1, the Hessian at σ = 1."""
-        return torch.ones_like(f)
-
-    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """S ε: the gradient at y = f − S⁻¹ ε."""
-        return self.drawn_root(f, y, generator)
+        """1/s², the Hessian at σ = 1."""
+        return self._relative_noise(f).square().reciprocal().expand_as(f)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The means f, σ² and the outputs' variance."""
-        return f, sigma.to(f).square().expand_as(f), variance
+        """The means f, σ²s² and the outputs' variance."""
+        noise = sigma.to(f) * self._relative_noise(f)
+        return f, noise.square().expand_as(f), variance
 
 
 class RegressionPerOutput(Regression):
@@ -536,18 +520,9 @@ class RegressionPerOutput(Regression):
         if len(self.numbers["noise"]) not in (1, f.shape[-1]):
             raise ValueError(f"likelihood '{self}' is not for {f.shape[-1]} outputs.")
 
-    def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """½(y − f)²/s² of each output."""
-        return super().losses(f, y) / self.numbers["noise"].to(f).square()
-
-    def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """1/s², the Hessian at σ = 1."""
-        return self.numbers["noise"].to(f).square().reciprocal().expand_as(f)
-
-    def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The means f, σ²s² and the outputs' variance."""
-        noise = sigma.to(f) * self.numbers["noise"].to(f)
-        return f, noise.square().expand_as(f), variance
+    def _relative_noise(self, f: Tensor) -> Tensor:
+        """Each output's own."""
+        return self.numbers["noise"].to(f)
 
 
 class KnownNoise(Regression):
@@ -626,7 +601,7 @@ class Heteroscedastic(Diagonal):
     def mean_and_log_variance(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The means m and the log variances s = 2 log n + k u, each (*terms, C)."""
         mean, u = f.chunk(2, -1)
-        return mean, 2 * self.numbers["noise"].log().to(f) + self.numbers["strength"].to(f) * u
+        return mean, 2 * self.numbers["noise"].log().to(f) + self._strength(f) * u
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """½((y − m)² exp(−s) + s + log 2π) of each number."""
@@ -636,22 +611,16 @@ class Heteroscedastic(Diagonal):
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal exp(−s), k²/2."""
         _, s = self.mean_and_log_variance(f)
-        return torch.cat([(-s).exp(), self._of_log_variance(torch.full_like(s, 0.5))], -1)
-
-    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Normal numbers."""
-        mean, s = self.mean_and_log_variance(f)
-        return mean + (0.5 * s).exp() * _normal(s, generator)
+        return torch.cat([(-s).exp(), (0.5 * self._strength(f).square()).expand_as(s)], -1)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means m, E exp(s), and the means' variance."""
         mean, s = self.mean_and_log_variance(f)
         of_mean, of_u = variance.chunk(2, -1)
-        return mean, (s + 0.5 * self._of_log_variance(of_u)).exp(), of_mean
+        return mean, (s + 0.5 * self._strength(f).square() * of_u).exp(), of_mean
 
-    def _of_log_variance(self, variance: Tensor) -> Tensor:
-        """The variance of u, or what is squared as it is, in terms of s."""
-        return self.numbers["strength"].to(variance).square() * variance
+    def _strength(self, f: Tensor) -> Tensor:
+        return self.numbers["strength"].to(f)
 
 
 class Poisson(Diagonal):
@@ -677,10 +646,6 @@ class Poisson(Diagonal):
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The rates exp(f)."""
         return f.exp()
-
-    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Counts."""
-        return torch.poisson(f.exp(), generator=generator)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The moments of y where the rate is log-normal."""
@@ -727,12 +692,6 @@ class NegativeBinomial(Poisson):
         r = self.numbers["r"].to(f)
         return r * torch.sigmoid(f - r.log())
 
-    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Counts with gamma rates."""
-        r = self.numbers["r"].to(f)
-        rate = torch._standard_gamma(r.expand_as(f), generator=generator)
-        return torch.poisson(rate * f.exp() / r, generator=generator)
-
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The moments of y where μ is log-normal."""
         mean, noise, of_mean = super().moments(f, variance, sigma)
@@ -771,12 +730,6 @@ class StudentT(Diagonal):
         df, scale = self.numbers["df"].to(f), self.numbers["scale"].to(f)
         return ((df + 1) / ((df + 3) * scale.square())).expand_as(f)
 
-    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A normal number over the root of a gamma number, for each output."""
-        half, scale = 0.5 * self.numbers["df"].to(f), self.numbers["scale"].to(f)
-        gamma = torch._standard_gamma(half.expand_as(f), generator=generator) / half
-        return f + scale * _normal(f, generator) / gamma.sqrt()
-
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The means f, s²ν/(ν − 2) and the outputs' variance."""
         return f, self._noise(f), variance
@@ -784,10 +737,8 @@ class StudentT(Diagonal):
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """The t distribution's of this variance."""
         v = self.numbers["df"].to(mean)
-        scale = variance * (v - 2) / v  # s²
-        constant = torch.lgamma((v + 1) / 2) - torch.lgamma(v / 2)
-        kernel = (v + 1) / 2 * torch.log1p((y - mean).square() / (v * scale))
-        return constant - 0.5 * (math.pi * v * scale).log() - kernel
+        scale = (variance * (v - 2) / v).sqrt()
+        return torch.distributions.StudentT(v, mean, scale, validate_args=False).log_prob(y)
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """The t distribution's of this variance."""
@@ -843,10 +794,6 @@ class Weibull(Diagonal):
         k = self.numbers["shape"].to(f)
         return k.square() * (k * (t.log() - f)).exp()
 
-    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """S ε, as what censors the times is not known."""
-        return self.drawn_root(f, y, generator)
-
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """Of log t: f − γ/k with Euler's γ, π²/(6k²), and the outputs' variance."""
         k = self.numbers["shape"].to(f)
@@ -891,9 +838,12 @@ class Bernoulli(Diagonal):
         """The diagonal p (1 − p)."""
         return torch.sigmoid(f) * torch.sigmoid(-f)
 
-    def sample(self, f: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Zeros and ones."""
-        return torch.bernoulli(torch.sigmoid(f), generator=generator)
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The gradient p − ŷ with ŷ drawn from p."""
+        p = torch.sigmoid(f)
+        # Nothing can be drawn from NaN, and on a GPU the attempt may end the process. The pass
+        # reports NaN when it reads its checks.
+        return p - torch.bernoulli(p.nan_to_num(), generator=generator)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
         """Of no, s(−f), and yes, s(f)."""
@@ -918,7 +868,7 @@ class Weighted(Likelihood):
         self.of = of = likelihood_of(of)
         for name in (
             *("kind", "has_sigma", "has_probit", "is_count", "num_vectors", "predicted"),
-            *("log_probabilities", "moments", "log_density", "cdf", "sample"),
+            *("log_probabilities", "moments", "log_density", "cdf"),
             *("numbers", "least", "to_learn"),
         ):
             setattr(self, name, getattr(of, name))
@@ -1060,8 +1010,3 @@ def _drawn_of_many(
     inside = p.gather(1, classes.clamp(max=C - 1)).masked_fill_(classes >= C, 0.0)
     place = torch.searchsorted(inside.cumsum(1, dtype=torch.float64), point, right=True)
     return (block * size + place.clamp_(max=size - 1)).clamp_(max=C - 1)
-
-
-def _less_one_hot(p: Float[Tensor, "*terms C"], label: Int[Tensor, "*terms"]) -> Tensor:
-    """The gradient p − e_label, written over p; one-hot integers would take twice its memory."""
-    return p.scatter_add_(-1, label[..., None], -torch.ones_like(p[..., :1]))

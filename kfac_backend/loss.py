@@ -20,9 +20,6 @@ from kfac_backend.precision import at_least_float32
 MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 
-MOST_PASSES = 1_000_000
-"""Backward passes of a batch, above which it is refused: at least a quarter of an hour each."""
-
 
 def loss_sum(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
     """Σ ℓ over all examples and loss terms that count, a scalar (nats), in float32 at least."""
@@ -70,9 +67,10 @@ class BackwardVectors:
 
     - exact: the columns of a root S of Λ. If examples have several loss terms, the columns come one
       term at a time: a vector with several terms would add products of different terms to v vᵀ.
-    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), divided by √mc_samples. The
-      estimate is unbiased with all terms in one vector, too: labels are drawn independently, so
-      that products of different terms have expectation zero.
+    - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), divided by √mc_samples; for
+      numbers S ε instead, with normal numbers ε (of a Gaussian that is the gradient at a drawn y).
+      The estimate is unbiased with all terms in one vector, too: labels are drawn independently,
+      so that products of different terms have expectation zero.
     - empirical: the gradient of ℓ at the label, one term at a time.
 
     At terms that do not count all vectors are zero. A term that counts for no example of the batch
@@ -83,7 +81,7 @@ class BackwardVectors:
         options: the options of the pass, of which ``fisher`` and ``mc_samples`` decide the vectors.
         generator: source of labels.
         differentiable: whether the vectors keep their graph in f. A label that is drawn has no
-            derivative, so "mc" draws S ε instead, with normal numbers ε.
+            derivative, so "mc" takes S ε for labels, too.
         may_ignore: whether some labels may not count.
     """
 
@@ -101,45 +99,28 @@ class BackwardVectors:
         f = at_least_float32(f if self.differentiable else f.detach())
         counted = counted_terms(y, likelihood) if self.may_ignore else None
         if self.options.fisher == "mc":
-            # No number can be drawn from NaN (a label can), and on a GPU the attempt may end the
-            # process. The pass reports it when it reads its checks.
-            if likelihood.kind != "classes":
-                f = f.nan_to_num(nan=0.0, posinf=0.0, neginf=-torch.inf)
             samples = self.options.mc_samples
             draw = likelihood.drawn_root if self.differentiable else likelihood.drawn_gradient
             for _ in range(samples):
                 drawn = draw(f, y, self.generator)
-                yield _only(counted, drawn.div_(samples**0.5) if samples > 1 else drawn)
+                yield _where(counted, drawn.div_(samples**0.5) if samples > 1 else drawn)
         elif self.options.fisher == "empirical":
-            gradient = _only(counted, likelihood.gradient(f, y))
+            gradient = _where(counted, likelihood.gradient(f, y))
             yield from _one_term_at_a_time(gradient, counted)
         else:
             for column in likelihood.root(f, y):
                 yield from _one_term_at_a_time(_where(counted, column), counted)
 
     def warn_of_many(self, f: Float[Tensor, "N *terms C"]) -> None:
-        """Say that the exact GGN takes a backward pass for each output of each term, if many.
-
-        Raises:
-            ValueError: so many that a batch would not end.
-        """
-        if self.options.fisher != "exact":
-            return
+        """Say that the exact GGN takes a backward pass for each output of each term, if many."""
         C = f.shape[-1]
         passes = f[0].numel() // C * likelihood_of(self.likelihood).num_vectors(C)
-        message = (
-            f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
-            f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes."
-        )
-        if passes > MOST_PASSES:
-            raise ValueError(message)
-        if passes > MANY_PASSES:
-            warnings.warn(message, stacklevel=2)
-
-
-def _only(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:
-    """`_where` in place."""
-    return vector if counted is None else vector.masked_fill_(~counted[..., None], 0.0)
+        if self.options.fisher == "exact" and passes > MANY_PASSES:
+            warnings.warn(
+                f"The exact GGN takes {passes} backward passes for each part of a batch: outputs "
+                f"have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes.",
+                stacklevel=2,
+            )
 
 
 def _where(counted: Tensor | None, vector: Float[Tensor, "N *terms C"]) -> Tensor:

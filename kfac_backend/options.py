@@ -27,13 +27,6 @@ ShiftLabels = bool | Literal["auto"]
 class Options:
     """What options have in common: each object checks itself, and a changed one is a new one."""
 
-    def __post_init__(self) -> None:
-        """Raise a ValueError unless each value is supported."""
-
-    def check(self, likelihood: str) -> None:
-        """Raise a ValueError unless the options are for this likelihood."""
-        likelihood_of(likelihood)
-
     def but(self, **changes: Any) -> Self:
         """These options with some of them changed.
 
@@ -73,7 +66,6 @@ class TargetOptions(Options):
     dict_key_mask: str | None = "attention_mask"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.shift_labels not in (True, False, "auto"):
             raise ValueError(
                 f"shift_labels={self.shift_labels!r} is not supported; choose one of True, False, "
@@ -82,7 +74,6 @@ class TargetOptions(Options):
 
     def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
-        super().check(likelihood)
         if likelihood_of(likelihood).has_labels:
             return
         if self.ignore_index is not None:
@@ -115,9 +106,9 @@ class PassOptions(Options):
             matches counts.
         fisher: which matrix the factors approximate. exact is the generalised Gauss-Newton matrix
             (GGN), by C - 1 (classification) or C backward passes a batch for each loss term of an
-            example; mc estimates it without bias from labels drawn from the model, by mc_samples
-            passes; empirical takes the gradients of the data's own labels, by one pass for each
-            loss term.
+            example; mc estimates it without bias from labels drawn from the model (of numbers, from
+            random vectors that stand for them), by mc_samples passes; empirical takes the gradients
+            of the data's own labels, by one pass for each loss term.
         mc_samples: number of labels drawn for each example with fisher=mc. More samples reduce the
             noise, and cost a backward pass each.
         unsupported: what to do with the parameters of layers that have no K-FAC rule. error stops;
@@ -145,8 +136,19 @@ class PassOptions(Options):
     diagonal_above: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "kfac_approx", check_kfac_approx(self.kfac_approx))
+        modes = self.kfac_approx
+        if isinstance(modes, Mapping):
+            if not modes:
+                raise ValueError("kfac_approx is an empty mapping; give '*' a mode for all layers.")
+            for pattern, mode in modes.items():
+                check_option(f"kfac_approx[{pattern!r}]", mode, Mode)
+            object.__setattr__(self, "kfac_approx", dict(modes))
+        elif modes not in ("expand", "reduce", "auto"):
+            raise ValueError(
+                f"kfac_approx={modes!r} is not supported; choose one of 'expand', 'reduce', "
+                "'auto', or a mapping of layers' names or patterns to modes, such as "
+                "{'head*': 'expand', '*': 'reduce'}."
+            )
         check_option("fisher", self.fisher, Fisher)
         check_option("unsupported", self.unsupported, Unsupported)
         check_option("backward_precision", self.backward_precision, BackwardPrecision)
@@ -166,10 +168,6 @@ class PassOptions(Options):
         names = ("kfac_approx", "fisher", "diagonal_above")
         return {name: getattr(self, name) for name in names}
 
-    def in_training_steps(self, fisher: Fisher) -> Self:
-        """These options for factors of training steps: one sample."""
-        return self.but(fisher=fisher, mc_samples=1)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureOptions(PassOptions, TargetOptions):
@@ -181,6 +179,10 @@ class CurvatureOptions(PassOptions, TargetOptions):
     Raises:
         ValueError: an option that is not supported.
     """
+
+    def __post_init__(self) -> None:
+        PassOptions.__post_init__(self)
+        TargetOptions.__post_init__(self)
 
     def to_json(self) -> dict[str, Any]:
         """The options as plain data, which ``CurvatureOptions(**data)`` reads."""
@@ -208,27 +210,6 @@ def check_positive(name: str, value: object) -> None:
         wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
         what = "positive" if math.isfinite(wrong) else "positive and finite"
         raise ValueError(f"{name} must be {what}, not {wrong}.")
-
-
-def check_kfac_approx(kfac_approx: KfacApprox) -> KfacApprox:
-    """The checked option, with mappings copied into plain dicts.
-
-    Raises:
-        ValueError: neither a mode, "auto", nor a mapping of patterns to modes.
-    """
-    if not isinstance(kfac_approx, Mapping):
-        if kfac_approx not in ("expand", "reduce", "auto"):
-            raise ValueError(
-                f"kfac_approx={kfac_approx!r} is not supported; choose one of 'expand', 'reduce', "
-                "'auto', or a mapping of layers' names or patterns to modes, such as "
-                "{'head*': 'expand', '*': 'reduce'}."
-            )
-        return kfac_approx
-    if not kfac_approx:
-        raise ValueError("kfac_approx is an empty mapping; give '*' a mode for all layers.")
-    for pattern, mode in kfac_approx.items():
-        check_option(f"kfac_approx[{pattern!r}]", mode, Mode)
-    return dict(kfac_approx)
 
 
 def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:

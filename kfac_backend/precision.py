@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kfac_backend.options import BackwardPrecision, check_option
+from kfac_backend.options import BackwardPrecision
 
 T = TypeVar("T")
 
@@ -39,11 +39,6 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def full_float32() -> AbstractContextManager[None]:
-    """Multiply float32 in full precision, whatever the user has set."""
-    return _full_float32.held()
-
-
 def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
     """Multiply float32 in the backward passes' precision."""
     if precision == "float32":
@@ -61,7 +56,6 @@ def exact_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[Non
 
 def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
     """Raise a ValueError unless the device supports the precision."""
-    check_option("backward_precision", precision, BackwardPrecision)
     supported = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
     known = supported.get(device.type, ("float32",))
     if precision not in known:
@@ -90,4 +84,5 @@ def _write(precisions: list[str]) -> None:
         backend.fp32_precision = precision
 
 
-_full_float32 = Setting(_read, _write, ["ieee"] * 4)
+full_float32 = Setting(_read, _write, ["ieee"] * 4).held
+"""A context that multiplies float32 in full precision, whatever the user has set."""

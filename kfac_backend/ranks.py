@@ -7,13 +7,12 @@ by the size of their shard.
 
 A method is collective if it exchanges data between ranks: all of the group must call it, in the
 same order. A rank that fails ends, and torchrun then ends the others; those that wait for one that
-hangs fail after the timeout of the process group.
+hangs fail after the timeout of the process group, with an error of torch.distributed.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,7 @@ ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 
 
 class RankError(RuntimeError):
-    """Ranks disagree, or this one has lost another."""
+    """Ranks disagree."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Ranks:
         """The same ranks: a process group cannot be copied."""
         return copy(self)
 
-    def gather(self, value: Any, what: str) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, ordered by rank; collective.
 
         The value can be pickled and is small, as it is sent to all.
@@ -73,45 +72,53 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._named_errors(what):
-            dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def agree(self, value: Mapping[str, Any], what: str) -> None:
+    def agree(self, value: Mapping[str, Any]) -> None:
         """Raise a `RankError` on all ranks unless all give the same; collective.
 
         The error names what differs by the mapping's keys.
         """
-        _check_same(self.gather(dict(value), what), what)
+        _check_same(self.gather(dict(value)))
 
-    def sum_(self, tensors: Sequence[Tensor], what: str) -> None:
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, the same to the bit on each; collective.
 
-        One that comes twice is summed once.
+        They must not share memory.
         """
-        group, once = self._group, {id(tensor): tensor for tensor in tensors}.values()
         if self.size > 1:
-            start = partial(dist.all_reduce, group=group, async_op=True)
-            self._send([(tensor, start) for tensor in once], what)
+            start = partial(dist.all_reduce, group=self._group, async_op=True)
+            _send((tensor, start) for tensor in tensors)
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece of work, see `share_out`; not collective."""
-        return share_out(costs, self.size)
+        """The rank that does each piece of work: the largest first, to the rank with the least.
 
-    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int], what: str) -> None:
+        The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds
+        on multiprocessing timing anomalies"). Not collective.
+        """
+        # A heap of (work so far, rank): its top is the rank with the least.
+        loads = [(0.0, rank) for rank in range(self.size)]
+        owners = [0] * len(costs)
+        for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            load, owners[index] = heapq.heappop(loads)
+            heapq.heappush(loads, (load + costs[index], owners[index]))
+        return owners
+
+    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "") -> None:
         """Fill each tensor with its owner's values, to the bit; collective.
 
         Args:
             tensors: of the same shapes and dtypes on all ranks.
             owners: the rank that has each one's values, as of `owners`.
-            what: the work that is being done, for errors.
+            what: the work that is being done; not used.
         """
         group = self._group
         if group is None or self.size == 1:
             return
         sources = [dist.get_global_rank(group, owner) for owner in owners]
         starts = [partial(dist.broadcast, src=s, group=group, async_op=True) for s in sources]
-        self._send(zip(tensors, starts, strict=True), what)
+        _send(zip(tensors, starts, strict=True))
 
     def generator(self, common: torch.Generator) -> torch.Generator:
         """A generator of this rank alone, seeded by the state of one that all ranks have alike.
@@ -132,43 +139,16 @@ class Ranks:
         there = dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if there else None
 
-    def _send(self, tensors: Iterable[tuple[Tensor, Callable[[Tensor], Any]]], what: str) -> None:
-        """Run each tensor's collective call on it, in place."""
-        with self._named_errors(what), torch.no_grad():
-            # All are started before the first is waited for.
-            sent = [(start(flat := tensor.contiguous()), flat, tensor) for tensor, start in tensors]
-            for work, flat, tensor in sent:
-                work.wait()
-                if flat is not tensor:
-                    tensor.copy_(flat)
 
-    @contextmanager
-    def _named_errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # also torch.distributed's own, which are RuntimeErrors
-            raise RankError(
-                f"Rank {self.rank} of {self.size} lost the others in {what}: {error}\n"
-                "One of them has failed, died or hung, or does something else; its own output says "
-                "why. End all ranks and start anew, where a run was kept with resume. (How long a "
-                "rank waits is the timeout of torch.distributed.init_process_group.)"
-            ) from error
-
-
-def share_out(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank that does each piece of work: the largest first, to the rank with the least so far.
-
-    The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds on
-    multiprocessing timing anomalies").
-    """
-    # A heap of (work so far, rank): its top is the rank with the least.
-    loads = [(0.0, rank) for rank in range(ranks)]
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, rank = heapq.heappop(loads)
-        owners[index] = rank
-        heapq.heappush(loads, (load + costs[index], rank))
-    return owners
+def _send(tensors: Iterable[tuple[Tensor, Callable[[Tensor], Any]]]) -> None:
+    """Run each tensor's collective call on it, in place."""
+    with torch.no_grad():
+        # All are started before the first is waited for.
+        sent = [(start(flat := tensor.contiguous()), flat, tensor) for tensor, start in tensors]
+        for work, flat, tensor in sent:
+            work.wait()
+            if flat is not tensor:
+                tensor.copy_(flat)
 
 
 @dataclass
@@ -205,6 +185,17 @@ class PassSums:
         found: list[Tensor] = []
         self.map(lambda tensor: found.append(tensor) or tensor)
         return found
+
+    def kinds(self) -> dict[str, Any]:
+        """What the data has decided, by the names that errors use."""
+        return {
+            "the mode": self.kfac_approx,
+            "the number of outputs": self.num_outputs,
+            "the layers of each factor": {
+                name: [sums.slot for sums in layers] for name, layers in self.blocks.items()
+            },
+            "the factors' shapes and dtypes": [(tuple(t.shape), t.dtype) for t in self.tensors()],
+        }
 
     def apart(self) -> "PassSums":
         """The sums without shared memory: a copy takes the place of what comes a second time."""
@@ -244,11 +235,10 @@ def sum_over_ranks(
         same: what else must be the same, such as options, by the names that errors use.
 
     Raises:
-        RankError: a rank is gone, or has another model, other options or another version.
+        RankError: a rank has another model, other options or another version.
     """
     if ranks.size == 1:
         return sums
-    what = "a curvature pass"
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     same = {
@@ -260,11 +250,11 @@ def sum_over_ranks(
     by_name = dict(zip(trainable, norms.tolist(), strict=True))
     # On the meta device tensors have shapes, and no entries that would have to be sent.
     shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
-    of_same, of_norms, of_sums = zip(*ranks.gather((same, by_name, shapes), what), strict=True)
-    with_data = [shapes for shapes in of_sums if shapes is not None]
-    _check_same(of_same, what)
-    _check_norms(of_norms, what)
-    _check_shapes(with_data, what)
+    of_same, of_norms, of_sums = zip(*ranks.gather((same, by_name, shapes)), strict=True)
+    with_data: list[PassSums] = [shapes for shapes in of_sums if shapes is not None]
+    _check_same(of_same)
+    _check_norms(of_norms)
+    _check_same([one.kinds() for one in with_data])
     if not with_data:
         return sums
     # Step 2: all ranks need the same number of tensors. One without data takes zeros in the others'
@@ -274,48 +264,30 @@ def sum_over_ranks(
         sums = with_data[0].map(lambda tensor: torch.zeros_like(tensor, device=device))
     sums = sums.apart()
     # Step 3: the sums of all tensors. The counts came with the messages.
-    ranks.sum_(sums.tensors(), what)
+    ranks.sum_(sums.tensors())
     return sums.with_counts_of(with_data)
 
 
-def _check_norms(of_ranks: Sequence[Mapping[str, float]], what: str) -> None:
+def _check_norms(of_ranks: Sequence[Mapping[str, float]]) -> None:
     """Raise a RankError unless a parameter's norms agree up to rounding."""
     for name, norm in of_ranks[0].items():
         for rank, norms in enumerate(of_ranks):
             if not math.isclose(norm, norms[name], rel_tol=1e-3):
                 raise RankError(
-                    f"Ranks disagree in {what}: parameter '{name}' has norm {norm:.6g} on rank 0 "
-                    f"and {norms[name]:.6g} on rank {rank}. Give all the same weights "
-                    "first: train with DistributedDataParallel, or send rank 0's to the others "
+                    f"Ranks disagree: parameter '{name}' has norm {norm:.6g} on rank 0 and "
+                    f"{norms[name]:.6g} on rank {rank}. Give all the same weights first: train "
+                    "with DistributedDataParallel, or send rank 0's to the others "
                     "(torch.distributed.broadcast)."
                 )
 
 
-def _check_shapes(of_ranks: Sequence[PassSums], what: str) -> None:
-    """Raise a RankError unless the data of all ranks has led to the same kinds of sums."""
-    decided_by_data = [
-        {
-            "the mode": sums.kfac_approx,
-            "the number of outputs": sums.num_outputs,
-            "the factors' parameters": list(sums.blocks) + list(sums.others),
-            "the layers of each parameter": {
-                n: [p.slot for p in sums.blocks[n]] for n in sums.blocks
-            },
-            "the factors' shapes and dtypes": [(tuple(t.shape), t.dtype) for t in sums.tensors()],
-        }
-        for sums in of_ranks
-    ]
-    _check_same(decided_by_data, what)
-
-
-def _check_same(values: Sequence[Mapping[str, Any]], what: str) -> None:
+def _check_same(values: Sequence[Mapping[str, Any]]) -> None:
     """Raise a `RankError` that names the first difference between ranks, if there is any."""
     for name in dict.fromkeys(name for value in values for name in value):
         first = values[0].get(name)
         for rank, other in enumerate(values):
             if other.get(name) != first:
                 raise RankError(
-                    f"Ranks disagree in {what}: {name} is {first!r} on rank 0 and "
-                    f"{other.get(name)!r} on rank {rank}. All must run the same program, on the "
-                    "same model."
+                    f"Ranks disagree: {name} is {first!r} on rank 0 and {other.get(name)!r} on "
+                    f"rank {rank}. All must run the same program, on the same model."
                 )

@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         if not isinstance(error, named) or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        # A full disk or a lost rank ends good work, which can go on.
-        way_out = way_out if isinstance(error, DiskFullError | RankError) else ""
+        # A full disk ends good work, which can go on.
+        way_out = way_out if isinstance(error, DiskFullError) else ""
         _print_error(f"error: {error}{way_out}")
         return 2
 

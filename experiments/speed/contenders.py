@@ -134,9 +134,11 @@ def peer(
     if backend is not KfacGGN:
         for p in model.parameters():
             p.requires_grad_(p.numel() > 1)
+    mode: dict[str, Any] = {"kfac_approx": kfac_approx}
+    if backend is KfacGGN:  # whose mode is an option of the backend
+        curvature = backend(model, "classification", stochastic=fisher == "mc", **mode)
+        return lambda: curvature.kron(x, y, N=len(x))
     curvature = backend(model, "classification", stochastic=fisher == "mc")
     # ASDL knows expand only, and takes no keyword for it.
-    options: dict[str, Any] = {"kfac_approx": kfac_approx}
-    if backend.__name__.startswith("Asdl"):
-        options = {}
+    options = {} if backend.__name__.startswith("Asdl") else mode
     return lambda: curvature.kron(x, y, N=len(x), **options)

@@ -109,7 +109,7 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         blocks = list(fitted.blocks.values())
         whole = [F for block in blocks for F in (block.B, block.A) if F is not None]
         summed = [F.clone() for F in {id(F): F for F in whole}.values()]
-        timed("reduction alone", lambda t=summed: ranks.sum_(t, "a timing"))
+        timed("reduction alone", lambda t=summed: ranks.sum_(t))
         again = list((fitted * 1).blocks.values())  # new blocks, without eigenvalues yet
         timed("eigenvalues, one rank", lambda b=again: compute_eigenvalues(b), all_ranks=False)
         timed(f"eigenvalues, {several}", lambda b=blocks: compute_eigenvalues(b, ranks))

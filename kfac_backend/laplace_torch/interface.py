@@ -1,7 +1,7 @@
 """Backends of laplace-torch: `KfacGGN` and `KfacEF`."""
 
 from collections.abc import MutableMapping
-from copy import copy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.kron import FactorKron, laplace
-from kfac_backend.options import CurvatureOptions, Fisher, KfacApprox
+from kfac_backend.options import CurvatureOptions, Fisher
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
 
@@ -55,26 +55,18 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         self.generator = generator
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of each batch."""
+        fisher: Fisher = "empirical"
+        if isinstance(self, laplace.curvature.GGNInterface):
+            fisher = "mc" if self.stochastic else "exact"
         self.options = CurvatureOptions(kfac_approx="expand").but(
             **{"dict_key_y": dict_key_y} | kwargs,
-            fisher=self.fisher,
+            fisher=fisher,
             mc_samples=getattr(self, "num_samples", 1),
         )
         """The options of `kron`."""
-        self._passes: dict[str, CurvaturePass] = {}
 
-    @property
-    def fisher(self) -> Fisher:
-        """The Fisher kind of `kron`."""
-        raise NotImplementedError
-
-    def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # names the keywords
-        self,
-        x: Tensor | MutableMapping[str, Any],
-        y: Tensor,
-        N: int,
-        kfac_approx: KfacApprox | None = None,
-        mc_samples: int | None = None,
+    def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # has no other keywords
+        self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int
     ) -> tuple[Tensor, FactorKron]:
         """Loss (a sum, nats) and curvature of one batch, scaled so that batches add up.
 
@@ -84,24 +76,14 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
             x: input (M, ...) or a mapping.
             y: targets.
             N: number of examples in all batches together.
-            kfac_approx: instead of the constructor's.
-            mc_samples: instead of the constructor's ``num_samples``, if stochastic.
         """
-        model: nn.Module = self.model
         if self.last_layer:
             with torch.no_grad():
                 _, x = self.model.forward_with_features(x)  # pyright: ignore
-            model = self.model.last_layer  # pyright: ignore[reportAssignmentType]
-        options = self.options
-        if kfac_approx is not None:
-            options = options.but(kfac_approx=kfac_approx)
-        if mc_samples is not None:
-            options = options.but(mc_samples=mc_samples)
-        curvature = self._curvature_pass(model, options)
-        curvature.reset()
-        curvature.add(x, y)
-        factors = curvature.factors()
-        factors.check_alignment(model)
+        self._pass.reset()
+        self._pass.add(x, y)
+        factors = self._pass.factors()
+        factors.check_alignment(self._layers)
         _check_sum(factors, N)
         kron = FactorKron.from_factors(factors, self.params[0].dtype)
         for F in kron.kfacs:
@@ -109,19 +91,22 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
                 F[1].mul_(factors.num_data / N)
         return self.params[0].new_tensor(factors.loss), kron
 
-    def _curvature_pass(self, model: nn.Module, options: CurvatureOptions) -> CurvaturePass:
-        # One pass for each set of options is kept, since its proof is made only once.
-        key = repr(options)
-        if key not in self._passes:
-            likelihood: Any = self.likelihood
-            self._passes[key] = CurvaturePass(
-                model,
-                likelihood,
-                options,
-                generator=self.generator,
-                process_group=self.ranks.process_group,
-            )
-        return self._passes[key]
+    @property
+    def _layers(self) -> nn.Module:
+        """The model, or its last layer alone."""
+        return self.model.last_layer if self.last_layer else self.model  # pyright: ignore
+
+    @cached_property
+    def _pass(self) -> CurvaturePass:
+        # Kept for all batches, since its proof is made only once.
+        likelihood: Any = self.likelihood
+        return CurvaturePass(
+            self._layers,
+            likelihood,
+            self.options,
+            generator=self.generator,
+            process_group=self.ranks.process_group,
+        )
 
 
 class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -132,31 +117,6 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
     model, ``num_samples`` per example.
     """
 
-    @property
-    def fisher(self) -> Fisher:
-        """Monte Carlo if stochastic, else exact."""
-        return "mc" if self.stochastic else "exact"
-
-    # laplace-torch's own take any keyword and pass over it; these know ``mc_samples`` alone.
-    def full(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and dense GGN (P, P) of one batch; ``mc_samples`` as in `kron`, N is not needed."""
-        return laplace.curvature.GGNInterface.full(self._with_samples(mc_samples), x, y)
-
-    def diag(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and diagonal (P,) of the GGN of one batch; arguments as in `full`."""
-        return laplace.curvature.GGNInterface.diag(self._with_samples(mc_samples), x, y)
-
-    def _with_samples(self, mc_samples: int | None) -> "KfacGGN":
-        if mc_samples is None:
-            return self
-        other = copy(self)
-        other.num_samples = self.options.but(mc_samples=mc_samples).mc_samples  # checked there
-        return other
-
 
 class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
@@ -165,11 +125,6 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
     own full and diagonal empirical Fisher are twice as large, since they take gradients of the
     squared error without ½, 2 (f − y), and halve their outer product.
     """
-
-    @property
-    def fisher(self) -> Fisher:
-        """Always empirical."""
-        return "empirical"
 
     def gradients(self, x: Tensor | MutableMapping[str, Any], y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients (M, P) of each example's ``lossfunc``, and the batch's sum of it."""

@@ -37,15 +37,9 @@ class FactorKron(Kron):
         self.names = names
 
     @classmethod
-    def from_factors(
-        cls, factors: KroneckerFactors, dtype: torch.dtype | None = None
-    ) -> "FactorKron":
-        """A Kron of these factors, in ``dtype`` if one is given, but in float32 at least.
-
-        Corrected eigenvalues are left out; `EigenKron` has them.
-        """
-        if dtype is not None:
-            dtype = torch.promote_types(dtype, torch.float32)
+    def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype) -> "FactorKron":
+        """A Kron of these factors in a dtype, but in float32 at least."""
+        dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
             [F.to(dtype=dtype) for F, _ in block.named_factors()]
             for block in factors.blocks.values()
@@ -147,17 +141,6 @@ class EigenKron(KronDecomposed):
         self.damping = damping
         self.scale = scale
 
-    @classmethod
-    def from_factors(
-        cls, factors: KroneckerFactors, dtype: torch.dtype, damping: bool = False
-    ) -> "EigenKron":
-        """The decomposition of these factors, with corrected eigenvalues if they have any.
-
-        ``damping`` adds √δ to both factors' eigenvalues instead of δ to their products.
-        """
-        factors = factors.to(dtype=torch.promote_types(dtype, torch.float32))
-        return cls(_Decomposition(list(factors.blocks.values())), damping=damping)
-
     def __len__(self) -> int:
         return len(self._decomposition.blocks)
 
@@ -168,13 +151,8 @@ class EigenKron(KronDecomposed):
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
-        """[β, α] or [β] of each scaled block; [all eigenvalues] of a corrected one."""
-        return [
-            [v for v in (b.beta, b.alpha) if v is not None]
-            if b.corrected is None
-            else [b.corrected.flatten()]
-            for b in self.blocks
-        ]
+        """[β, α] or [β] of each scaled block."""
+        return [[v for v in (b.beta, b.alpha) if v is not None] for b in self.blocks]
 
     @property
     def eigenvectors(self) -> list[list[Tensor]]:  # pyright: ignore
@@ -194,14 +172,13 @@ class EigenKron(KronDecomposed):
 
     __rmul__ = __mul__
 
-    def spectrum(self, index: int) -> tuple[EigenBlock, Tensor]:
-        """One scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
-        block = self._decomposition.eigen(index).scale(self.scale)
-        return block, block.spectrum(self.deltas.expand(len(self))[index], self.damping)
-
     def spectra(self) -> list[tuple[EigenBlock, Tensor]]:
-        """The spectrum of each block."""
-        return [self.spectrum(i) for i in range(len(self))]
+        """Each scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
+        deltas = self.deltas.expand(len(self))
+        return [
+            (block, block.spectrum(delta, self.damping))
+            for block, delta in zip(self.blocks, deltas, strict=True)
+        ]
 
     def logdet(self) -> Tensor:
         """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""

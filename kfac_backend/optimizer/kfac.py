@@ -54,8 +54,7 @@ class KFAC(Optimizer):
         params: the parameters, or groups of them, if not all trainable ones of the model.
         options: how factors become a preconditioner.
         preconditioning: the other arguments of `KfacPreconditioner`: ``curvature`` or single
-            options of it, ``exclude``, ``mean_over``, ``seed``, ``error_if_nonfinite``,
-            ``process_group``.
+            options of it, ``exclude``, ``mean_over``, ``seed``, ``process_group``.
 
     Raises:
         ValueError: an option that is not supported.
@@ -171,8 +170,8 @@ class KFAC(Optimizer):
         """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: a state of another optimiser, model or other options, or a damaged one;
-                nothing is changed then.
+            ValueError: a state of another optimiser, model or other options; nothing is changed
+                then.
         """
         base = dict(state_dict)
         own = base.pop("preconditioner", None)

@@ -111,10 +111,8 @@ class KfacPreconditioner:
     neither does `torch.compile` of the model that is given here, or of its parts: steps with new
     factors run as Python.
 
-    With a `torch.amp.GradScaler` the gradients may stay scaled if ``kl_clip`` is None;
-    otherwise call ``scaler.unscale_(optimizer)`` before. Use fisher="mc" with a scaler, since
-    factors of "empirical" would be those of the scaled loss. In all cases pass
-    error_if_nonfinite=False, as the scaler itself skips steps with such gradients.
+    With a `torch.amp.GradScaler` take `KFAC`, whose steps the scaler makes with unscaled gradients,
+    or leaves out; and fisher="mc", since factors of "empirical" would be those of the scaled loss.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
@@ -132,7 +130,6 @@ class KfacPreconditioner:
         mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
-        error_if_nonfinite: whether gradients with NaN or infinity are an error.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
             average their gradients, as `DistributedDataParallel` does. All must call `step`, and
             get the same result. Except for the labels that are drawn, it equals that of one process
@@ -156,7 +153,6 @@ class KfacPreconditioner:
         exclude: Sequence[str] = (),
         mean_over: MeanOver = "terms",
         seed: int = 0,
-        error_if_nonfinite: bool = True,
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
@@ -164,8 +160,6 @@ class KfacPreconditioner:
         check_option("mean_over", mean_over, MeanOver)
         curvature = curvature.but(**keywords)
         self.options = options
-        """As given."""
-        self.error_if_nonfinite = error_if_nonfinite
         """As given."""
         parameters = dict(model.named_parameters())
         device = next(iter(parameters.values())).device if parameters else "cpu"
@@ -334,12 +328,6 @@ class KfacPreconditioner:
                     f"{self._made_with.get(what)} here. Load it with the model and the options "
                     "that it was saved with."
                 )
-        # A sum has no sign to check, but what is damaged is rarely finite.
-        for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:
-            if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-                raise ValueError(
-                    f"The state of K-FAC is damaged: the factors of '{name}' are not finite."
-                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.
@@ -347,8 +335,7 @@ class KfacPreconditioner:
         The next steps are those of the uninterrupted run to the bit. The damping is the state's.
 
         Raises:
-            ValueError: a state of another model or other options, or a damaged one; nothing is
-                changed then.
+            ValueError: a state of another model or other options; nothing is changed then.
         """
         self.check_state(state)
         self._generator.set_state(state["generator"].cpu())
@@ -387,7 +374,7 @@ class KfacPreconditioner:
         by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
         inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
         sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
-        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent], "inverses")
+        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent])
         return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
@@ -408,17 +395,15 @@ class KfacPreconditioner:
             del new[name]  # frees the batch's factors one by one
 
     def check_gradients(self) -> None:
-        """Raise a FloatingPointError that names a gradient with NaN or infinity, if it may."""
+        """Raise a FloatingPointError that names a gradient with NaN or infinity."""
         gradients = self._with_gradient()
-        if not gradients or not self.error_if_nonfinite:
+        if not gradients:
             return
         largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
         if torch.stack([torch.isfinite(entry) for entry in largest]).all():
             return
         wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
-        raise diverging(
-            f"The gradient of '{wrong}'", " With a GradScaler pass error_if_nonfinite=False."
-        )
+        raise diverging(f"The gradient of '{wrong}'")
 
     def _with_gradient(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}

@@ -405,13 +405,12 @@ class Posterior:
         Raises:
             AttributeError: the posterior is not fitted.
             ValueError: a factor that is not finite.
-            RankError: another rank has found one, or is gone.
         """
         blocks = self.fitted_factors().blocks
         if ranks.size == 1:
             return
         # What only some ranks have is computed again by all, so that all hold the same bits.
-        known = ranks.gather(set(self._eigen), "eigenvectors")
+        known = ranks.gather(set(self._eigen))
         missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
         self._eigen |= decompose_on_ranks(map(self._at_precision, missing), ranks)
 

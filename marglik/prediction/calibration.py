@@ -254,7 +254,7 @@ def collected(
     for batch in each_batch(batches, "Calibrating", progress):
         x, y = split_batch(batch, options.dict_key_y)
         part = of_batch(x, y) if len(y) or ranks.size == 1 else None
-        parts = [one for one in ranks.gather(part, "calibration") if one is not None]
+        parts = [one for one in ranks.gather(part) if one is not None]
         f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
         # Variances count as much as covariances, so that a link is calibrated on the same terms
         # whatever other links are asked for.
@@ -347,7 +347,7 @@ def calibrations_of(
         fits[label] = fit = fit_calibration(held_out, link, config.samples)
         if fit.calibration.covariance_scale == 0:
             _logger.warning("%s: %s", label, fit.calibration.in_words)
-    fits = ranks.gather(fits, "fits")[0]  # to the bit
+    fits = ranks.gather(fits)[0]  # to the bit
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits
 

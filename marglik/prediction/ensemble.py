@@ -118,7 +118,7 @@ class Ensemble:
             ranks, progress=progress,
         )  # fmt: skip
         held_out = HeldOut(self.likelihood, f, spread, y, self.sigma_noise, is_sampled=True)
-        self.calibration = ranks.gather(fit_sharpness(held_out), "calibration")[0]
+        self.calibration = ranks.gather(fit_sharpness(held_out))[0]
         return self.calibration
 
     def save(self, folder: str | Path) -> str:

@@ -302,7 +302,7 @@ def predict_all(
             part = _of_counted_terms(
                 predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
             )
-        found += [one for one in ranks.gather(part, "predictions") if one is not None]
+        found += [one for one in ranks.gather(part) if one is not None]
     if not found:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(len(y) for _, y in found):

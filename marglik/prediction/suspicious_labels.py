@@ -176,10 +176,10 @@ class TrainingProbabilities:
     def end_epoch(self) -> None:
         """Add the epoch's sums to those of the earlier ones; collective."""
         if self._ranks.size > 1:
-            whys = self._ranks.gather(self.unknown, "the sums of an epoch")
+            whys = self._ranks.gather(self.unknown)
             self.unknown = next(filter(None, whys), "")
         if not self.unknown and self._epoch is not None:
-            self._ranks.sum_([self._epoch], "the sums of an epoch")
+            self._ranks.sum_([self._epoch])
             self._sums = self._epoch if self._sums is None else self._sums + self._epoch
         self._epoch = None
 

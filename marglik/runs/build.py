@@ -105,7 +105,7 @@ def _started() -> int:
 
 def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
     """Raise a RankError that names what differs, on all ranks, unless all run the same run."""
-    first, *others = ranks.gather(json.loads(json.dumps(identity)), "the start")
+    first, *others = ranks.gather(json.loads(json.dumps(identity)))
     for rank, other in enumerate(others, 1):
         for name, here, there in differences(first, other):
             raise RankError(

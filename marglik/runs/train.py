@@ -125,7 +125,7 @@ def train(
         FileExistsError: the output folder holds a run already, or other files.
         OSError: the output folder cannot be written to.
         FloatingPointError: training diverged.
-        RankError: another process has failed or is gone, or was started with other options.
+        RankError: another process was started with other options.
     """
     start = time.perf_counter()
     fabric = build_fabric(run.accelerator, run.precision)
@@ -197,7 +197,7 @@ def train(
         return results | {"output": str(folder)}
 
     finished = _finished(folder, identity) if run.resume and leads else {}
-    finished = ranks.gather(finished, "opening the output folder")[0]
+    finished = ranks.gather(finished)[0]
     if finished and (not run.baseline or "differences" in finished):
         return ended(finished)
     if finished:
@@ -272,7 +272,7 @@ def train(
 
     # Step 4: what was gained, if the plain network is asked for or costs little.
     of_steps = sum(record["seconds"] for record in learned.records if record["kind"] == "epoch")
-    cost = ranks.gather(of_steps / getattr(model, "copies", 1), "the cost of the baseline")[0]
+    cost = ranks.gather(of_steps / getattr(model, "copies", 1))[0]
     is_cheap = cost <= max(CHEAP_SECONDS, CHEAP_SHARE * results["seconds"])
     if gains and (is_cheap if run.baseline is None else run.baseline):
         _logger.info("the plain network, to compare with")

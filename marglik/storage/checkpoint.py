@@ -61,12 +61,12 @@ class Checkpoints:
     def is_due(self) -> bool:
         """Whether the least time has passed since the last state."""
         due = time.monotonic() - self._last >= self._seconds
-        return self.ranks.gather(due, "a look at the clock")[0]
+        return self.ranks.gather(due)[0]
 
     def exists(self) -> bool:
         """Whether there is a state."""
         exists = (self.folder / STATE).is_file()
-        return self.ranks.gather(exists, "the search for a checkpoint")[0]
+        return self.ranks.gather(exists)[0]
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the state; raises an UnpicklingError if it would not be read back."""
@@ -98,7 +98,7 @@ class Checkpoints:
         content, found = content[:-SIZE_OF_SUM], content[-SIZE_OF_SUM:]
         if found != hashlib.sha256(content).digest():
             raise ValueError(f"{path} is not as marglik wrote it: it is damaged. {REMEDY}")
-        self.ranks.agree({"the sum of the checkpoint": found.hex()}, "reading a checkpoint")
+        self.ranks.agree({"the sum of the checkpoint": found.hex()})
         file = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         about = json.loads(file["about"])
         check_same_run(self.run, about["run"], self.folder)

@@ -8,7 +8,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.laplace_torch.interface import KfacGGN
+from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
@@ -108,7 +108,7 @@ def marglik_training(
             "laplace.marglik_training(..., backend=KfacGGN)."
         )
 
-    if not hasattr(backend, "fisher"):
+    if not issubclass(backend, KfacInterface):
         raise TypeError(
             f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, or "
             "use laplace.marglik_training with other backends."
@@ -121,7 +121,8 @@ def marglik_training(
     # laplace-torch's backends know two likelihoods; of ours the options alone are needed.
     known = "regression" if likelihood == "regression" else "classification"
     keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y, "kfac_approx": "auto"}
-    curvature = backend(model, known, **keys | options).options
+    given: dict[str, Any] = keys | options
+    curvature = backend(model, known, **given).options
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)

@@ -241,7 +241,6 @@ class PriorLearner:
             ValueError: an optimiser with weight decay, no data, a state of another model or of
                 other options, loaders that are not shards of one data set, or mean_over="examples"
                 for examples with several loss terms.
-            RankError: another rank has failed, or is gone.
         """
         check_module(model)
         check_no_weight_decay(optimizer)
@@ -308,7 +307,7 @@ class PriorLearner:
                     self._vectors = f.shape[1:-1].numel() * of_position
                 if self.mean_over == "examples":
                     break
-        of_ranks = self._ranks.gather((terms, examples, self._vectors), "counting the loss terms")
+        of_ranks = self._ranks.gather((terms, examples, self._vectors))
         found = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
         self._vectors = max(r[2] for r in of_ranks)
         if self.mean_over == "examples" and found != 1 and not sums_terms:
@@ -827,7 +826,7 @@ def update_prior(
         # Each rank has taken the same steps, but on another processor they may round otherwise, and
         # ranks with different weight decays would drift apart.
         mine = before, evidences, hyperparameters.state_dict()
-        before, evidences, state = ranks.gather(mine, "an update of the prior")[0]
+        before, evidences, state = ranks.gather(mine)[0]
         hyperparameters.load_state_dict(state)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
     posterior.prior_precision = groups.of_tensors(delta)
@@ -895,7 +894,7 @@ def likelihood_step(
             x, y = split_batch(to_device(batch, device), posterior.options.dict_key_y)
             args, kwargs = arguments(posterior.model, x)
             outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
-    of_ranks = posterior.ranks.gather(outputs, "a step of the likelihood")
+    of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]
 
     def log_p() -> Tensor:

@@ -147,7 +147,7 @@ def count_on_ranks(loader: Loader, ranks: Ranks) -> int:
     Raises:
         ValueError: there are none.
     """
-    num_data = sum(ranks.gather(count_examples(loader), "counting the data"))
+    num_data = sum(ranks.gather(count_examples(loader)))
     if not num_data:
         raise ValueError("The data is empty: the loader yields no batch.")
     return num_data
@@ -163,7 +163,7 @@ def check_shards(loader: Loader, ranks: Ranks) -> None:
     for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
             _check_sampler(sampler, ranks)
-    numbers = ranks.gather(num_batches(loader), "the check of the loaders")
+    numbers = ranks.gather(num_batches(loader))
     if len(set(numbers)) > 1:
         raise ValueError(
             f"Ranks have different numbers of batches: {', '.join(map(str, numbers))}. They take "

@@ -329,7 +329,7 @@ class OnlineTraining:
         self._targets_are_checked = True
         self.probabilities.end_epoch()
         totals = torch.stack([*sums, torch.full_like(sums[0], examples)])
-        self.ranks.sum_([totals], "the sums of an epoch")
+        self.ranks.sum_([totals])
         loss, prior, correct, terms, examples = totals.tolist()
         if not examples:
             raise ValueError("The training data is empty: the loader yielded no batch.")
@@ -400,7 +400,7 @@ class OnlineTraining:
         if self.ranks.size == 1:
             return data_loss / examples
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
-        self.ranks.sum_([of_all], "a step of training")
+        self.ranks.sum_([of_all])
         weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])
         return data_loss * weight.to(data_loss.dtype)
 
@@ -449,7 +449,7 @@ class OnlineTraining:
             "precision": self.fabric.strategy.precision.state_dict(),
             "learner": self.learner.state_dict(),
             # Usually the same on all ranks, see `own_random_numbers`.
-            "random": self.ranks.gather(random, "random states"),
+            "random": self.ranks.gather(random),
             "records": self._records,
             "probabilities": self.probabilities.state_dict(),
             "seconds": self._seconds,
@@ -494,8 +494,7 @@ class OnlineTraining:
                 "the curvature": repr(learner.curvature),
                 "the precision": str(getattr(self.fabric.strategy.precision, "precision", "")),
                 "the parameters": {n: (tuple(p.shape), p.requires_grad) for n, p in parameters},
-            },
-            "the start of training",
+            }
         )
         check_shards(self.train_loader, self.ranks)
         for name, module in self.model.named_modules():

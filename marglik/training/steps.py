@@ -200,5 +200,5 @@ def renew_batch_norm(
                 norm.momentum = momentum
     statistics: Any = [s for norm in norms for s in (norm.running_mean, norm.running_var)]
     if ranks.size > 1:
-        ranks.sum_(statistics, "the statistics of BatchNorm")
+        ranks.sum_(statistics)
         torch._foreach_div_(statistics, ranks.size)

@@ -1,27 +1,27 @@
-"""Roots of the loss Hessian, Monte Carlo and label gradients, and what is said of wrong targets."""
+"""Vectors to propagate back, terms that do not count, and what is said of wrong targets."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from kfac_backend import likelihoods
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import (
-    BackwardVectors,
-    check_targets,
-    loss_sum,
-)
-from kfac_backend.options import CurvatureOptions
+from kfac_backend.loss import IGNORED, BackwardVectors, check_targets, loss_sum
+from kfac_backend.model.batches import Targets
+from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
 
 LIKELIHOODS = ["classification", "regression", "bernoulli"]
+N, R, C = 3, 4, 5
 
 
 def outer(vectors):
-    """Σ_v v_n v_nᵀ of vectors (N, C), as (N, C, C)."""
-    return sum(v[:, :, None] * v[:, None, :] for v in vectors)
+    """Σ_v v_n v_nᵀ of vectors (N, ..., C), over all terms of an example."""
+    return sum(v.flatten(1)[:, :, None] * v.flatten(1)[:, None, :] for v in vectors)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
@@ -91,27 +91,10 @@ def test_monte_carlo_converges_to_the_hessian(likelihood):
     assert max(error(1, seed) for seed in range(5)) > 0.1
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_label_gradient_is_the_gradient_of_the_loss(likelihood):
-    f = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    y = torch.tensor([0, 2, 1, 1]) if likelihood == "classification" else torch.rand(4, 3)
-    (expected,) = torch.autograd.grad(loss_sum(f, y, likelihood), f)
-    (vector,) = BackwardVectors(likelihood, CurvatureOptions(fisher="empirical"))(f, y)
-    assert_close(vector, expected)
-
-
-def test_loss_terms_of_one_example_are_never_mixed():
-    f = torch.randn(2, 3, 4, dtype=torch.float64)
-    vectors = list(BackwardVectors("regression")(f, f))
-    assert len(vectors) == 3 * 4
-    assert all((v.abs().sum(-1) > 0).sum(1).tolist() == [1, 1] for v in vectors)
-
-
 @pytest.mark.parametrize(
     ("f", "y", "likelihood", "error", "message"),
     [
         (torch.zeros(2, 3), torch.tensor([0, 3]), "classification", ValueError, "Label 3 is out"),
-        (torch.zeros(2, 3), torch.tensor([-100, 0]), "classification", ValueError, "Label -100"),
         (torch.zeros(2, 3), torch.tensor([0.0, 1.0]), "classification", TypeError, "y.long()"),
         (torch.zeros(2, 3), torch.tensor([[0], [1]]), "classification", ValueError, "(2, 1)"),
         (torch.zeros(2, 1), torch.tensor([0, 0]), "classification", ValueError, "bernoulli"),
@@ -145,3 +128,87 @@ def test_sums_of_losses_in_half_precision(likelihood):
     f = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = torch.zeros(4000).long() if likelihood == "classification" else torch.zeros(4000, 3)
     assert_close(loss_sum(f, y, likelihood).double(), loss_sum(f.double(), y, likelihood))
+
+
+def sequences(ignored=IGNORED):
+    """Outputs (N, R, C) and labels (N, R); the third position counts nowhere."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(N, R, C, dtype=torch.float64, generator=generator)
+    y = torch.randint(1, C, (N, R), generator=generator)
+    y[:, 2] = y[1, 0] = y[2, 3] = ignored
+    return f, y
+
+
+def brute_force(f, y, fisher):
+    """A block (C, C) for each term that counts, on the diagonal of (N, R C, R C)."""
+    total = torch.zeros(N, R, C, R, C, dtype=f.dtype)
+    for n, r in (y != IGNORED).nonzero().tolist():
+        total[n, r, :, r] = oracles.loss_hessian(f[n, r], "classification")
+        if fisher == "empirical":
+            g = torch.softmax(f[n, r], -1) - F.one_hot(y[n, r], C)
+            total[n, r, :, r] = torch.outer(g, g)
+    return total.view(N, R * C, R * C)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
+def test_vectors_square_to_the_blocks_of_the_terms_that_count(fisher):
+    """And products of an example's different terms are zero."""
+    samples, tolerance = (6000, 0.08) if fisher == "mc" else (1, 1e-12)
+    number = {"exact": (R - 1) * (C - 1), "empirical": R - 1}  # none where nothing counts
+    f, y = sequences()
+    expected = brute_force(f, y, fisher)
+
+    def error(y, samples):
+        generator = torch.Generator().manual_seed(1)
+        options = CurvatureOptions(fisher=fisher, mc_samples=samples)
+        vectors = list(BackwardVectors("classification", options, generator)(f, y))
+        assert (y != IGNORED).all() or len(vectors) == number.get(fisher, len(vectors))
+        return float((outer(vectors) - expected).norm() / expected.norm())
+
+    assert error(y, samples) < tolerance
+    # Negative controls: a handful of samples is not enough; all terms.
+    assert error(y, 3) > 0.2 if fisher == "mc" else error(y.clamp(min=0), samples) > 0.1
+
+
+@pytest.mark.parametrize("mark", [IGNORED, 0, 7])
+def test_whatever_label_marks_them_is_turned_into_one(mark):
+    _, y = sequences(mark)
+    targets = Targets("classification", TargetOptions(ignore_index=mark))
+    assert targets.may_ignore
+    assert_close(targets(None, torch.zeros(N), y), sequences()[1])
+    if mark != IGNORED:
+        with pytest.raises(ValueError, match=f"labels -100 beside ignore_index={mark}"):
+            targets(None, torch.zeros(N), sequences()[1])
+    # Negative control: all count unless it is said.
+    untold = Targets("classification")
+    assert untold(None, torch.zeros(N), y) is y and not untold.may_ignore
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+def test_examples_without_a_label(fisher):
+    """One term an example; the whole batch may have none that counts."""
+    f, y = torch.randn(3, 4), torch.tensor([1, IGNORED, 2])
+    of = BackwardVectors("classification", CurvatureOptions(fisher=fisher))
+    vectors = list(of(f, y))
+    assert all(not v[1].any() for v in vectors) and all(v[0].any() for v in vectors)
+    none = list(of(f, torch.full((3,), IGNORED)))
+    assert none and not any(v.any() for v in none)
+
+
+def test_targets_that_do_not_count_are_in_order():
+    f, y = sequences()
+    check_targets(f, y, "classification", may_ignore=True)
+    with pytest.raises(ValueError, match="Label -100 .*, pass ignore_index=-100"):
+        check_targets(f, y, "classification")
+    with pytest.raises(ValueError, match="Label -1 is out of range.*, pass ignore_index=-1"):
+        check_targets(f, y.where(y != y[0, 0], -1), "classification", may_ignore=True)
+    with pytest.raises(ValueError, match="Label 5 is out of range.*Relabel the data"):
+        check_targets(f, y.where(y != y[0, 0], 5), "classification", may_ignore=True)
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
+def test_only_labels_can_be_ignored(likelihood):
+    options = CurvatureOptions(ignore_index=IGNORED)
+    for make in (Targets, lambda *given: CurvaturePass(torch.nn.Linear(2, 2), *given)):
+        with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
+            make(likelihood, options)

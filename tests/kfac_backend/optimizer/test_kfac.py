@@ -83,6 +83,30 @@ def test_a_gradient_that_is_not_finite_is_not_in_the_momentum():
     assert not optimizer.state
 
 
+def test_a_grad_scaler_unscales_gradients_and_leaves_steps_out():
+    """A step is that without a scaler; after an infinite gradient nothing has changed."""
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=64.0)):
+        model, (x, y) = network(), data()
+        optimizer = KFAC(model, "classification", options=OPTIONS)
+        for is_infinite in (False, True) if scaler else (False,):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+                continue
+            scaler.scale(loss).backward()
+            if is_infinite:
+                model[8].weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(list(model.parameters()))
+    for expected, p in zip(*found, strict=True):
+        assert_close(p, expected)
+    assert scaler.get_scale() < 64
+
+
 def test_momentum_without_nesterov_is_the_sum_itself():
     """Without weight decay two steps from equal gradients are 1 and 1 + μ as long."""
     model = nn.Linear(3, 2, bias=False).double()
