@@ -28,7 +28,7 @@ from kfac_backend.block_assembly import (
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.gram import FactorSum, add_waiting
+from kfac_backend.layers.gram import FactorSum
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
@@ -548,7 +548,6 @@ class CurvaturePass:
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         """Called when a part's last vector has been propagated back, with outputs and targets."""
-        add_waiting(gram for rule in self._rules.values() for gram in rule.grams())
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         # Loaded only where parameters without a rule ask for it.

@@ -7,7 +7,7 @@ matrix of one factor, and the examples' sums that must wait for other uses of th
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -32,7 +32,7 @@ SMALL_PRODUCT = 2**24
 """Multiplications of a strip, a third of a millisecond, at least: fewer are not worth a call."""
 
 LARGEST_SQUARE = 2**19
-"""Entries that `DiagonalGram` and `ScalarGram` square at once."""
+"""Entries that `DiagonalGram` squares at once."""
 
 
 class Gram(ABC):
@@ -99,23 +99,17 @@ class DenseGram(Gram):
         self._waiting.append(rows if fresh else rows.clone())
         self._num_waiting += M
         if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1):
-            self.add_waiting()
+            self._add_waiting()
 
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far."""
-        self.add_waiting()
+        self._add_waiting()
         if self._total is None:
             return self.zeros()
         mirror_upper_half_(self._total)
         return self._total
 
-    def end_part(self) -> None:
-        """Called when a part of a batch ends: add what waits, unless it is too little."""
-        # A GPU's time for so small a product is that of its start.
-        if self._num_waiting * FEWEST_PRODUCTS > self.size or self.like.device.type != "cpu":
-            self.add_waiting()
-
-    def add_waiting(self) -> None:
+    def _add_waiting(self) -> None:
         """Add what waits, in one product."""
         if self._waiting:
             one = len(self._waiting) == 1
@@ -177,73 +171,28 @@ class CountGram(Gram):
         return self._counts.to(self.like.dtype)[:, None, None]
 
 
-class ScalarGram(Gram):
+class ScalarGram(DenseGram):
     """Σ_m (Σ_c x_mc)² of a scalar's gradients, which come as terms x_mc of sums: (1, 1, 1).
 
-    The terms wait until `add_waiting` sums up those of many scalars in a few operations.
+    The terms of all rows that wait are summed in one operation.
     """
 
     def __init__(self, like: Tensor) -> None:
         super().__init__(like, 1, 1)
-        self._total = self.zeros()
-        self._waiting: list[Tensor] = []  # (M, c) each
-        self._num_waiting = 0
 
     def add(self, rows: Float[Tensor, "1 M c"], fresh: bool = False) -> None:
         """Add the squares of the rows' sums."""
-        rows = at_least_float32(rows)
-        self._waiting.append(rows[0] if fresh else rows[0].clone())
-        self._num_waiting += rows.numel()
-        if self._num_waiting > LARGEST_SQUARE:
-            ScalarGram.add_waiting([self])
+        # Images of another size may have another number of terms.
+        if self._waiting and self._waiting[0].shape[-1] != rows.shape[-1]:
+            self._add_waiting()
+        super().add(rows, fresh)
 
     def entries(self, rows: Float[Tensor, "1 M c"]) -> Float[Tensor, "1 M 1"]:
         """The sums of the terms."""
         return rows.sum(-1, keepdim=True)
 
-    def total(self) -> Float[Tensor, "1 1 1"]:
-        """The sum so far."""
-        ScalarGram.add_waiting([self])
-        return self._total
-
-    @staticmethod
-    def add_waiting(scalars: "Iterable[ScalarGram]") -> None:
-        """Add what waits in several; those with terms of the same shapes are summed together."""
-        alike: dict[tuple[Any, ...], list[ScalarGram]] = {}
-        by_number: dict[tuple[Any, ...], tuple[list[ScalarGram], list[Tensor]]] = {}
-        for scalar in scalars:
-            # Scalars with terms of the same shapes, such as all biases behind convolutions of one
-            # size, are summed in one operation.
-            shapes = tuple(terms.shape for terms in scalar._waiting)
-            kind = scalar.like.dtype, scalar.like.device
-            alike.setdefault((shapes, *kind), []).append(scalar)
-        for (shapes, *kind), group in alike.items():
-            if not shapes:  # nothing waits
-                continue
-            # Shapes differ only between the uses of one scalar in several places.
-            one = len({shape[-1] for shape in shapes}) == 1
-            terms = [t if one else t.sum(-1, keepdim=True) for s in group for t in s._waiting]
-            sums = torch.cat(terms).sum(-1).view(len(group), -1)  # (scalars, vectors · M)
-            of_number = by_number.setdefault((sums.shape[1], *kind), ([], []))
-            of_number[0].extend(group)
-            of_number[1].append(sums)
-            for scalar in group:
-                scalar._waiting, scalar._num_waiting = [], 0
-        # What differed in shape may now agree in the number of sums: these are squared together.
-        for group, sums in by_number.values():
-            squares = torch.cat(sums).square().sum(1)
-            torch._foreach_add_([s._total for s in group], [*squares.view(-1, 1, 1, 1)])
-
-
-def add_waiting(grams: Iterable[Gram]) -> None:
-    """Add, when a part of a batch ends, what waits in Gram matrices, unless it is too little."""
-    scalars = []
-    for gram in grams:
-        if isinstance(gram, ScalarGram):
-            scalars.append(gram)
-        elif isinstance(gram, DenseGram):
-            gram.end_part()
-    ScalarGram.add_waiting(scalars)
+    def _add(self, rows: Tensor) -> None:
+        super()._add(self.entries(rows))
 
 
 class FactorSum:
@@ -263,8 +212,10 @@ class FactorSum:
         Args:
             sums: nobody may change them afterwards.
         """
-        sums = at_least_float32(sums)
-        self._waiting = sums if self._waiting is None else self._waiting + sums
+        sums, before = at_least_float32(sums), self._waiting
+        # The uses of a scalar may differ in their number of terms.
+        entries = self.gram.entries
+        self._waiting = sums if before is None else entries(before) + entries(sums)
 
     def add_inputs(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
