@@ -28,7 +28,6 @@ from kfac_backend.block_assembly import (
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.gram import FactorSum
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
@@ -513,7 +512,9 @@ class CurvaturePass:
             self._rules[tracked].add_input(use)
 
     def _end_forward(self) -> None:
-        FactorSum.end(total for rule in self._rules.values() for total in rule.A.values())
+        for rule in self._rules.values():
+            for total in rule.A.values():
+                total.end()
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
@@ -527,7 +528,9 @@ class CurvaturePass:
         return torch.default_generator
 
     def _end_vector(self) -> None:
-        FactorSum.end(total for rule in self._rules.values() for total in rule.B.values())
+        for rule in self._rules.values():
+            for total in rule.B.values():
+                total.end()
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         """Called when a part's last vector has been propagated back, with outputs and targets."""

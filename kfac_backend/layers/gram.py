@@ -6,8 +6,6 @@ matrix of one factor, and the examples' sums that must wait for other uses of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -117,10 +115,6 @@ class DenseGram(Gram):
             self._waiting, self._num_waiting = [], 0
 
     def _add(self, rows: Tensor) -> None:
-        if len(rows) == 1 and is_tall(rows[0]):
-            gram = tall_product(rows[0], rows[0])[None]
-            self._total = gram if self._total is None else self._total.add_(gram)
-            return
         # The first product writes into memory as it is (beta = 0), without zeros to add to.
         d, keep = rows.shape[-1], 0.0 if self._total is None else 1.0
         if self._total is None:
@@ -247,29 +241,21 @@ class FactorSum:
             return None
         return self._positions.clamp(min=1).double().sqrt()[:, None]
 
-    @staticmethod
-    def end(totals: Iterable["FactorSum"]) -> None:
+    def end(self) -> None:
         """Add what waits, when all uses are in: of a forward pass, or all that a vector reaches.
 
         A vector need not reach all uses: those that it did not reach have the gradient zero.
         """
-        waiting = [total for total in dict.fromkeys(totals) if total._waiting is not None]
-        # Inputs: the sum over an example's positions becomes their mean. One operation for all
-        # layers with as many positions in each example: a GPU would wait for the start of each.
-        alike = [total for total in waiting if isinstance(total._positions, int)]
-        alike = [total for total in alike if total._positions]  # not of gradients
-        if alike:
-            sums = [cast(Tensor, total._waiting) for total in alike]
-            means = torch._foreach_div(sums, [float(cast(int, t._positions)) for t in alike])
-            for total, mean in zip(alike, means, strict=True):
-                total._waiting = mean
-        for total in waiting:
-            sums = cast(Tensor, total._waiting)
-            if isinstance(total._positions, Tensor):
-                counts = total._positions.clamp(min=1)[:, None]
-                sums = sums / (counts if total.roots is None else total.roots).to(sums.dtype)
-            total.gram.add(sums, fresh=True)
-            total._waiting = None
+        sums, self._waiting = self._waiting, None
+        if sums is None:
+            return
+        # Of inputs, the sum over an example's positions becomes their mean.
+        if isinstance(self._positions, Tensor):
+            divisors = self._positions.clamp(min=1)[:, None] if self.roots is None else self.roots
+            sums = sums / divisors.to(sums.dtype)
+        elif self._positions:  # zero of gradients
+            sums = sums / self._positions
+        self.gram.add(sums, fresh=True)
 
 
 def gram_of_gradients(parameter: Tensor) -> Gram:
@@ -278,28 +264,6 @@ def gram_of_gradients(parameter: Tensor) -> Gram:
     if P == 1:
         return ScalarGram(parameter)
     return DenseGram(parameter, 1, P) if P <= LARGEST_DENSE else DiagonalGram(parameter, P)
-
-
-def is_tall(x: Float[Tensor, "M d"]) -> bool:
-    """Whether a matrix is so tall and narrow that `tall_product` splits its rows."""
-    M, d = x.shape
-    return x.device.type == "cpu" and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
-
-
-def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Float[Tensor, "c d"]:
-    """leftᵀ right, split by rows among a CPU's threads if the factors are tall and narrow.
-
-    A BLAS divides a product by the entries of its result, of which there are few here. With two
-    threads 32768×64 rows take 0.80 instead of 1.08 ms, 8192×128 rows 0.69 instead of 0.78 ms.
-    """
-    if not is_tall(left):
-        return left.mT @ right
-    threads = torch.get_num_threads()
-    size = len(left) // threads
-    split, rest = slice(threads * size), slice(threads * size, None)
-    shape = (threads, size)
-    product = (left[split].unflatten(0, shape).mT @ right[split].unflatten(0, shape)).sum(0)
-    return product.addmm_(left[rest].mT, right[rest])
 
 
 def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
