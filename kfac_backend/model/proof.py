@@ -45,7 +45,7 @@ from kfac_backend.model.calls import (
     num_examples,
     restoration,
 )
-from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
+from kfac_backend.model.capture import Capture, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.precision import Setting
@@ -236,7 +236,7 @@ class _Uses(Capture):
     """
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
-        super().__init__(model, assignment, lambda *_: None, lambda *_: None)
+        super().__init__(model, assignment)
         names = {name for t in assignment.layers for name in t.parameters.values()}
         self._parameters = {
             name: p.detach().requires_grad_()
@@ -270,7 +270,7 @@ class _Uses(Capture):
 
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         try:
-            check_before(tracked, first_input(args, kwargs))
+            self._check(tracked, first_input(args, kwargs))
         except TypeError:
             if type(layer) is tracked.layer_type:
                 raise
@@ -448,7 +448,7 @@ def verify_independence(
         finite = finite and bool(torch.isfinite(b).all())
         reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
 
-    with Capture(model, assignment, lambda *_: None, record) as capture:
+    with Capture(model, assignment, on_gradient=record) as capture:
         f = capture.forward(x)
         for tracked in capture.not_folded:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
@@ -638,7 +638,7 @@ def _runs_and_shapes(
         known = None if given or not use.a.numel() else torch.Size(shape)
         shapes.setdefault(tracked, []).append(known)
 
-    capture = Capture(model, assignment, record, lambda *_: None)
+    capture = Capture(model, assignment, record)
     with capture, forked_random_numbers(model):
         f = capture.forward(x)
         if backward:
@@ -658,7 +658,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
         with (
-            Capture(model, assignment, lambda *_: None, lambda *_: None) as capture,
+            Capture(model, assignment) as capture,
             forked_random_numbers(model),
         ):
             g = capture.forward(twins)
@@ -766,7 +766,7 @@ def verify_gradients(
         # With hooks and copies the output must be the same, and so must the gradients by the rules.
         try:
             with (
-                Capture(model, assignment, lambda *_: None, record, keep_inputs=True) as capture,
+                Capture(model, assignment, on_gradient=record, keep_inputs=True) as capture,
                 forked_random_numbers(model),
             ):
                 g = capture.forward(x)
