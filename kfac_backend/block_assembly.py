@@ -20,7 +20,7 @@ from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.options import Mode, PassOptions
+from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 
 LARGE = 8192
 """Rows above which an error message calls a weight large."""
@@ -28,7 +28,7 @@ LARGE = 8192
 
 def make_rules(
     assignment: RuleAssignment,
-    modes: Mapping[str, Mode],
+    kfac_approx: KfacApprox,
     options: PassOptions,
 ) -> dict[TrackedLayer, Rule]:
     """A rule for each layer in the mode of its name, with empty sums of its own.
@@ -36,8 +36,10 @@ def make_rules(
     Packed tensors keep the factor over their rows whole, whatever ``diagonal_above`` is.
 
     Raises:
+        ValueError: names in ``kfac_approx`` that are not those of the layers.
         NotImplementedError: a large embedding under reduce.
     """
+    modes = modes_of_layers(kfac_approx, [tracked.name for tracked in assignment.layers])
     return {
         tracked: tracked.rule(
             tracked.layer,

@@ -62,11 +62,7 @@ from kfac_backend.model.checks import (
 )
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
-from kfac_backend.options import (
-    CurvatureOptions,
-    KfacApprox,
-    modes_of_layers,
-)
+from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     backward_arithmetic,
     check_precision,
@@ -191,7 +187,8 @@ class CurvaturePass:
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
         kfac_approx = "expand" if self._kfac_approx == "auto" else self._kfac_approx
-        check_memory(self._rules_in(kfac_approx), next(model.parameters()).device)
+        rules = make_rules(self._proof.assignment, kfac_approx, options)
+        check_memory(rules, next(model.parameters()).device)
         self.reset()
 
     def reset(self) -> None:
@@ -414,14 +411,9 @@ class CurvaturePass:
         return self._proof.plan.part_size
 
     def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        rules = self._rules_in(self._kfac_approx)
+        rules = make_rules(self._proof.assignment, self._kfac_approx, self._options)
         tie(rules)
         return rules
-
-    def _rules_in(self, kfac_approx: KfacApprox) -> dict[TrackedLayer, Rule]:
-        assignment = self._proof.assignment
-        modes = modes_of_layers(kfac_approx, [t.name for t in assignment.layers])
-        return make_rules(assignment, modes, self._options)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, enabled=False)

@@ -32,12 +32,6 @@ def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
         assert error(factors.to_dense(parameter), block) > 0.015
 
 
-def test_batch_norm_that_mixes_examples_is_an_error():
-    model, x = case("BatchNorm2d")
-    with pytest.raises(ValueError, match="'layer' .BatchNorm2d. is in train mode.*model.eval"):
-        kronecker_factors(model.train(), [(x, LABELS)], "classification")
-
-
 class OneScalar(nn.Module):
     """A scalar between layers of different widths."""
 
