@@ -73,7 +73,7 @@ def block_traces(
         found = torch.stack([exact, expand, reduce]).double()
         traces[_weight(tracked)] = traces.get(_weight(tracked), 0) + found
 
-    with Capture(model, assignment, lambda *_: None, add, keep_inputs=True) as capture:
+    with Capture(model, assignment, on_gradient=add, keep_inputs=True) as capture:
         f = capture.forward(x)
         few = likelihood_of(likelihood).num_vectors(f.shape[-1]) <= MOST_VECTORS
         options = CurvatureOptions(fisher="exact" if few else "mc", mc_samples=MOST_VECTORS)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
-from kfac_backend.layers.gram import add_waiting
+from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
@@ -61,12 +61,15 @@ def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> No
     memory = total_memory(device)
     if memory is None:
         return
-    sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
+    names: dict[Gram, str] = {}  # a weight and its bias may have the same
     for tracked, rule in rules.items():
-        for gram, (local, which) in rule.grams().items():
-            name, d = f"{which} of '{tracked.parameters[local]}'", gram.size
-            size = gram.groups * d * d, d, gram.like.element_size()
-            sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
+        for which, sums in (("B", rule.B), ("A", rule.A)):
+            for local, of_name in sums.items():
+                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
+    sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
+    for gram, name in names.items():
+        size = gram.groups * gram.size**2, gram.size, gram.like.element_size()
+        sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
     if not sizes:
         return
     total = sum(entries * itemsize for entries, _, itemsize in sizes.values())
@@ -88,7 +91,6 @@ def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> No
 def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[BlockSums]]:
     """Parameter name -> the sums of each layer that has it; ``rules`` is empty afterwards."""
     found: dict[str, list[BlockSums]] = {}
-    add_waiting(gram for rule in rules.values() for gram in rule.grams())
     # A rule may hold as much again as its sums, so each is dropped before the next one's are made.
     while rules:
         tracked, rule = rules.popitem()

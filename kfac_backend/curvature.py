@@ -28,7 +28,6 @@ from kfac_backend.block_assembly import (
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.gram import FactorSum, add_waiting
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import (
@@ -139,7 +138,9 @@ def kronecker_factors(
     curvature = CurvaturePass(
         model, likelihood, options, generator=generator, process_group=process_group
     )
-    return curvature.factors_of(data, progress)
+    for batch in each_batch(data, "Curvature", progress):
+        curvature.add(*split_batch(batch, options.dict_key_y))
+    return curvature.factors()
 
 
 class CurvaturePass:
@@ -188,25 +189,6 @@ class CurvaturePass:
         rules = make_rules(self._proof.assignment, kfac_approx, options)
         check_memory(rules, next(model.parameters()).device)
         self.reset()
-
-    def factors_of(
-        self, data: Iterable[Any], progress: bool = False, likelihood: str | None = None
-    ) -> KroneckerFactors:
-        """The factors of some data at the model's present parameters; see `kronecker_factors`.
-
-        A pass that is used again proves again, on two examples, only what other values of the
-        parameters can change, as long as the model's structure is the same. ``likelihood`` is the
-        same with other options, such as noises.
-        """
-        if likelihood is not None:
-            self._likelihood = likelihood_of(likelihood)
-        self.reset()
-        if not self._proof.renew():
-            self._proof = Proof(self._model, self._assign())
-        self._kfac_approx = self._options.kfac_approx
-        for batch in each_batch(data, "Curvature", progress):
-            self.add(*split_batch(batch, self._options.dict_key_y))
-        return self.factors()
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""
@@ -518,7 +500,9 @@ class CurvaturePass:
             self._rules[tracked].add_input(use)
 
     def _end_forward(self) -> None:
-        FactorSum.end(total for rule in self._rules.values() for total in rule.A.values())
+        for rule in self._rules.values():
+            for total in rule.A.values():
+                total.end()
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._options.backward_precision):
@@ -532,11 +516,12 @@ class CurvaturePass:
         return torch.default_generator
 
     def _end_vector(self) -> None:
-        FactorSum.end(total for rule in self._rules.values() for total in rule.B.values())
+        for rule in self._rules.values():
+            for total in rule.B.values():
+                total.end()
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         """Called when a part's last vector has been propagated back, with outputs and targets."""
-        add_waiting(gram for rule in self._rules.values() for gram in rule.grams())
 
     def _add_diagonal(self, x: Any, y: Tensor) -> None:
         # Loaded only where parameters without a rule ask for it.

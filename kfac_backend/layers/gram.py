@@ -6,8 +6,6 @@ matrix of one factor, and the examples' sums that must wait for other uses of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -35,7 +33,7 @@ SMALL_PRODUCT = 2**24
 """Multiplications of a strip, a third of a millisecond, at least: fewer are not worth a call."""
 
 LARGEST_SQUARE = 2**19
-"""Entries that `DiagonalGram` and `ScalarGram` square at once."""
+"""Entries that `DiagonalGram` squares at once."""
 
 
 class Gram(ABC):
@@ -110,11 +108,11 @@ class DenseGram(Gram):
         self._waiting.append(rows if fresh else rows.clone())
         self._num_waiting += M
         if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1) and not self._are_few():
-            self.add_waiting()
+            self._add_waiting()
 
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far."""
-        self.add_waiting()
+        self._add_waiting()
         if self._total is None:
             return self.zeros()
         mirror_upper_half_(self._total)
@@ -131,15 +129,7 @@ class DenseGram(Gram):
         """Whether all rows, with some ``more``, are so few that they wait until the end."""
         return self._total is None and (self._num_waiting + more) * FEW_ROWS <= self.size
 
-    def end_part(self) -> None:
-        """Called when a part of a batch ends: add what waits, unless it is too little."""
-        if self._are_few():
-            return
-        # A GPU's time for so small a product is that of its start.
-        if self._num_waiting * FEWEST_PRODUCTS > self.size or self.like.device.type != "cpu":
-            self.add_waiting()
-
-    def add_waiting(self) -> None:
+    def _add_waiting(self) -> None:
         """Add what waits, in one product."""
         if self._waiting:
             one = len(self._waiting) == 1
@@ -147,10 +137,6 @@ class DenseGram(Gram):
             self._waiting, self._num_waiting = [], 0
 
     def _add(self, rows: Tensor) -> None:
-        if len(rows) == 1 and is_tall(rows[0]):
-            gram = tall_product(rows[0], rows[0])[None]
-            self._total = gram if self._total is None else self._total.add_(gram)
-            return
         # The first product writes into memory as it is (beta = 0), without zeros to add to.
         d, keep = rows.shape[-1], 0.0 if self._total is None else 1.0
         if self._total is None:
@@ -201,73 +187,28 @@ class CountGram(Gram):
         return self._counts.to(self.like.dtype)[:, None, None]
 
 
-class ScalarGram(Gram):
+class ScalarGram(DenseGram):
     """Σ_m (Σ_c x_mc)² of a scalar's gradients, which come as terms x_mc of sums: (1, 1, 1).
 
-    The terms wait until `add_waiting` sums up those of many scalars in a few operations.
+    The terms of all rows that wait are summed in one operation.
     """
 
     def __init__(self, like: Tensor) -> None:
         super().__init__(like, 1, 1)
-        self._total = self.zeros()
-        self._waiting: list[Tensor] = []  # (M, c) each
-        self._num_waiting = 0
 
     def add(self, rows: Float[Tensor, "1 M c"], fresh: bool = False) -> None:
         """Add the squares of the rows' sums."""
-        rows = at_least_float32(rows)
-        self._waiting.append(rows[0] if fresh else rows[0].clone())
-        self._num_waiting += rows.numel()
-        if self._num_waiting > LARGEST_SQUARE:
-            ScalarGram.add_waiting([self])
+        # Images of another size may have another number of terms.
+        if self._waiting and self._waiting[0].shape[-1] != rows.shape[-1]:
+            self._add_waiting()
+        super().add(rows, fresh)
 
     def entries(self, rows: Float[Tensor, "1 M c"]) -> Float[Tensor, "1 M 1"]:
         """The sums of the terms."""
         return rows.sum(-1, keepdim=True)
 
-    def total(self) -> Float[Tensor, "1 1 1"]:
-        """The sum so far."""
-        ScalarGram.add_waiting([self])
-        return self._total
-
-    @staticmethod
-    def add_waiting(scalars: "Iterable[ScalarGram]") -> None:
-        """Add what waits in several; those with terms of the same shapes are summed together."""
-        alike: dict[tuple[Any, ...], list[ScalarGram]] = {}
-        by_number: dict[tuple[Any, ...], tuple[list[ScalarGram], list[Tensor]]] = {}
-        for scalar in scalars:
-            # Scalars with terms of the same shapes, such as all biases behind convolutions of one
-            # size, are summed in one operation.
-            shapes = tuple(terms.shape for terms in scalar._waiting)
-            kind = scalar.like.dtype, scalar.like.device
-            alike.setdefault((shapes, *kind), []).append(scalar)
-        for (shapes, *kind), group in alike.items():
-            if not shapes:  # nothing waits
-                continue
-            # Shapes differ only between the uses of one scalar in several places.
-            one = len({shape[-1] for shape in shapes}) == 1
-            terms = [t if one else t.sum(-1, keepdim=True) for s in group for t in s._waiting]
-            sums = torch.cat(terms).sum(-1).view(len(group), -1)  # (scalars, vectors · M)
-            of_number = by_number.setdefault((sums.shape[1], *kind), ([], []))
-            of_number[0].extend(group)
-            of_number[1].append(sums)
-            for scalar in group:
-                scalar._waiting, scalar._num_waiting = [], 0
-        # What differed in shape may now agree in the number of sums: these are squared together.
-        for group, sums in by_number.values():
-            squares = torch.cat(sums).square().sum(1)
-            torch._foreach_add_([s._total for s in group], [*squares.view(-1, 1, 1, 1)])
-
-
-def add_waiting(grams: Iterable[Gram]) -> None:
-    """Add, when a part of a batch ends, what waits in Gram matrices, unless it is too little."""
-    scalars = []
-    for gram in grams:
-        if isinstance(gram, ScalarGram):
-            scalars.append(gram)
-        elif isinstance(gram, DenseGram):
-            gram.end_part()
-    ScalarGram.add_waiting(scalars)
+    def _add(self, rows: Tensor) -> None:
+        super()._add(self.entries(rows))
 
 
 class FactorSum:
@@ -287,8 +228,10 @@ class FactorSum:
         Args:
             sums: nobody may change them afterwards.
         """
-        sums = at_least_float32(sums)
-        self._waiting = sums if self._waiting is None else self._waiting + sums
+        sums, before = at_least_float32(sums), self._waiting
+        # The uses of a scalar may differ in their number of terms.
+        entries = self.gram.entries
+        self._waiting = sums if before is None else entries(before) + entries(sums)
 
     def add_inputs(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
@@ -320,29 +263,21 @@ class FactorSum:
             return None
         return self._positions.clamp(min=1).double().sqrt()[:, None]
 
-    @staticmethod
-    def end(totals: Iterable["FactorSum"]) -> None:
+    def end(self) -> None:
         """Add what waits, when all uses are in: of a forward pass, or all that a vector reaches.
 
         A vector need not reach all uses: those that it did not reach have the gradient zero.
         """
-        waiting = [total for total in dict.fromkeys(totals) if total._waiting is not None]
-        # Inputs: the sum over an example's positions becomes their mean. One operation for all
-        # layers with as many positions in each example: a GPU would wait for the start of each.
-        alike = [total for total in waiting if isinstance(total._positions, int)]
-        alike = [total for total in alike if total._positions]  # not of gradients
-        if alike:
-            sums = [cast(Tensor, total._waiting) for total in alike]
-            means = torch._foreach_div(sums, [float(cast(int, t._positions)) for t in alike])
-            for total, mean in zip(alike, means, strict=True):
-                total._waiting = mean
-        for total in waiting:
-            sums = cast(Tensor, total._waiting)
-            if isinstance(total._positions, Tensor):
-                counts = total._positions.clamp(min=1)[:, None]
-                sums = sums / (counts if total.roots is None else total.roots).to(sums.dtype)
-            total.gram.add(sums, fresh=True)
-            total._waiting = None
+        sums, self._waiting = self._waiting, None
+        if sums is None:
+            return
+        # Of inputs, the sum over an example's positions becomes their mean.
+        if isinstance(self._positions, Tensor):
+            divisors = self._positions.clamp(min=1)[:, None] if self.roots is None else self.roots
+            sums = sums / divisors.to(sums.dtype)
+        elif self._positions:  # zero of gradients
+            sums = sums / self._positions
+        self.gram.add(sums, fresh=True)
 
 
 def gram_of_gradients(parameter: Tensor) -> Gram:
@@ -351,28 +286,6 @@ def gram_of_gradients(parameter: Tensor) -> Gram:
     if P == 1:
         return ScalarGram(parameter)
     return DenseGram(parameter, 1, P) if P <= LARGEST_DENSE else DiagonalGram(parameter, P)
-
-
-def is_tall(x: Float[Tensor, "M d"]) -> bool:
-    """Whether a matrix is so tall and narrow that `tall_product` splits its rows."""
-    M, d = x.shape
-    return x.device.type == "cpu" and d <= 128 and M >= 32 * d and torch.get_num_threads() > 1
-
-
-def tall_product(left: Float[Tensor, "M c"], right: Float[Tensor, "M d"]) -> Float[Tensor, "c d"]:
-    """leftᵀ right, split by rows among a CPU's threads if the factors are tall and narrow.
-
-    A BLAS divides a product by the entries of its result, of which there are few here. With two
-    threads 32768×64 rows take 0.80 instead of 1.08 ms, 8192×128 rows 0.69 instead of 0.78 ms.
-    """
-    if not is_tall(left):
-        return left.mT @ right
-    threads = torch.get_num_threads()
-    size = len(left) // threads
-    split, rest = slice(threads * size), slice(threads * size, None)
-    shape = (threads, size)
-    product = (left[split].unflatten(0, shape).mT @ right[split].unflatten(0, shape)).sum(0)
-    return product.addmm_(left[rest].mT, right[rest])
 
 
 def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram import DenseGram, Gram, is_tall, mirror_upper_half_, tall_product
+from kfac_backend.layers.gram import DenseGram, Gram, mirror_upper_half_
 from kfac_backend.layers.window import Window, pad, patch_rows
 from kfac_backend.precision import at_least_float32
 
@@ -320,11 +320,9 @@ def _index(entries: tuple[int, ...], device: torch.device) -> Tensor:
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Total + leftᵀ right, in place, for matrices or batches of matrices."""
     if total is None:
-        return left.mT @ right if left.dim() > 2 else tall_product(left, right)
+        return left.mT @ right
     if left.dim() > 2:
         return total.baddbmm_(left.mT, right)
-    if is_tall(left):
-        return total.add_(tall_product(left, right))
     return total.addmm_(left.mT, right)
 
 

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram import FactorSum, Gram
+from kfac_backend.layers.gram import FactorSum
 from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
@@ -157,8 +157,8 @@ class Rule(ABC):
     def block_sums(self) -> dict[str, BlockSums]:
         """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
         # The Gram matrices themselves, which later become the block in place, not copies.
-        found = {}
-        for name in self._own:
+        found, own = {}, [name for name in self.names if name not in self._shared]
+        for name in own:
             B = self.B[name].gram.total()
             if name not in self.A:
                 found[name] = BlockSums(B)
@@ -171,22 +171,9 @@ class Rule(ABC):
                 continue
             # The rows are the inputs. The second factor is divided by the number of terms, in
             # place: it must not be the tensor of another parameter's B.
-            alone = all(self.B[other] is not self.B[name] for other in self._own if other != name)
+            alone = all(self.B[other] is not self.B[name] for other in own if other != name)
             found[name] = BlockSums(A, B if alone else B.clone(), terms)
         return found
-
-    def grams(self) -> dict[Gram, tuple[str, str]]:
-        """The sums of all factors -> (local name, "B" or "A"), to estimate their memory."""
-        found: dict[Gram, tuple[str, str]] = {}
-        for which, sums in (("B", self.B), ("A", self.A)):
-            for name in self._own:
-                if name in sums:
-                    found.setdefault(sums[name].gram, (name, which))
-        return found
-
-    @property
-    def _own(self) -> list[str]:
-        return [name for name in self.names if name not in self._shared]
 
     @abstractmethod
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:

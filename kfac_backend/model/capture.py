@@ -45,6 +45,10 @@ OnInput = Callable[[TrackedLayer, Use], None]
 OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
 
 
+def _ignore(*_: object) -> None:
+    """The callback where nothing is to be reported."""
+
+
 class Capture:
     """A context that reports the tracked layers' inputs and the gradients in their outputs.
 
@@ -78,8 +82,8 @@ class Capture:
         self,
         model: nn.Module,
         assignment: RuleAssignment,
-        on_input: OnInput,
-        on_gradient: OnGradient,
+        on_input: OnInput = _ignore,
+        on_gradient: OnGradient = _ignore,
         *,
         constants: Mapping[str, Tensor] | None = None,
         keep_inputs: bool = False,
@@ -98,29 +102,7 @@ class Capture:
         self._make_follower = follower
         self._follower: "Follower | None" = None
         self._handles: list[RemovableHandle] = []
-        self.folds = False
-        """Whether rows of the last forward pass were taken for several of each example."""
-        self.not_folded: list[TrackedLayer] = []
-        """Layers with several rows for each example by the proof, but no multiple of N rows now."""
-        # The state of one forward pass and its backward passes; `begin` clears it.
-        # Leaves, or edges of a graph that is kept, at which the backward passes end.
-        self._sources: list[Any] = []
-        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
-        # whether a tensor depends on a source: see `_is_reached`.
-        self._nodes: set[Node] = set()
-        # The hooks on gradients stay on the graph, which the training's own backward pass uses,
-        # too. Gradients count only while this is True.
-        self._listens = False
-        self._num_examples: int | None = None
-        self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
-        self._number: dict[TrackedLayer, int] = {}  # runs so far
-        self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
-        # Runs on what all examples share, whose outputs are followed: the use to report their
-        # gradients for, and the output's shape.
-        self._followed: dict[LayerRun, tuple[Use, torch.Size]] = {}
-        # One vector's gradients of such outputs. They may meet the examples at several places,
-        # which autograd reaches one by one, so that the sum is reported when the vector is done.
-        self._waiting: dict[LayerRun, Tensor] = {}
+        self._reset()
 
     def __enter__(self) -> Self:
         for tracked in self._assignment.layers:
@@ -137,13 +119,9 @@ class Capture:
         if not self._in_training:  # there the backward passes are still to come
             self.forget()
 
-    def listen(self) -> None:
-        """Report gradients from now on, whoever propagates them."""
-        self._listens = True
-
     def forget(self) -> None:
         """Drop the graph, and report nothing from now on."""
-        self._clear()
+        self._reset()
         # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
         # that holds the output would close a circle that Python's garbage collector cannot see.
         self._on_input = self._on_gradient = _ignore
@@ -168,14 +146,8 @@ class Capture:
         These are name -> (N, ...), one copy for each example, so that the examples' gradients are
         not added up.
         """
-        self._clear()
+        self._reset()
         self.folds = any(divided.by_parts.folds for divided in self._assignment.divided)
-        self.not_folded.clear()
-        self._number.clear()
-        self._reached.clear()
-        self._followed.clear()
-        self._waiting.clear()
-        self._runs_backward = False
         self._num_examples = num_examples(x)
         for divided in self._assignment.divided:
             divided.by_parts.num_examples = self._num_examples
@@ -197,8 +169,7 @@ class Capture:
         self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
     ) -> None:
         """Propagate each vector (in the shape of f) back from f."""
-        self._runs_backward = True
-        self.listen()
+        self._runs_backward = self.listens = True
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
         # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
         # they pass. What it returns, the sources' own gradients, was reported in the same way.
@@ -212,17 +183,42 @@ class Capture:
                 create_graph=self._differentiable,
                 allow_unused=True,
             )
-            self._end_vector()
+            # The gradients of followed outputs are complete now.
+            for run, gradients in self._waiting.items():
+                use, shape = self._followed[run]
+                self._reached[run.tracked, run.number] = True
+                self._on_gradient(run.tracked, use, gradients.unflatten(1, shape))
+            self._waiting.clear()
             if on_vector_end is not None:
                 on_vector_end()
         # What is propagated back later is no vector: a training's own gradients, or those of what
         # was computed from these gradients.
-        self._listens = False
+        self.listens = False
 
-    def _clear(self) -> None:
-        self._listens = False
-        self._sources.clear()
-        self._nodes.clear()
+    def _reset(self) -> None:
+        """Forget the forward pass so far, and its backward passes."""
+        self.folds = False
+        """Whether rows of the last forward pass were taken for several of each example."""
+        self.not_folded: list[TrackedLayer] = []
+        """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+        self.listens = False
+        """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
+        the graph, which the training's own backward pass uses, too."""
+        # Leaves, or edges of a graph that is kept, at which the backward passes end.
+        self._sources: list[Any] = []
+        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
+        # whether a tensor depends on a source: see `_is_reached`.
+        self._nodes: set[Node] = set()
+        self._num_examples: int | None = None
+        self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
+        self._number: dict[TrackedLayer, int] = {}  # runs so far
+        self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
+        # Runs on what all examples share, whose outputs are followed: the use to report their
+        # gradients for, and the output's shape.
+        self._followed: dict[LayerRun, tuple[Use, torch.Size]] = {}
+        # One vector's gradients of such outputs. They may meet the examples at several places,
+        # which autograd reaches one by one, so that the sum is reported when the vector is done.
+        self._waiting: dict[LayerRun, Tensor] = {}
 
     @property
     def runs(self) -> dict[TrackedLayer, list[Run]]:
@@ -389,6 +385,12 @@ class Capture:
         return self._seen(tracked, first_input(args, kwargs), output)
 
     def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
+        """Raise an error if the hooks cannot follow a layer that is about to run.
+
+        Raises:
+            TypeError: an input of integers for a layer that takes none, or the other way round.
+            NotImplementedError: a layer that runs without gradients, or again in a backward pass.
+        """
         if self._runs_backward:
             raise NotImplementedError(
                 f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
@@ -396,7 +398,26 @@ class Capture:
                 "self.training), with the curvature in eval mode; switch checkpointing off; or "
                 "freeze it (requires_grad_(False))."
             )
-        check_before(tracked, a)
+        if a.is_floating_point() == tracked.rule.takes_integers:
+            needs, way_out = "floating point", "x.float() / 255 for images in uint8"
+            if tracked.rule.takes_integers:
+                needs, way_out = "integers", "tokens.long() for tokens' numbers"
+            raise TypeError(
+                f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
+                f"Convert the data, for example {way_out}."
+            )
+        if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
+            raise NotImplementedError(
+                f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks "
+                "see one example or none. Call it on the whole batch, or freeze it "
+                "(requires_grad_(False))."
+            )
+        if not torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"Layer {tracked} runs without gradients (under torch.no_grad, or in a reentrant "
+                "checkpoint). Let gradients through (checkpoint with use_reentrant=False, in train "
+                "mode alone), or freeze it (requires_grad_(False))."
+            )
 
     def _seen(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
         """Report a layer's input; returns the layer's output, which will report its gradients."""
@@ -459,14 +480,6 @@ class Capture:
         self._followed[run] = use, output.shape
         return self._follower.begin(run, output)
 
-    def _end_vector(self) -> None:
-        """Report the gradients of followed outputs, which are complete after each vector."""
-        for run, gradients in self._waiting.items():
-            use, shape = self._followed[run]
-            self._reached[run.tracked, run.number] = True
-            self._on_gradient(run.tracked, use, gradients.unflatten(1, shape))
-        self._waiting.clear()
-
     def _shown(
         self,
         output: Tensor,
@@ -483,7 +496,7 @@ class Capture:
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 
         def on_gradient(b: Tensor) -> None:
-            if not self._listens:  # the training's own backward pass
+            if not self.listens:  # the training's own backward pass
                 return
             on_reached()
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
@@ -502,10 +515,6 @@ class Capture:
         return output
 
 
-def _ignore(*_: object) -> None:
-    """The callback of a capture that is over."""
-
-
 def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
     """The error for a layer whose runs differ from those that were found on the first batch."""
     return NotImplementedError(
@@ -513,34 +522,6 @@ def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
         "That differs from the first batch, so that its runs cannot be told apart. Use separate "
         "layers, or freeze it (requires_grad_(False))."
     )
-
-
-def check_before(tracked: TrackedLayer, a: Tensor) -> None:
-    """Raise an error if the hooks cannot follow a layer that is about to run.
-
-    Raises:
-        TypeError: an input of integers for a layer that takes none, or the other way round.
-        NotImplementedError: a layer that runs without gradients.
-    """
-    if a.is_floating_point() == tracked.rule.takes_integers:
-        needs, way_out = "floating point", "x.float() / 255 for images in uint8"
-        if tracked.rule.takes_integers:
-            needs, way_out = "integers", "tokens.long() for tokens' numbers"
-        raise TypeError(
-            f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-            f"Convert the data, for example {way_out}."
-        )
-    if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
-        raise NotImplementedError(
-            f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks see "
-            "one example or none. Call it on the whole batch, or freeze it (requires_grad_(False))."
-        )
-    if not torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"Layer {tracked} runs without gradients (under torch.no_grad, or in a "
-            "reentrant checkpoint). Let gradients through (checkpoint with use_reentrant=False, "
-            "in train mode alone), or freeze it (requires_grad_(False))."
-        )
 
 
 def unknown_examples(

@@ -415,7 +415,7 @@ def follow(
     def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
         made = []
         capture = Capture(
-            model, known, record, lambda *_: None,
+            model, known, record,
             follower=lambda *args: made.append(follower(*args)) or made[0],
         )  # fmt: skip
         with capture, forked_random_numbers(model):

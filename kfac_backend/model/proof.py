@@ -45,7 +45,7 @@ from kfac_backend.model.calls import (
     num_examples,
     restoration,
 )
-from kfac_backend.model.capture import Capture, check_before, first_input, rows_of
+from kfac_backend.model.capture import Capture, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.precision import Setting
@@ -65,8 +65,7 @@ class Proof:
     """
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
-        self._model, self._initial = model, assignment
-        self._structure: tuple[list[Any], list[Any]] | None = None  # when all was proved
+        self._model = model
         self._uses_verified = self._independence_verified = False
         self.holds_for_masks = False
         """Whether `make_for_masks` has proved its part."""
@@ -81,37 +80,16 @@ class Proof:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
         return self._uses_verified and (self._independence_verified or N is None or N < 2)
 
-    def renew(self) -> bool:
-        """Ask for the proof again, at other values of the parameters: `make` makes less of it.
-
-        Returns:
-            False if the model has other modules, modes or parameters: then it needs another proof.
-        """
-        if self._structure is None:
-            return not self._uses_verified  # nothing is proved yet, or only a part
-        if self._structure[1] != _structure(self._model)[1]:
-            return False
-        self._uses_verified = self._independence_verified = self.holds_for_masks = False
-        return True
-
     def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
         """Prove, on a few of the examples, what is not proved yet.
 
-        Dropout that is on uses up no random numbers of the caller. After `renew`, what other
-        values of the parameters could change is proved again on two examples, if the model's
-        structure is the same; if it does not hold again, the whole proof is made.
-
-        N is None if it is not known. ``ignored`` marks loss terms (N, ...) that do not
-        count.
+        Dropout that is on uses up no random numbers of the caller. N is None if it is not known.
+        ``ignored`` marks loss terms (N, ...) that do not count.
 
         Raises:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
             NotImplementedError: what the hooks cannot follow, by name.
         """
-        if self._structure is not None:
-            if self._holds_again(x, N, ignored):
-                return
-            self.assignment, self._structure = self._initial, None
         if N is not None and num_examples(x) == N:
             device = next(self._model.parameters()).device
             self.plan = make_plan(self._model, x, device)
@@ -133,42 +111,6 @@ class Proof:
         except NotImplementedError:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
-        if self._independence_verified:
-            self._structure = _structure(self._model)
-
-    def _holds_again(self, x: Any, N: int | None, ignored: Tensor | None) -> bool:
-        """Prove on two examples that the assignment still holds; False if it does not.
-
-        Other numbers may have opened a gate, behind which examples mix or a parameter is used.
-        How batches split is not tried again, nor which runs share an input.
-        """
-        assignment = self.assignment
-        kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
-        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
-            return False
-        if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
-            return False
-        # One example shows every use; two, with the first one again, show whether they mix.
-        one, (two, numbers) = examples(x, slice(1)), with_first_again(examples(x, slice(2)))
-        if numbers is None:
-            return False
-        own = [name for t in assignment.own_parameters for name in t.parameters.values()]
-        try:
-            with forked_random_numbers(self._model):
-                verify_divided(self._model, assignment, one)
-                _, found, candidates = verify_uses(self._model, assignment, one)
-                rules = [[t.rule for t in some.layers] for some in (found, assignment)]
-                if candidates or rules[0] != rules[1]:
-                    return False
-                if own:
-                    verify_gradients(self._model, assignment, two, dict.fromkeys(own, ""))
-                holds, _ = verify_independence(
-                    self._model, assignment, two, numbers, None if ignored is None else ignored[:2]
-                )
-        except NotImplementedError:
-            return False
-        self._uses_verified = self._independence_verified = holds
-        return holds
 
     def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -260,15 +202,6 @@ class Proof:
         )
 
 
-def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """A model's modules and parameters, and what is to be compared of them: all but numbers."""
-    modules = list(model.modules())
-    parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    kinds: list[Any] = [(id(module), module.training) for module in modules]
-    kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
-    return [*modules, *parameters], kinds  # the objects too, as a dead one's id is given again
-
-
 class _Mixed(NotImplementedError):
     """The error for a layer in which the rows of different examples mix."""
 
@@ -303,7 +236,7 @@ class _Uses(Capture):
     """
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
-        super().__init__(model, assignment, lambda *_: None, lambda *_: None)
+        super().__init__(model, assignment)
         names = {name for t in assignment.layers for name in t.parameters.values()}
         self._parameters = {
             name: p.detach().requires_grad_()
@@ -337,7 +270,7 @@ class _Uses(Capture):
 
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         try:
-            check_before(tracked, first_input(args, kwargs))
+            self._check(tracked, first_input(args, kwargs))
         except TypeError:
             if type(layer) is tracked.layer_type:
                 raise
@@ -515,7 +448,7 @@ def verify_independence(
         finite = finite and bool(torch.isfinite(b).all())
         reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
 
-    with Capture(model, assignment, lambda *_: None, record) as capture:
+    with Capture(model, assignment, on_gradient=record) as capture:
         f = capture.forward(x)
         for tracked in capture.not_folded:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
@@ -705,7 +638,7 @@ def _runs_and_shapes(
         known = None if given or not use.a.numel() else torch.Size(shape)
         shapes.setdefault(tracked, []).append(known)
 
-    capture = Capture(model, assignment, record, lambda *_: None)
+    capture = Capture(model, assignment, record)
     with capture, forked_random_numbers(model):
         f = capture.forward(x)
         if backward:
@@ -725,7 +658,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
         with (
-            Capture(model, assignment, lambda *_: None, lambda *_: None) as capture,
+            Capture(model, assignment) as capture,
             forked_random_numbers(model),
         ):
             g = capture.forward(twins)
@@ -833,7 +766,7 @@ def verify_gradients(
         # With hooks and copies the output must be the same, and so must the gradients by the rules.
         try:
             with (
-                Capture(model, assignment, lambda *_: None, record, keep_inputs=True) as capture,
+                Capture(model, assignment, on_gradient=record, keep_inputs=True) as capture,
                 forked_random_numbers(model),
             ):
                 g = capture.forward(x)

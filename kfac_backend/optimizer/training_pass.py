@@ -219,7 +219,7 @@ class TrainingPass(CurvaturePass):
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if self._options.fisher == "empirical":
-            forward.capture.listen()
+            forward.capture.listens = True
         for tracked in self._proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_lent(tracked.layer, copies[name]))

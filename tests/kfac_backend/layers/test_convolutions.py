@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from kfac_backend.layers import Rule, Use, patch_gram
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
-from kfac_backend.layers.gram import FactorSum
 from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.window import windows
@@ -46,10 +45,12 @@ def sums_of(
     rule = rule_type(layer, mode, {name for name, _ in layer.named_parameters()})
     use = Use(a, rows)
     rule.add_input(use)
-    FactorSum.end(rule.A.values())
+    for total in rule.A.values():
+        total.end()
     for b in vectors:
         rule.add_gradient(use, b)
-        FactorSum.end(rule.B.values())
+        for total in rule.B.values():
+            total.end()
     return rule.block_sums()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kfac_backend.layers.gram import STRIP, DenseGram, is_tall, tall_product
+from kfac_backend.layers.gram import STRIP, DenseGram
 from tests.random_numbers import normal
 
 
@@ -22,16 +22,3 @@ def test_dense_gram(d, groups):
             total = gram.total()
             assert_close(total, right)
             assert torch.equal(total, total.mT)
-
-
-@pytest.mark.parametrize("M", [32 * 8, 32 * 8 + 1])
-def test_products_of_tall_factors(M, monkeypatch):
-    """They are split among the threads."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    left, right = normal(M, 8), normal(M, 5, seed=1)
-    assert is_tall(left)
-    assert_close(tall_product(left, right), left.mT @ right)
-    gram = DenseGram(left, 1, 8)
-    gram.add(left[None])
-    gram.add(left[None])
-    assert_close(gram.total(), 2 * (left.mT @ left)[None])
