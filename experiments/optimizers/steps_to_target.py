@@ -32,6 +32,7 @@ from typing import Any
 
 from experiments.data import data_file, default_source, images
 from experiments.data.nci1 import NCI1
+from experiments.models import GraphNetwork, VisionTransformer
 from experiments.optimizers.training import (
     Candidate,
     Config,
@@ -47,7 +48,6 @@ from experiments.optimizers.training import (
 )
 from experiments.studies import markdown, mean_with_error, study
 from marglik.data.batches import Splits
-from marglik.models import GraphNetwork, VisionTransformer
 
 __all__ = ["STUDIES", "Study", "main", "next_tasks", "table", "target_of"]
 
