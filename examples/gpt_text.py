@@ -18,6 +18,7 @@ import random
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import CurvatureOptions
@@ -30,7 +31,6 @@ from marglik import (
     map_predictive,
     predict_all,
 )
-from marglik.models import GPT
 
 torch.manual_seed(0)
 random.seed(0)
@@ -67,13 +67,45 @@ x, y = x[:600], y[:600]
 print(bytes(x[0].tolist()).decode(errors="replace"))
 
 # %% [markdown]
-# ## Training
+# ## The network
 #
-# The output layer and the embedding share their weight. A tied tensor has one block and one weight
-# decay.
+# Torch's own layers. The output layer and the embedding share their weight: a tied tensor has one
+# block and one weight decay.
+
 
 # %%
-model = GPT(vocab_size=256, context=R, dim=48, depth=2, heads=4)
+class GPT(nn.Module):
+    """Logits (N, R, 256) of the byte after each of R; no position sees what follows it."""
+
+    def __init__(self, d=48, depth=2, heads=4):
+        super().__init__()
+        self.byte, self.position = nn.Embedding(256, d), nn.Embedding(R, d)
+        layer = nn.TransformerEncoderLayer(
+            d, heads, 4 * d, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            layer, depth, nn.LayerNorm(d), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(d, 256, bias=False)
+        self.head.weight = self.byte.weight
+        for p in self.parameters():
+            if p.dim() > 1:  # as in GPT-2
+                nn.init.normal_(p, std=0.02)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(R))
+
+    def forward(self, x):
+        """Bytes (N, R) as logits."""
+        positions = torch.arange(R).expand(x.shape)  # a row for each example
+        x = self.byte(x) + self.position(positions)
+        return self.head(self.blocks(x, self.mask, is_causal=True))
+
+
+model = GPT()
+
+# %% [markdown]
+# ## Training
+
+# %%
 loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
 options = CurvatureOptions(kfac_approx="expand", fisher="mc")
 training = OnlineTraining(

@@ -6,18 +6,18 @@
 # `kfac_backend.examples_of_rows`. Reduce then scales both sums over the R rows of a graph by
 # 1/√R.
 #
-# The graphs are random, and their class is whether they have more edges than nodes. Half a minute
+# The graphs are random, and their class is whether they have more edges than nodes. Ten seconds
 # on one core.
 
 # %%
 import torch
 from matplotlib import pyplot
+from torch import nn
 
-from kfac_backend import kronecker_factors
+from kfac_backend import examples_of_rows, kronecker_factors
 from marglik import calibrate, compute_metrics, map_predictive, marglik_training, predict_all
 from marglik.data import Batches
-from marglik.graphs import Graphs
-from marglik.models import GraphNetwork
+from marglik.graphs import Graphs, sum_by
 
 torch.manual_seed(0)
 
@@ -39,12 +39,45 @@ x, y = x[:800], y[:800]
 print(f"{len(x)} graphs of {x.node_counts.min()} to {x.node_counts.max()} nodes")
 
 # %% [markdown]
+# ## The network
+#
+# Messages pass along the edges, twice; then the nodes of each graph are summed.
+
+
+# %%
+class GraphNetwork(nn.Module):
+    """Logits (G, 2) of G graphs; v are the features of nodes, e those of edges."""
+
+    def __init__(self, d=24):
+        super().__init__()
+        self.embed = nn.Linear(37, d)
+        self.edges = nn.ModuleList(nn.Linear(2 * d, d) for _ in range(2))
+        self.nodes = nn.ModuleList(nn.Linear(2 * d, d) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(2))
+        self.head = nn.Linear(d, 2)
+
+    def forward(self, graphs):
+        """Update edges from their ends, nodes from the sum of the edges that point to them."""
+        of_nodes, G = graphs.node_graph, len(graphs)
+        with examples_of_rows(of_nodes, G):
+            v = self.embed(graphs.nodes)
+        for edge, node, norm in zip(self.edges, self.nodes, self.norms, strict=True):
+            with examples_of_rows(graphs.edge_graph, G):
+                e = edge(torch.cat([v[graphs.senders], v[graphs.receivers]], 1)).relu()
+            incoming = sum_by(graphs.receivers, e, len(v))
+            with examples_of_rows(of_nodes, G):
+                v = norm(node(torch.cat([v, incoming], 1)).relu())
+        return self.head(sum_by(of_nodes, v, G))
+
+
+model = GraphNetwork()
+
+# %% [markdown]
 # ## The curvature of a batch
 #
 # The sizes of A and B depend on the layer, not on the sizes of the graphs.
 
 # %%
-model = GraphNetwork(node_features=37, num_classes=2, edge_features=1, dim=24, depth=2)
 factors = kronecker_factors(model, [(x[:64], y[:64])], "classification", kfac_approx="reduce")
 for name, block in list(factors.blocks.items())[:6]:
     A = "" if block.A is None else f"A {tuple(block.A.shape)}"

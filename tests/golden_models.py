@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from experiments.models import GPT, GraphNetwork, VisionTransformer
 from kfac_backend import CurvatureOptions, corrected_factors, kronecker_factors
 from kfac_backend.options import KfacApprox
 from marglik import Hyperparameters, Posterior, PredictiveConfig, PriorGroups, laplace_predictive
 from marglik.graphs import Graphs
-from marglik.models import GPT, MLP, GraphNetwork, VisionTransformer, WideResNetFixup
+from marglik.models import MLP, WideResNetFixup
 
 FROZEN = Path(__file__).with_name("golden.json")
 N, C = 5, 3

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from experiments.data import data_file, default_source, images
 from experiments.data.dart import DART
+from experiments.models import GPT, VisionTransformer
 from experiments.optimizers.training import (
     Candidate,
     Method,
@@ -45,7 +46,7 @@ from experiments.studies import markdown, mean_with_error, study
 from kfac_backend.optimizer import KFAC
 from marglik.data import Digits
 from marglik.data.batches import Splits
-from marglik.models import GPT, VisionTransformer, WideResNetFixup
+from marglik.models import WideResNetFixup
 from marglik.storage.provenance import environment
 
 NAME = "optimizer_comparison"

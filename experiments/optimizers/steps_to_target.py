@@ -6,7 +6,7 @@
   weight decay 1.286e-7; a linear warm-up of 5 % of the steps, then a linear decay to 1e-3 of the
   highest rate over .8615 of the rest; K-FAC has .75 of the warm-up and steps, and factors and
   inverses every 10 steps from one batch and one MC sample. Here: NCI1, batches of 64, a hundredth
-  of the steps. Its class is one Bernoulli target, so metric and code are those of ogbg-molpcba.
+  of the steps. Its class is one Bernoulli target, so that the metric is ogbg-molpcba's.
 - vision_transformer_training, figure 4. The paper: ImageNet, three seeds; tuned NAdamW reaches
   77.309 % in 122,139 ± 1,119 of 140,000 steps, expand in 72 % of them (75 % of the time), reduce in
   76 % (78 %). β .88958 and .99785, weight decay .08135; K-FAC has the same with .75 of the steps,
@@ -32,6 +32,7 @@ from typing import Any
 
 from experiments.data import data_file, default_source, images
 from experiments.data.nci1 import NCI1
+from experiments.models import GraphNetwork, VisionTransformer
 from experiments.optimizers.training import (
     Candidate,
     Config,
@@ -47,7 +48,6 @@ from experiments.optimizers.training import (
 )
 from experiments.studies import markdown, mean_with_error, study
 from marglik.data.batches import Splits
-from marglik.models import GraphNetwork, VisionTransformer
 
 __all__ = ["STUDIES", "Study", "main", "next_tasks", "table", "target_of"]
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
@@ -326,21 +327,8 @@ def measure(
         counted = y >= 0
         found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
     elif problem.metric == "average precision" and torch.isfinite(f).all():
-        found["average precision"] = _average_precision(f, y)
+        found["average precision"] = float(average_precision_score(y.numpy(), f[:, 0].numpy()))
     return found
-
-
-def _average_precision(f: Tensor, y: Tensor) -> float:
-    """Mean over the targets that have both labels, as ogbg-molpcba's evaluator has it."""
-    from sklearn.metrics import average_precision_score
-
-    f, y = f.view(len(f), -1), y.view(len(y), -1)
-    each = []
-    for scores, labels in zip(f.unbind(1), y.unbind(1), strict=True):
-        known = labels >= 0
-        if 0 < labels[known].sum() < known.sum():
-            each.append(average_precision_score(labels[known].numpy(), scores[known].numpy()))
-    return float(statistics.mean(each))
 
 
 def _loss(likelihood: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -353,10 +341,8 @@ def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
 
 
 def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over the known targets of all examples; -1 marks an unknown one."""
-    y = y.view(f.shape).to(f.dtype)
-    known = y >= 0
-    return binary_cross_entropy_with_logits(f[known], y[known])
+    """Mean over all examples, which have one target each."""
+    return binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype))
 
 
 def _full_batches(loader: Any, size: int) -> Iterator[Any]:

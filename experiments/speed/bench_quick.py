@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.models import GPT, VisionTransformer
 from experiments.speed.contenders import (
     Work,
     language_limit,
@@ -38,7 +39,6 @@ from kfac_backend import CurvatureOptions, kronecker_factors
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import KronLaplace, Posterior
 from marglik.data import Batches
-from marglik.models import GPT, VisionTransformer
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner

@@ -12,10 +12,11 @@ import torch
 from laplace.curvature import CurvlinopsGGN
 from torch import Tensor, nn
 
+from experiments.models import GPT
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
-from marglik.models import GPT, WideResNetFixup
+from marglik.models import WideResNetFixup
 
 __all__ = [
     "PEERS",

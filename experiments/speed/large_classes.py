@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.models import GPT
 from experiments.speed.contenders import (
     language_limit,
     limit,
@@ -31,7 +32,6 @@ from experiments.timing import interleaved, median_ratios, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.options import Mode
-from marglik.models import GPT
 from marglik.storage.provenance import environment
 
 __all__ = ["Config", "main", "run", "table"]

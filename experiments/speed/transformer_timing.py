@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.data.dart import DART, IGNORED
+from experiments.models import GPT, VisionTransformer
 from experiments.speed.contenders import Work, one_batch_alone
 from experiments.studies import markdown, study
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend.model.calls import logits_of
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
-from marglik.models import GPT, VisionTransformer
 from marglik.storage.provenance import environment
 
 __all__ = ["Config", "Shape", "main", "run", "table"]

@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.data import data_file
 from experiments.data.nci1 import NCI1
+from experiments.models import GraphNetwork
 from experiments.studies import (
     markdown,
     mean_with_error,
@@ -62,7 +63,7 @@ from experiments.weight_decay.training import (
     small_images,
     with_wrong_labels,
 )
-from marglik.models import GraphNetwork, LeNet
+from marglik.models import LeNet
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import Layers, PredictiveConfig, laplace_predictive
 from marglik.storage.provenance import environment

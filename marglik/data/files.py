@@ -40,16 +40,10 @@ class TensorFile(DataSource):
         """Return the data.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it is not a safetensors or npz file or damaged, if a tensor is missing,
+            ValueError: if it is no safetensors or npz file, or damaged, if a tensor is missing,
                 unknown, empty or not finite, or if inputs and targets, or the splits, do not fit
                 together.
         """
-        if not self.path.is_file():
-            raise FileNotFoundError(
-                f"'{self.path}' is not a file. Give the path of a safetensors or npz file with "
-                f"{', '.join(REQUIRED)}."
-            )
         try:
             tensors = _read(self.path)
         except (SafetensorError, OSError, ValueError, BadZipFile) as error:

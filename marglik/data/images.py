@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -24,9 +23,6 @@ from marglik.data.splits import (
     stratified,
     take,
 )
-
-FILE_OF_DIGITS = "datasets/data/digits.csv.gz"
-"""Of scikit-learn."""
 
 Part = tuple[Pair, tuple[str, ...]]
 """All images of a part with their labels, and the class names."""
@@ -58,15 +54,11 @@ class Digits(DataSource):
 
     def load(self) -> Splits:
         """Return the digits; raises a ValueError if a part would be too small."""
-        # From the file of `sklearn.datasets.load_digits`: importing that takes seconds.
-        package = find_spec("sklearn")
         with extra("statistics"):
-            if package is None or package.origin is None:
-                raise ModuleNotFoundError("scikit-learn", name="sklearn")
-        table = np.loadtxt(Path(package.origin).parent / FILE_OF_DIGITS, delimiter=",")  # (N, 65)
-        pixels, labels = torch.from_numpy(table).split([64, 1], dim=1)
-        pixels = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
-        whole = pixels, labels.flatten().long()
+            from sklearn.datasets import load_digits  # here, since importing takes a second
+
+        pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+        whole = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8), labels.long()
         classes = tuple(str(digit) for digit in range(10))
         splits = Splits(whole, None, whole, "digits", classes)
         splits = divided(splits, self.test_fraction, self.validation, self.seed)
@@ -155,12 +147,6 @@ class TorchvisionData(TwoPartData):
 
     root: str | Path = "data"
     download: bool = True
-    files: ClassVar[str]
-    """What torchvision reads, for errors."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.root = Path(self.root).expanduser()
 
     def read(self, part: str) -> Part:
         """All images of the part; raises a FileNotFoundError if they cannot be had."""
@@ -170,8 +156,8 @@ class TorchvisionData(TwoPartData):
             reason = str(error).partition("\n")[0].rstrip(".")
             raise FileNotFoundError(
                 f"{self.name} is not in root='{self.root}', and could not be downloaded "
-                f"({reason}). Put its {self.files} there (torchvision.datasets."
-                f"{type(self).__name__} has the address), or use an ImageFolder."
+                f"({reason}). Put the files there that torchvision.datasets."
+                f"{type(self).__name__} downloads, or use an ImageFolder."
             ) from error
 
     @abstractmethod
@@ -194,7 +180,6 @@ class CIFAR10(TorchvisionData):
     """
 
     name = "CIFAR-10"
-    files = "folder cifar-10-batches-py"
     scale = MEAN, STD
 
     def _torchvisions(self, part: str) -> Part:
@@ -218,7 +203,6 @@ class SVHN(TorchvisionData):
     """
 
     name = "SVHN"
-    files = "train_32x32.mat and test_32x32.mat"
 
     def _torchvisions(self, part: str) -> Part:
         with extra("images"):

@@ -1,6 +1,6 @@
 """Images that a network was not trained on: noise, and the test images of other data sets."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from jaxtyping import UInt8
@@ -10,42 +10,28 @@ from kfac_backend.extras import extra
 from marglik.data.splits import DataSource, Splits, tensors_in
 from marglik.sizes import check_sizes
 
-NAME = "noise"
-MEAN = 127.5
-STD = ((256**2 - 1) / 12) ** 0.5  # of the uniform distribution over 0, 1, ..., 255
-
 
 class Noise(DataSource):
-    """Images whose pixels are independent and uniform over 0..255; one class, "noise".
+    """Images whose pixels are independent and uniform over 0..255, in the shape of other data.
 
-    This is the easiest out-of-distribution data. Since there is nothing to learn from it, training
-    and test images are the same. Mean and standard deviation are those of the distribution.
+    This is the easiest out-of-distribution data, and nothing else: it cannot be learned.
 
     Args:
         num_images: number of images.
-        channels: channels of each image.
-        image_size: height and width of each image.
         seed: seed of the pixels.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: if ``num_images`` is below 1.
     """
 
-    def __init__(
-        self, num_images: int = 1000, channels: int = 3, image_size: int = 32, seed: int = 0
-    ) -> None:
-        check_sizes(num_images=num_images, channels=channels, image_size=image_size)
+    def __init__(self, num_images: int = 1000, seed: int = 0) -> None:
+        check_sizes(num_images=num_images)
         self.num_images = num_images
-        self.channels = channels
-        self.image_size = image_size
         self.seed = seed
 
-    def load(self) -> Splits:
-        """Return the images."""
-        pixels = self.draw(self.channels, self.image_size, self.image_size)
-        images = pixels, torch.zeros(self.num_images, dtype=torch.int64)
-        scale: Any = {"mean": (MEAN,) * self.channels, "std": (STD,) * self.channels}
-        return Splits(images, None, images, NAME, (NAME,), **scale)
+    def load(self) -> NoReturn:
+        """Raise a NotImplementedError: noise has no shape of its own, and no classes."""
+        raise NotImplementedError("Noise is out-of-distribution data alone: pass it as --ood.")
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
         """Return ``num_images`` images of any shape, from the same seed."""
@@ -83,7 +69,7 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
     """
     # Resized, noise would be smooth, and easy to tell from noise.
     if isinstance(source, Noise):
-        return OutOfDistributionImages(source.draw(*like.image_shape), NAME, None)
+        return OutOfDistributionImages(source.draw(*like.image_shape), "noise", None)
     test, name = source.load_test()
     images = tensors_in(test)[0]
     if images.dtype != torch.uint8 or images.dim() != 4:

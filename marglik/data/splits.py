@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kfac_backend.extras import extra
 from kfac_backend.options import TargetOptions
 from marglik.graphs import Graphs
 
@@ -282,28 +283,14 @@ def stratified(
             f"{cause}: class {classes[int(counts.argmin())]!r} has {counts.min()} example(s), and "
             "each part needs one. Add some, or remove the class."
         )
-    # As scikit-learn's train_test_split, to the index; importing that takes seconds.
-    rng, numbers = np.random.RandomState(seed), counts.numpy()
-    chosen = _by_share(numbers, size, rng)
-    _by_share(numbers - chosen, len(labels) - size, rng)  # the rest, which has no choice but ties
-    of_classes = [rng.permutation(np.flatnonzero(labels == k)) for k in range(len(classes))]
-    parts = zip(*(np.split(of, [n]) for of, n in zip(of_classes, chosen, strict=True)), strict=True)
-    here, there = (torch.from_numpy(np.sort(np.concatenate(part))) for part in parts)
-    return here, there
+    with extra("statistics"):
+        from sklearn.model_selection import train_test_split  # here, since importing takes a second
 
-
-def _by_share(counts: np.ndarray, size: int, rng: np.random.RandomState) -> np.ndarray:
-    """How many of each class are chosen: its share, rounded so that the sum is ``size``."""
-    exact = counts / counts.sum() * size
-    found = np.floor(exact)
-    missing = int(size - found.sum())
-    remainders = exact - found
-    for value in np.unique(remainders)[::-1]:  # the largest first, ties by chance
-        (alike,) = np.where(remainders == value)
-        more = rng.choice(alike, size=min(len(alike), missing), replace=False) if missing else []
-        found[more] += 1
-        missing -= len(more)
-    return found.astype(int)
+    parts = train_test_split(
+        np.arange(len(labels)), train_size=size, random_state=seed, stratify=labels.numpy()
+    )
+    chosen, rest = (torch.from_numpy(np.sort(part)) for part in parts)
+    return chosen, rest
 
 
 def _check_sizes(total: int, size: int, least: int, cause: str) -> None:

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from experiments.models import GraphNetwork
 from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
 from marglik.graphs import Graphs
-from marglik.models import GraphNetwork
 from tests.kfac_backend.block_checks import randomize, with_statistics
 from tests.kfac_backend.layers import (
     attention_models,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from experiments.models import GPT
 from experiments.timing import peak_memory
 from kfac_backend import (
     block_assembly,
@@ -15,7 +16,6 @@ from kfac_backend import (
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from marglik.models import GPT
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER
 from tests.kfac_backend.covariance.posteriors import (

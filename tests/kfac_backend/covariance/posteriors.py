@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.models import GPT
 from kfac_backend import KroneckerFactors, kronecker_factors
-from marglik.models import GPT
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.marglik.networks import randomised
 from tests.oracles import jacobian_of, packs

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from experiments.models import GPT
 from kfac_backend.covariance.last_layer import LastLayerCovariance
-from marglik.models import GPT
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,

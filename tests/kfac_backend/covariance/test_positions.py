@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from experiments.models import GPT
 from experiments.timing import peak_memory
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from marglik.models import GPT
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,

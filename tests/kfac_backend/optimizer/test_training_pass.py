@@ -12,12 +12,12 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from experiments.models import GPT
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Scale
 from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
-from marglik.models import GPT
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, randomize
 from tests.kfac_backend.networks import Functional, convolution_flops, data, network

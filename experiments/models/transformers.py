@@ -1,16 +1,10 @@
 """Small transformers, of images and of text, and the pre-norm blocks that both are made of."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from kfac_backend import register_parameters
-from kfac_backend.options import check_option
-from marglik.sizes import check_sizes
-
-Pool = Literal["mean", "class_token"]
 
 
 class SelfAttention(nn.Module):
@@ -68,28 +62,17 @@ class TransformerBlock(nn.Module):
         return x + self.fc2(gelu(self.fc1(self.norm2(x))))
 
 
-def check_heads(dim: int, heads: int) -> None:
-    """Raise a ValueError unless both are at least 1 and ``heads`` divides ``dim``."""
-    check_sizes(dim=dim, heads=heads)
-    if dim % heads:
-        divisors = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
-        raise ValueError(
-            f"heads={heads} does not divide dim={dim}; choose one of {divisors}, or another dim."
-        )
-
-
-@register_parameters("class_token", "position_embedding")
+@register_parameters("position_embedding")
 class VisionTransformer(nn.Module):
     """Logits of a vision transformer for small images.
 
     Each patch becomes a position with d features, to which a learned position embedding is added.
-    Transformer blocks mix the positions, and the normalised class token, or the mean of all
-    normalised positions, is classified. K-FAC sees the paper's reduce setting: the R positions of
-    an example share the weights, and have one loss term together.
+    Transformer blocks mix the positions, and the mean of all normalised positions is classified.
+    K-FAC sees the paper's reduce setting: the R positions of an example share the weights, and have
+    one loss term together.
 
     Source: Dosovitskiy et al. 2021, "An Image Is Worth 16x16 Words". Weights are initialised
-    uniformly as in Glorot & Bengio 2010, biases and the class token to zero, the position embedding
-    from N(0, 0.02²).
+    uniformly as in Glorot & Bengio 2010, biases to zero, the position embedding from N(0, 0.02²).
 
     Args:
         num_classes: C, the number of classes.
@@ -100,11 +83,6 @@ class VisionTransformer(nn.Module):
         depth: number of transformer blocks.
         heads: attention heads in a block, a divisor of ``dim``.
         mlp_ratio: width of the blocks' hidden layer, in units of ``dim``.
-        pool: what is classified: the "mean" of the positions, or an additional "class_token".
-
-    Raises:
-        ValueError: if a size is below 1, ``patch_size`` does not divide ``image_size``, ``heads``
-            does not divide ``dim``, or ``pool`` is unknown.
     """
 
     def __init__(
@@ -117,36 +95,12 @@ class VisionTransformer(nn.Module):
         depth: int = 4,
         heads: int = 4,
         mlp_ratio: float = 2.0,
-        pool: Pool = "mean",
     ) -> None:
         super().__init__()
-        check_heads(dim, heads)
-        check_sizes(
-            num_classes=num_classes,
-            in_channels=in_channels,
-            image_size=image_size,
-            patch_size=patch_size,
-            depth=depth,
-        )
-        if image_size % patch_size:
-            raise ValueError(
-                f"patch_size={patch_size} does not divide image_size={image_size}; choose a "
-                "divisor, or resize or pad the images."
-            )
-        mlp_dim = round(mlp_ratio * dim)
-        if mlp_dim < 1:
-            raise ValueError(
-                f"mlp_ratio={mlp_ratio} gives {mlp_dim} hidden features with dim={dim}; at least 1 "
-                "is needed: customary ratios are 2 to 4."
-            )
-        check_option("pool", pool, Pool)
-        self.in_channels = in_channels
-        self.image_size = image_size
         self.patch_embedding = nn.Conv2d(in_channels, dim, patch_size, patch_size)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "class_token" else None
-        # One position per patch, and one for the class token.
-        R = (image_size // patch_size) ** 2 + (pool == "class_token")
+        R = (image_size // patch_size) ** 2
         self.position_embedding = nn.Parameter(0.02 * torch.randn(1, R, dim))
+        mlp_dim = round(mlp_ratio * dim)
         self.blocks = nn.Sequential(*[TransformerBlock(dim, heads, mlp_dim) for _ in range(depth)])
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
@@ -154,18 +108,9 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, C) of images (N, in_channels, image_size, image_size)."""
-        expected = (self.in_channels, self.image_size, self.image_size)
-        if tuple(x.shape[1:]) != expected:
-            raise ValueError(
-                f"VisionTransformer got images of shape {tuple(x.shape[1:])} and was built for "
-                f"{expected}; set in_channels and image_size to those of the data."
-            )
         x = self.patch_embedding(x).flatten(2).mT.contiguous()  # (N, R, d), patches row by row
-        if self.class_token is not None:
-            # A copy for each example, as curvature takes bare parameters to be used per example.
-            x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
         x = self.norm(self.blocks(x + self.position_embedding))  # (N, R, d)
-        return self.head(x.mean(dim=1) if self.class_token is None else x[:, 0])
+        return self.head(x.mean(dim=1))
 
 
 def _glorot(module: nn.Module) -> None:
@@ -198,9 +143,6 @@ class GPT(nn.Module):
         depth: number of transformer blocks, whose MLPs have 4 d hidden features.
         heads: attention heads in a block, a divisor of ``dim``.
         tied: whether the output layer's weight is the token embedding's.
-
-    Raises:
-        ValueError: if a size is below 1, or ``heads`` does not divide ``dim``.
     """
 
     def __init__(
@@ -213,9 +155,6 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
-        check_heads(dim, heads)
-        check_sizes(vocab_size=vocab_size, context=context, depth=depth)
-        self.context = context
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = nn.Embedding(context, dim)
         blocks = [TransformerBlock(dim, heads, 4 * dim, causal=True) for _ in range(depth)]
@@ -232,12 +171,7 @@ class GPT(nn.Module):
                 nn.init.normal_(last.weight, std=0.02 * (2 * depth) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits (N, R, vocab_size) of int64 tokens (N, R), R at most ``context``."""
-        if tokens.dim() != 2 or tokens.shape[1] > self.context:
-            raise ValueError(
-                f"GPT got tokens of shape {tuple(tokens.shape)}; it takes (N, R) with R at most "
-                f"context={self.context}: cut the sequences, or build it with a longer context."
-            )
+        """Return the logits (N, R, vocab_size) of int64 tokens (N, R), R at most the context."""
         # One row of numbers per sequence, so that each example has positions of its own.
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (N, R, d)

@@ -5,12 +5,10 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from experiments.models import GraphNetwork
 from kfac_backend.layers.rows import current_rows
-from marglik.models import GraphNetwork
 from tests.marglik.networks import randomised
 from tests.marglik.some_graphs import SHAPES, assembled, features, some_graphs
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def graph_network(depth=2, num_classes=4):

@@ -6,7 +6,6 @@ from torch.nn.functional import relu
 
 from kfac_backend import examples_of_rows
 from marglik.graphs import Graphs, sum_by
-from marglik.sizes import check_sizes
 
 
 class Update(nn.Module):
@@ -84,9 +83,6 @@ class GraphNetwork(nn.Module):
         edge_features: d_e, features of an edge.
         dim: d, features of nodes, edges and graphs within the network.
         depth: number of blocks.
-
-    Raises:
-        ValueError: if an argument is below 1.
     """
 
     def __init__(
@@ -98,14 +94,6 @@ class GraphNetwork(nn.Module):
         depth: int = 2,
     ) -> None:
         super().__init__()
-        check_sizes(num_classes=num_classes, dim=dim, depth=depth)
-        check_sizes(
-            "Where there are no features, give each a single one.",
-            node_features=node_features,
-            edge_features=edge_features,
-        )
-        self.node_features = node_features
-        self.edge_features = edge_features
         self.node_encoder = nn.Sequential(nn.Linear(node_features, dim), nn.LayerNorm(dim))
         self.edge_encoder = nn.Sequential(nn.Linear(edge_features, dim), nn.LayerNorm(dim))
         blocks = [GraphNetworkBlock(dim, global_features=dim * (i > 0)) for i in range(depth)]
@@ -118,14 +106,6 @@ class GraphNetwork(nn.Module):
 
     def forward(self, graphs: Graphs) -> Tensor:
         """Return the logits (G, C) of G graphs."""
-        got = (graphs.nodes.shape[1], graphs.edges.shape[1])
-        expected = (self.node_features, self.edge_features)
-        if got != expected:
-            raise ValueError(
-                f"GraphNetwork got graphs with {got[0]} features per node and {got[1]} per edge, "
-                f"and was built for {expected[0]} and {expected[1]}; set node_features and "
-                "edge_features to those of the data."
-            )
         G = len(graphs)
         with examples_of_rows(graphs.node_graph, G):
             v = self.node_encoder(graphs.nodes)  # (V, d)
