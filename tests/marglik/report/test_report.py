@@ -282,8 +282,13 @@ def test_the_page_is_small_and_fetches_nothing(page, evaluated, tmp_path):
     assert plotly.startswith("/**\n* plotly.js (basic") and "MIT license" in plotly[:200]
 
 
-def test_what_differs_stands_out(two, tmp_path):
-    page = Page(write_report([run.folder for run in two], tmp_path / "new" / "page.html"))
+def test_what_differs_stands_out_on_a_page_of_its_own(two):
+    first = two[0].folder
+    before = (first / "report.html").read_bytes()
+    path = write_report([run.folder for run in two])
+    assert path == first.parent / "comparison.html"
+    assert (first / "report.html").read_bytes() == before
+    page = Page(path)
     rows = [attrs for attrs in page.having("tr") if attrs.get("class") == "differs"]
     assert len(rows) == 1 and "2 runs: expand , reduce" in page.text
 
