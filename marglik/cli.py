@@ -11,10 +11,10 @@ from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from marglik.runs.printing import progress_lines
@@ -44,11 +44,11 @@ DESCRIPTION = (
     "afterwards."
 )
 FUNCTIONS = {
-    "train": "marglik.runs.train.train",
-    "fit": "marglik.runs.fit.fit",
-    "evaluate": "marglik.runs.evaluate.evaluate_run",
-    "report": "marglik.report.write_report",
+    "train": "marglik.runs.train:train",
+    "fit": "marglik.runs.fit:fit",
+    "evaluate": "marglik.runs.evaluate:evaluate_run",
 }
+"""What a command calls; imported when it is asked for, since torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"
 RESUME = "The same command with --resume continues from its last checkpoint."
 
@@ -58,7 +58,7 @@ LONGEST = 500
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
-FROM_PYTHON_ALONE = {
+FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates", "clip"},
     "curvature": {"mc_samples", "diagonal_above"},
     "predictive": {"samples", "networks", "layers", "batch_size", "memory", "calibration"},
@@ -140,7 +140,7 @@ def _parsers(
 ) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """The parser of marglik, and those of its commands, of which one has its options.
 
-    A ``brief`` one is for its help alone, see `BRIEF`.
+    A ``brief`` one is for its help alone, see `NOT_IN_BRIEF`.
     """
     parser = ArgumentParser(
         prog="marglik",
@@ -170,12 +170,6 @@ def _parsers(
 # The commands: their options, and what they do
 
 
-def _function(command: str) -> Callable[..., Any]:
-    """What a command calls; imported late, since torch takes seconds."""
-    module, _, name = FUNCTIONS[command].rpartition(".")
-    return getattr(import_module(module), name)
-
-
 def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     """The arguments of the command's function, and those fields of its configs that are options."""
     if command == "report":
@@ -188,9 +182,9 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     presets = ", ".join(preset_names())
     text = f"YAML file of options, or the name of a preset: {presets}."
     parser.add_argument("--config", action=PresetOrFile, help=text)
-    function = _function(command)
+    function = resolve_name(FUNCTIONS[command])
     configs = _configs(function) if command == "train" else {}
-    skip = {"provenance", *configs}
+    skip: Any = {"provenance", *configs}
     parser.add_function_arguments(function, as_positional=command == "evaluate", skip=skip)
     if command == "train":
         _add_run(parser, configs.pop("run"))
@@ -239,7 +233,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
     # Before `instantiate`, which draws the model's initial parameters.
     check_seed(options.seed)
     torch.manual_seed(options.seed)
-    function, arguments = _function(command), parser.instantiate(options).as_dict()
+    function, arguments = resolve_name(FUNCTIONS[command]), parser.instantiate(options).as_dict()
     if command == "train":
         of_run = _configs(function)["run"]
         arguments["run"] = of_run(**{f.name: arguments.pop(f.name) for f in fields(of_run)})
