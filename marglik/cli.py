@@ -1,23 +1,20 @@
 """The command `marglik`: the options of its four commands, and the call of what they do.
 
-Options are fields of dataclasses, whose docstrings are their help, read by jsonargparse. What a
-command needs is imported when it is asked for, since torch takes seconds.
+A command is a function: jsonargparse makes its options of the arguments, with their help from the
+docstrings. What a command needs is imported when it is asked for, since torch takes seconds.
 """
 
-import inspect
 import json
 import os
-import re
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
-from functools import cache
-from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from marglik.runs.printing import progress_lines
@@ -47,11 +44,11 @@ DESCRIPTION = (
     "afterwards."
 )
 FUNCTIONS = {
-    "train": "marglik.runs.train.train",
-    "fit": "marglik.runs.fit.fit",
-    "evaluate": "marglik.runs.evaluate.evaluate_run",
-    "report": "marglik.report.write_report",
+    "train": "marglik.runs.train:train",
+    "fit": "marglik.runs.fit:fit",
+    "evaluate": "marglik.runs.evaluate:evaluate_run",
 }
+"""What a command calls; imported when it is asked for, since torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"
 RESUME = "The same command with --resume continues from its last checkpoint."
 
@@ -61,29 +58,16 @@ LONGEST = 500
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
-# Title -> options; what matters first comes first. "prior.steps" is the field of the config
-# that is the argument "prior" of `train`; a name without a dot is a field of the argument "run".
-TRAIN = {
-    "the run": (
-        "epochs", "batch_size", "output", "resume", "overwrite", "members", "baseline",
-        "optimizer.name", "optimizer.lr", "prior.weight_decay",
-    ),
-    "training": ("augmentation", "held_out", "seed", "optimizer.damping"),
-    "how the weight decays are learned": (
-        "prior.structure", "prior.every", "prior.burn_in", "prior.steps", "prior.method",
-        "prior.average", "prior.keep", "prior.curvature_from",
-    ),
-    "the curvature": (
-        "curvature.kfac_approx", "curvature.fisher", "curvature.batch_size",
-        "curvature.unsupported", "curvature.backward_precision",
-    ),
-    "predictions": ("predictive.method",),
-    "the machine": (
-        "accelerator", "precision", "compile", "progress",
-    ),
-}  # fmt: skip
-BRIEF = ("the run", "training", "predictions")
-"""The groups that --help shows; --help all shows all, with what each option does in full."""
+FROM_PYTHON_ALONE: dict[str, Any] = {
+    "prior": {"epochs", "updates", "clip"},
+    "curvature": {"mc_samples", "diagonal_above"},
+    "predictive": {"samples", "networks", "layers", "batch_size", "memory", "calibration"},
+}
+"""Argument of `train` -> those of its fields that are no options of the command."""
+NOT_IN_BRIEF = (
+    "print_config", "prior.", "curvature.", "accelerator", "precision", "compile", "progress",
+)  # fmt: skip
+"""How those options begin that --help does not show; --help all does, with all text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         said = " ".join(str(error).split()).rstrip(".")
         said = said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
-        of_class = re.search(r"key \"(model|data|ood)\": .* class_path '(?:.*?)(\w+)'", said)
-        asked = "--{}.help {}".format(*of_class.groups()) if of_class else "--help"
-        _print_error(f"error: {said}. See marglik{f' {command}' if command else ''} {asked}.")
+        of_class = " (--model.help CLASS, --data.help CLASS)"
+        see = f"{command} --help{of_class if command != 'report' else ''}" if command else "--help"
+        _print_error(f"error: {said}. See marglik {see}.")
         return 2
     except Exception as error:
         from kfac_backend.files import DiskFullError  # late: imports torch
@@ -156,7 +140,7 @@ def _parsers(
 ) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """The parser of marglik, and those of its commands, of which one has its options.
 
-    A ``brief`` one is for its help alone, see `BRIEF`.
+    A ``brief`` one is for its help alone, see `NOT_IN_BRIEF`.
     """
     parser = ArgumentParser(
         prog="marglik",
@@ -164,6 +148,7 @@ def _parsers(
         description=DESCRIPTION,
         epilog=f"To begin, in seconds: {FIRST_STEP}",
         exit_on_error=False,
+        allow_abbrev=False,
         # The commands' parsers inherit it.
         formatter_class=BriefFormatter if brief else HelpFormatter,
     )
@@ -185,35 +170,49 @@ def _parsers(
 # The commands: their options, and what they do
 
 
-def _function(command: str) -> Callable[..., Any]:
-    """What a command calls; imported late, since torch takes seconds."""
-    module, _, name = FUNCTIONS[command].rpartition(".")
-    return getattr(import_module(module), name)
-
-
 def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     """The arguments of the command's function, and those fields of its configs that are options."""
     if command == "report":
         text = "Folders that marglik train, fit or evaluate has written; several are compared."
         parser.add_argument("folders", nargs="+", type=str, help=text)
-        text = "File to write the page to; null writes report.html into the first folder."
+        text = "File to write the page to; null: report.html in the folder of a single run, "
+        text += "comparison.html beside the first folder of several."
         parser.add_argument("--output", type=str | None, default=None, help=text)
         return
-    _add_config(parser)
-    function = _function(command)
-    if command != "train":
-        positional = command == "evaluate"
-        parser.add_function_arguments(function, as_positional=positional, skip={"provenance"})
-        return
-    configs, groups = _configs(function), TRAIN
-    skip: Any = {*configs, "run", "provenance"}
-    parser.add_function_arguments(function, as_positional=False, skip=skip)
-    if brief:
-        groups = {title: names for title, names in TRAIN.items() if title in BRIEF}
-        for action in parser._actions:
-            if action.dest == "print_config" or str(action.dest).endswith(".help"):
-                action.help = SUPPRESS
-    _add_groups(parser, groups, configs)
+    presets = ", ".join(preset_names())
+    text = f"YAML file of options, or the name of a preset: {presets}."
+    parser.add_argument("--config", action=PresetOrFile, help=text)
+    function = resolve_name(FUNCTIONS[command])
+    configs = _configs(function) if command == "train" else {}
+    skip: Any = {"provenance", *configs}
+    parser.add_function_arguments(function, as_positional=command == "evaluate", skip=skip)
+    if command == "train":
+        _add_run(parser, configs.pop("run"))
+    for name, config in configs.items():
+        parser.add_class_arguments(config, name, skip=FROM_PYTHON_ALONE.get(name))
+    for action in parser._actions:
+        if isinstance(action.metavar, str):  # jsonargparse's --print_config has a backspace in it
+            action.metavar = action.metavar.replace("\b", "")
+        hidden = action.dest.startswith(NOT_IN_BRIEF) or action.dest.endswith(".help")
+        if action.dest in configs or (brief and hidden):
+            action.help = SUPPRESS
+
+
+def _configs(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a function that are dataclasses of options, with their classes."""
+    hints = get_type_hints(function).items()
+    return {name: of for name, of in hints if is_dataclass(of) and name != "provenance"}
+
+
+def _add_run(parser: ArgumentParser, config: Any) -> None:
+    """The fields of the run's config, without a prefix; booleans are --name and --no_name."""
+    switches = [f for f in fields(config) if f.type in (bool, bool | None)]
+    parser.add_class_arguments(config, skip={f.name for f in switches})
+    params = parse_docstring(config.__doc__ or "").params
+    texts = {param.arg_name: " ".join((param.description or "").split()) for param in params}
+    for f in switches:
+        action = ActionYesNo(yes_prefix="", no_prefix="no_")
+        parser.add_argument(f"--{f.name}", default=f.default, help=texts[f.name], action=action)
 
 
 def _call(command: str, parser: ArgumentParser, options: Any) -> None:
@@ -234,9 +233,10 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
     # Before `instantiate`, which draws the model's initial parameters.
     check_seed(options.seed)
     torch.manual_seed(options.seed)
-    function, arguments = _function(command), parser.instantiate(options).as_dict()
+    function, arguments = resolve_name(FUNCTIONS[command]), parser.instantiate(options).as_dict()
     if command == "train":
-        arguments = _with_configs(arguments, _configs(function))
+        of_run = _configs(function)["run"]
+        arguments["run"] = of_run(**{f.name: arguments.pop(f.name) for f in fields(of_run)})
     if command != "evaluate":
         arguments["provenance"] = provenance
     results = function(**arguments)
@@ -253,18 +253,6 @@ def preset_names() -> list[str]:
     return sorted(
         Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
     )
-
-
-def _add_config(parser: ArgumentParser) -> None:
-    names = ", ".join(preset_names())
-    parser.add_argument(
-        "--config",
-        action=PresetOrFile,
-        help=f"YAML file of options, or the name of a preset: {names}.",
-    )
-    for action in parser._actions:  # jsonargparse's --print_config has a backspace in it
-        if isinstance(action.metavar, str):
-            action.metavar = action.metavar.replace("\b", "")
 
 
 class PresetOrFile(ActionConfigFile):
@@ -285,15 +273,38 @@ class PresetOrFile(ActionConfigFile):
 
 
 def _whole_names(arguments: Sequence[str]) -> list[str]:
-    """The arguments with --model NAME as the path of our class: torchvision has an MLP, too."""
-    from marglik import models
+    """The arguments with our classes, which need no path, by their path: torchvision has an MLP.
 
+    Raises:
+        ValueError: a name without a path that is none of ours.
+    """
+    from torch import nn
+
+    from marglik import data, models
+
+    of_data = data, data.DataSource
+    kinds = {"--model": (models, nn.Module), "--data": of_data, "--ood": of_data}
     found: list[str] = []
     for argument in arguments:
-        name = argument.removeprefix("--model=")
-        follows = name != argument or found[-1:] == ["--model"]
-        is_ours = follows and name in models.__all__
-        found.append(f"{argument[: -len(name)]}marglik.models.{name}" if is_ours else argument)
+        option, joined, name = argument.partition("=")
+        if not joined:
+            option, name = "".join(found[-1:]), argument
+        if option in kinds and name.isidentifier() and name != "null":
+            package, kind = kinds[option]
+            classes = {own: getattr(package, own) for own in package.__all__}
+            ours = [
+                own
+                for own, of in classes.items()
+                if isinstance(of, type) and issubclass(of, kind) and of is not kind
+            ]
+            if name not in ours:
+                raise ValueError(
+                    f"{option} {name}: marglik has no such class; it has {', '.join(ours)}. Pass "
+                    "one of them, or the path of another one, such as my_file.MyClass."
+                )
+            path = f"{package.__name__}.{name}"
+            argument = f"{option}={path}" if joined else path
+        found.append(argument)
     return found
 
 
@@ -318,72 +329,6 @@ class BriefFormatter(HelpFormatter):
         text = (action.help or "").split(". ")[0].rstrip(".")
         default = "" if action.default in (None, SUPPRESS) else f" (default: {action.default})"
         return f"{text}{default}".replace("%", "%%")
-
-
-def _configs(function: Callable[..., Any]) -> dict[str, type]:
-    """What stands before the last dot of an option -> the dataclass that it is a field of.
-
-    Nothing stands before the fields of the argument ``run``.
-    """
-    found: dict[str, type] = {}
-    waiting = {
-        name: hint for name, hint in get_type_hints(function).items() if name != "provenance"
-    }
-    while waiting:
-        name, hint = waiting.popitem()
-        if is_dataclass(hint):
-            config: Any = hint
-            found["" if name == "run" else name] = config
-            waiting |= {f"{name}.{own}": of for own, of in get_type_hints(hint).items()}
-    return found
-
-
-def _add_groups(
-    parser: ArgumentParser, groups: dict[str, tuple[str, ...]], configs: dict[str, type]
-) -> None:
-    """Add fields of dataclasses as options in groups, with their help from the docstrings.
-
-    Args:
-        parser: the command's.
-        groups: title -> names of options. Fields that are not named keep their defaults, and can be
-            set from Python alone.
-        configs: see `_configs`. Booleans of the run, whose names have no dot, are --name and
-            --no_name.
-    """
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            prefix, _, own = name.rpartition(".")
-            config = configs[prefix]
-            default = next(field.default for field in fields(config) if field.name == own)
-            kind: dict[str, Any] = {"type": get_type_hints(config)[own]}
-            if kind["type"] in (bool, bool | None) and not prefix:
-                kind = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
-            group.add_argument(f"--{name}", default=default, help=_help_of(config)[own], **kind)
-
-
-@cache
-def _help_of(config: Any) -> dict[str, str]:
-    """Field -> its help, from the docstrings of the dataclass and of those that it extends."""
-    found: dict[str, str] = {}
-    for base in reversed(inspect.getmro(config)):
-        for param in parse_docstring(base.__doc__ or "").params:
-            found[param.arg_name] = " ".join((param.description or "").split())
-    return found
-
-
-def _with_configs(arguments: dict[str, Any], configs: dict[str, type[Any]]) -> dict[str, Any]:
-    """A function's arguments: its options, with configs in place of their fields."""
-    arguments = dict(arguments)
-    run = {f.name: arguments.pop(f.name) for f in fields(configs[""]) if f.name in arguments}
-    for prefix in sorted(configs, key=lambda name: -name.count(".")):  # the inner ones first
-        if prefix:
-            *outer, own = prefix.split(".")
-            inside = arguments
-            for name in outer:
-                inside = inside[name]
-            inside[own] = configs[prefix](**inside.get(own, {}))
-    return arguments | {"run": configs[""](**run)}
 
 
 def _provenance(parser: ArgumentParser, options: Any) -> Provenance:

@@ -196,7 +196,7 @@ def test_commands_after_make_train_run_as_they_stand(capsys, monkeypatch):
     for command in of_digits:
         shorter = ["--epochs", "2"] if command[0] == "train" else []
         assert main([*command, *shorter]) == 0, command
-    for file in ("both.html", "runs/digits/report.html", "runs/fitted/posterior.json"):
+    for file in ("runs/comparison.html", "runs/digits/report.html", "runs/fitted/posterior.json"):
         assert Path(file).stat().st_size > 100
     shown = capsys.readouterr().out
     assert "Laplace, mc" in shown and "162 training examples" in shown

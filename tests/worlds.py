@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 IMPORTED = (
-    "lightning.fabric", "marglik.cli", "marglik.runs.evaluate", "marglik.runs.train",
+    "marglik.cli", "marglik.runs.evaluate", "marglik.runs.train",
     "marglik.report", "scipy.optimize", "sklearn.metrics", "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""
@@ -120,6 +120,8 @@ def main() -> None:
     for line in sys.stdin:
         folder, size, function, timeout = json.loads(line)
         resolve_name(function)  # imported once, and not in each rank
+        if size > 1:
+            import_module("lightning.fabric")  # as well, where it is used
         children = []
         for rank in range(size):
             child = os.fork()

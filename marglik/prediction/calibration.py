@@ -67,6 +67,8 @@ PRIOR_OF_SHARPNESS, PRIOR_OF_SCALE = 3.0, 3.0
 and 300 held-out examples, and checked on five others; see docs/calibration.md."""
 STARTS = (1.0, 0.1, 0.01)
 """Scales from which the search starts, as the NLL may have several valleys in s."""
+FEWEST_TERMS = 30
+"""Fewer loss terms give a warning: these are the fewest with which that prior was checked."""
 ROUGH_TERMS = 1000
 """Number of loss terms in these searches; only the best one is continued with all terms."""
 MOST_NUMBERS = 2**24
@@ -340,6 +342,13 @@ def calibrations_of(
     """
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
+    if (few := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
+        _logger.warning(
+            "calibrated on %d held-out loss terms, which are too few to say how confident to be. "
+            "Hold out %d or more, better some hundred (held_out, or the data's validation set), or "
+            "do not calibrate (predictive.calibration none).",
+            few, FEWEST_TERMS,
+        )  # fmt: skip
     fits = {}
     for method in methods:
         label = replace(config, method=method).label

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_backend.extras import extra
+from marglik.storage.checkpoint import leaves
 from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, read_log, read_record
 
 with extra("report"):
@@ -33,7 +34,6 @@ MISSING = "(not set)"
 """Text for an option that a run does not have, but another has."""
 WITHOUT_EFFECT = {"output", "overwrite", "progress", "config"}
 """Options that do not affect the numbers of a run."""
-MOST_IN_LABEL, LONGEST_LABEL = 3, 48
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Run:
     date: datetime
     """When the run's main file was last written (UTC)."""
     label: str = ""
-    """Its name on a page with several runs; empty for the only run of a page."""
+    """Its folder's name on a page with several runs; empty for the only run of a page."""
     style: int = 0
     """Its index among the runs of the page: the position of its colour and symbol."""
 
@@ -128,11 +128,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     if not folders or len({folder.resolve() for folder in folders}) < len(folders):
         shown = ", ".join(map(str, folders)) or "none"
         raise ValueError(f"Folders of runs: {shown}; pass one or several, each of them once.")
-    runs = [_read_run(folder) for folder in folders]
-    labels = _labels(folders, [run.options for run in runs]) if len(runs) > 1 else [""]
+    names = [folder.resolve().name for folder in folders]
+    names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
+    labels = names if len(folders) > 1 else [""]
     return [
-        replace(run, label=label, style=position)
-        for position, (run, label) in enumerate(zip(runs, labels, strict=True))
+        replace(_read_run(folder), label=label, style=position)
+        for position, (folder, label) in enumerate(zip(folders, labels, strict=True))
     ]
 
 
@@ -157,18 +158,9 @@ def _read_run(folder: Path) -> Run:
         epochs=[record for record in records if record["kind"] == "epoch"],
         updates=[record for record in records if record["kind"] == "update"],
         evaluation=read_record(folder / EVALUATION),
-        options=_flat(options),
+        options=leaves(options),
         date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
     )
-
-
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options as a flat mapping with dotted names; lists are values."""
-    flat: dict[str, Any] = {}
-    for key, value in options.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -182,32 +174,6 @@ def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
         for name in names
         if name not in WITHOUT_EFFECT and len({repr(one.get(name)) for one in options}) > 1
     ]
-
-
-def _labels(folders: Sequence[Path], options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A label for each run: the options in which it differs, or else its folder.
-
-    An option with a word as its value is shown by the value ("expand", "reduce"), others with their
-    name ("seed 1"). Folders are used if more than three options differ, or if two runs would get
-    the same label.
-    """
-    names = differing(options)
-    # Where a class differs, its own arguments need not be said.
-    of_classes = tuple(f"{n.removesuffix('class_path')}init_args." for n in names if "class_" in n)
-    names = [name for name in names if not name.startswith(of_classes)]
-
-    def said(name: str, value: Any) -> str:
-        if name.endswith("class_path"):
-            return str(_last_part(value))
-        is_word = isinstance(value, str) and value[:1].isalpha()
-        return value if is_word else f"{name} {'null' if value is None else value}"
-
-    labels = [", ".join(said(n, one.get(n, MISSING)) for n in names) for one in options]
-    is_short = len(names) <= MOST_IN_LABEL and max(map(len, labels)) <= LONGEST_LABEL
-    for found in (labels if is_short else [], [folder.resolve().name for folder in folders]):
-        if len(set(found)) == len(folders) and all(found):
-            return found
-    return [str(folder) for folder in folders]
 
 
 def _last_part(class_path: Any) -> str | None:

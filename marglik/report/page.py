@@ -18,6 +18,8 @@ from marglik.storage.run_folder import REPORT
 with extra("report"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+COMPARISON = "comparison.html"
+"""The page about several runs, beside the first one's folder."""
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
 
 
@@ -28,8 +30,9 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
 
     Args:
         folders: folders of runs that `marglik train` has written; several are compared.
-        output: the file to write, replaced if it exists; None writes report.html into the first
-            folder.
+        output: the file to write, replaced if it exists; None writes report.html into the folder of
+            a single run, and comparison.html beside the first folder of several, which all keep
+            their own pages.
 
     Raises:
         FileNotFoundError: a folder that does not exist.
@@ -37,7 +40,9 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
             in it, or an output that is a folder.
     """
     runs = read_runs([Path(folder) for folder in folders])
-    path = runs[0].folder / REPORT if output is None else Path(output)
+    first = runs[0].folder
+    path = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON
+    path = path if output is None else Path(output)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
     write_file(path, _render(runs).encode("utf-8"))

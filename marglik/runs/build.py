@@ -1,6 +1,5 @@
 """What commands share before their work: device, ranks, networks, and the check that all fits."""
 
-import json
 import logging
 import os
 from collections.abc import Collection
@@ -21,7 +20,6 @@ from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets
 from kfac_backend.model.batches import Targets
-from kfac_backend.ranks import RankError, Ranks
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data.batches import split_batches
 from marglik.data.splits import DataSource, Splits, described, tensors_in
@@ -29,7 +27,6 @@ from marglik.eval_mode import eval_mode
 from marglik.models import Standardised
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import Accelerator, CurvatureConfig, Precision
-from marglik.storage.checkpoint import differences
 from marglik.storage.provenance import Provenance
 from marglik.training.loop import OneDevice
 
@@ -101,17 +98,6 @@ def _started() -> int:
     """The number of processes that torchrun has started; 1 without torchrun."""
     by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
     return int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
-
-
-def check_same_on_ranks(identity: dict[str, Any], ranks: Ranks) -> None:
-    """Raise a RankError that names what differs, on all ranks, unless all run the same run."""
-    first, *others = ranks.gather(json.loads(json.dumps(identity)))
-    for rank, other in enumerate(others, 1):
-        for name, here, there in differences(first, other):
-            raise RankError(
-                f"The processes were started differently: {name} is {here} on rank 0, {there} on "
-                f"rank {rank}. Start all with the same command, data and versions."
-            )
 
 
 def build_from_spec(

@@ -90,14 +90,20 @@ class RunConfig:
     """How long to train, on what device, and where the results go.
 
     Args:
-        output: folder to write to; null for runs/NAME of the data.
-        overwrite: whether to replace a run that is already in that folder.
-        batch_size: number of examples (images, sequences, graphs) in a batch.
-        seed: seed of all random numbers.
-        accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
-            since it lacks float64, which the evidence needs.)
-        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
         epochs: number of passes over the training examples.
+        batch_size: number of examples (images, sequences, graphs) in a batch.
+        output: folder to write to; null for runs/NAME of the data.
+        resume: whether to continue the run in that folder, which must have been started with the
+            same options; if there is none, a new run starts. On a CPU with the same number of
+            threads, the results are the same to the bit as without the interruption. It takes
+            precedence over overwrite. Checkpoints are written after epochs and updates, at most
+            once a minute, and in any case before an update.
+        overwrite: whether to replace a run that is already in that folder.
+        members: number of networks that predict together. The first learns the weight decays, the
+            others replay their course from other initial parameters, for one training each.
+        baseline: whether to train a plain network, too, with the initial weight decay kept, a rate
+            that falls with a cosine and no average, to say what was gained. By default where that
+            takes less than 20 seconds or a quarter of the run. With resume it may be added later.
         augmentation: of images. "standard" crops (after padding by 4 pixels) and flips training
             images at random. "learned" averages the network over transformed copies of each image,
             in training and prediction, at a multiple of the cost, and learns by the evidence how
@@ -106,36 +112,30 @@ class RunConfig:
         held_out: share of the training examples that is held out to calibrate the predictive, if
             the data has no validation set. The network is not trained on them, but the posterior is
             fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
-        members: number of networks that predict together. The first learns the weight decays, the
-            others replay their course from other initial parameters, for one training each.
-        baseline: whether to train a plain network, too, with the initial weight decay kept, a rate
-            that falls with a cosine and no average, to say what was gained. By default where that
-            takes less than 20 seconds or a quarter of the run. With resume it may be added later.
-        resume: whether to continue the run in that folder, which must have been started with the
-            same options; if there is none, a new run starts. On a CPU with the same number of
-            threads, the results are the same to the bit as without the interruption. It takes
-            precedence over overwrite. Checkpoints are written after epochs and updates, at most
-            once a minute, and in any case before an update.
+        seed: seed of all random numbers.
+        accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
+            since it lacks float64, which the evidence needs.)
         precision: precision of the training steps, by Lightning's name; parameters, curvature and
             predictions stay in float32.
         compile: mode of torch.compile for the training steps; null does not compile.
             reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
+        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
     """
 
-    output: str | None = None
-    overwrite: bool = False
-    batch_size: int = 128
-    seed: int = 0
-    accelerator: Accelerator = "auto"
-    progress: bool = True
     epochs: int = 30
-    augmentation: Augmentation = "none"
-    held_out: float = 0.1
+    batch_size: int = 128
+    output: str | None = None
+    resume: bool = False
+    overwrite: bool = False
     members: int = 1
     baseline: bool | None = None
-    resume: bool = False
+    augmentation: Augmentation = "none"
+    held_out: float = 0.1
+    seed: int = 0
+    accelerator: Accelerator = "auto"
     precision: Precision = "32-true"
     compile: CompileMode | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
         check_seed(self.seed)

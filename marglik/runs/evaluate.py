@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from marglik import data as sources
-from marglik import models
 from marglik.data import DataSource, Splits
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, is_held_out
@@ -146,9 +144,6 @@ def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) 
     """
     if isinstance(given, kind):
         return given
-    package = models if key == "model" else sources
-    if given in package.__all__:
-        given = f"{package.__name__}.{given}"
     spec = record.get(key)
     if spec is None and given is None:
         option = "--model" if key == "model" else "--data"

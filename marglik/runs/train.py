@@ -33,7 +33,6 @@ from marglik.runs.build import (
     build_fabric,
     build_from_spec,
     check_model,
-    check_same_on_ranks,
     with_learned_augmentation,
     with_standardised_columns,
 )
@@ -45,8 +44,8 @@ from marglik.runs.results import (
     posterior_results,
     suspicious_results,
 )
-from marglik.storage.checkpoint import Checkpoints, check_same_run
-from marglik.storage.provenance import Provenance, environment, versions
+from marglik.storage.checkpoint import Checkpoints, check_same_run, leaves
+from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_folder import (
     CHECKPOINT,
     EVALUATION,
@@ -177,7 +176,7 @@ def train(
         fabric, ranks, likelihood,
     )  # fmt: skip
     identity = _identity(training, model, provenance)
-    check_same_on_ranks(identity | {"versions": versions()}, ranks)
+    ranks.agree(leaves(identity), "the run that they were started for")
     plain_model = deepcopy(plain_model)  # at its initial parameters, without learned ranges
 
     # Step 2: the folder, which may hold this run, or an earlier part of it.

@@ -130,16 +130,18 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
 def differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value here, value there) of each leaf that differs; "nothing" if absent."""
     # Both as they come from a file, where tuples are lists.
-    ours, theirs = (dict(_leaves(json.loads(json.dumps(one)))) for one in (here, there))
+    ours, theirs = (leaves(json.loads(json.dumps(one))) for one in (here, there))
     for name in ours | theirs:
         asked, found = ours.get(name, "nothing"), theirs.get(name, "nothing")
         if asked != found:
             yield name, asked, found
 
 
-def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{place}.{key}" if place else key)
-    else:
-        yield place, value
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as a flat one with dotted names; lists and empty dicts are values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        is_nested = isinstance(value, dict) and value
+        flat |= leaves(value, f"{name}.") if is_nested else {name: value}
+    return flat

@@ -8,9 +8,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from kfac_backend.options import CurvatureOptions, check_positive
+from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from marglik.posterior.prior import parameter_kind
 from marglik.training.schedule import settling_rate
+
+OptimizerName = Literal["sgd", "adamw", "kfac"]
 
 MOMENTUM = 0.9
 """Of SGD, by Nesterov's rule, also behind K-FAC."""
@@ -37,11 +39,12 @@ class OptimizerConfig:
             loss, beside the prior's.
     """
 
-    name: Literal["sgd", "adamw", "kfac"] = "sgd"
+    name: OptimizerName = "sgd"
     lr: float = 0.1
     damping: float | None = None
 
     def __post_init__(self) -> None:
+        check_option("optimizer.name", self.name, OptimizerName)
         check_positive("optimizer.lr", self.lr)
         if self.damping is None:
             return

@@ -35,7 +35,7 @@ def browser():
 @pytest.fixture(scope="module")
 def pages(evaluated, copied, evil, tmp_path_factory):
     root = tmp_path_factory.mktemp("pages")
-    others = [copied(f"run {i}", k={"kfac_approx": k}) for i, k in enumerate(("expand", "reduce"))]
+    others = [copied(k, k={"kfac_approx": k}) for k in ("expand", "reduce")]
     return {
         "one": write_report([evaluated], root / "one.html"),
         "two": write_report(others, root / "two.html"),

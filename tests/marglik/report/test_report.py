@@ -33,8 +33,7 @@ def run(evaluated):
 
 @pytest.fixture(scope="module")
 def two(evaluated, copied):
-    options = {"curvature": {"kfac_approx": "reduce"}}
-    return read_runs([copied("a", curvature={"kfac_approx": "expand"}), copied("b", **options)])
+    return read_runs([copied(of, curvature={"kfac_approx": of}) for of in ("expand", "reduce")])
 
 
 def charts(runs, section):
@@ -172,31 +171,11 @@ def test_differences_with_their_intervals():
 
 # Runs side by side
 
-LABELS = {
-    "a word": ([{"k": {"fisher": "mc"}}, {"k": {"fisher": "exact"}}], ["mc", "exact"]),
-    "null": ([{"size": None, "x": 1}, {"size": 3, "x": 1}], ["size null", "size 3"]),
-    "two": (
-        [{"k": "expand", "prior": {"lr": 1}}, {"k": "reduce", "prior": {"lr": 2}}],
-        ["expand, prior.lr 1", "reduce, prior.lr 2"],
-    ),
-    "classes without their arguments": (
-        [
-            {"model": {"class_path": "marglik.models.LeNet", "init_args": {"image_size": 8}}},
-            {"model": {"class_path": "marglik.models.MLP", "init_args": {"hidden": [4]}}},
-        ],
-        ["LeNet", "MLP"],
-    ),
-    "too much differs": ([dict.fromkeys("abcd", 0), dict.fromkeys("abcd", 1)], ["run 0", "run 1"]),
-    "two of three are alike": ([{"x": 0}, {"x": 0}, {"x": 1}], ["run 0", "run 1", "run 2"]),
-}
 
-
-@pytest.mark.parametrize("case", LABELS)
-def test_runs_are_named_by_what_differs(case, copied):
-    options, expected = LABELS[case]
-    runs = read_runs([copied(f"run {i}", **one) for i, one in enumerate(options)])
-    assert [run.label for run in runs] == expected
-    assert [run.style for run in runs] == [*range(len(runs))]
+def test_runs_are_named_by_their_folders(copied):
+    a, b, other = copied("a"), copied("b"), copied("a")
+    assert [(run.label, run.style) for run in read_runs([a, b])] == [("a", 0), ("b", 1)]
+    assert [run.label for run in read_runs([a, other])] == [str(a), str(other)]
 
 
 def test_what_differs():
@@ -282,8 +261,13 @@ def test_the_page_is_small_and_fetches_nothing(page, evaluated, tmp_path):
     assert plotly.startswith("/**\n* plotly.js (basic") and "MIT license" in plotly[:200]
 
 
-def test_what_differs_stands_out(two, tmp_path):
-    page = Page(write_report([run.folder for run in two], tmp_path / "new" / "page.html"))
+def test_what_differs_stands_out_on_a_page_of_its_own(two):
+    first = two[0].folder
+    before = (first / "report.html").read_bytes()
+    path = write_report([run.folder for run in two])
+    assert path == first.parent / "comparison.html"
+    assert (first / "report.html").read_bytes() == before
+    page = Page(path)
     rows = [attrs for attrs in page.having("tr") if attrs.get("class") == "differs"]
     assert len(rows) == 1 and "2 runs: expand , reduce" in page.text
 

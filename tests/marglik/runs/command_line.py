@@ -23,7 +23,6 @@ TRAIN = [
     "--optimizer.lr", "0.05", "--no_progress",
 ]  # fmt: skip
 NOISE = ["--ood", "marglik.data.Noise", "--ood.num_images", "20"]
-UNCALIBRATED = ["--predictive.calibration", "none"]
 QUIET = ["--progress", "false"]
 
 STEPS = ("decoding ", "evaluating ", "curvature pass ", "epoch ")

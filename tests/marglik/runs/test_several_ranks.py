@@ -66,7 +66,7 @@ def test_two_ranks_do_what_one_process_does(worlds, alone, tmp_path):
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        (["--prior.every", "3"], "config.prior.every is 1 on rank 0, 3 on rank 1"),
+        (["--prior.every", "3"], "config.prior.every is 1 on rank 0 and 3 on rank 1"),
         (["--data.data.seed", "3"], "normalisation is "),
     ],
 )
@@ -74,7 +74,10 @@ def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
     found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
     for rank, (status, out, err) in enumerate(found):
         assert (status, out) == (2, "")
-        assert "The processes were started differently: " in err and word in err, (rank, err)
+        assert "Ranks disagree in the run that they were started for: " in err and word in err, (
+            rank,
+            err,
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -416,6 +416,7 @@ def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_schedule():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"name": "adam"}, "optimizer.name='adam' is not supported; choose one of 'sgd', 'adamw'"),
         ({"lr": 0.0}, "optimizer.lr must be positive"),
         ({"damping": 1.0}, "optimizer.name is sgd; pass --optimizer.name kfac"),
         ({"name": "kfac", "damping": 0.0}, "optimizer.damping must be positive"),
