@@ -35,7 +35,7 @@ class LastLayerCovariance:
 
     It is exact. A weight that the last layer shares with an earlier one, as a language model's
     output layer does with its token embedding, is uncertain in the last layer only: its earlier use
-    counts as known.
+    counts as known, unless ``alone``.
 
     The layer's own formula is used where the batch shows that the model's outputs are the layer's,
     in value and derivative. That is so for a linear layer or a convolution without groups, followed
@@ -47,6 +47,8 @@ class LastLayerCovariance:
         layer: the name of the layer that runs last.
         precision: the posterior precision of its parameters.
         memory: as in `OutputCovariance`; the result, K×K for each position, comes on top.
+        alone: whether no other layer has trainable parameters. Another use of these, which only a
+            function of the model's own can then make, counts as well: the formula is not used.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class LastLayerCovariance:
         precision: PosteriorPrecision,
         *,
         memory: int | None = None,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._model, self._name, self._precision = model, layer, precision
         self._layer = model.get_submodule(layer)
         self._memory = memory
@@ -69,6 +73,7 @@ class LastLayerCovariance:
         self._is_tied = any(
             p is other
             for p in self._layer.parameters()
+            if names[id(p)] in precision
             for module in model.modules()
             for other in module._parameters.values()
             if module is not self._layer
@@ -127,20 +132,27 @@ class LastLayerCovariance:
 
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             output = output.detach().requires_grad_()
-            runs.append((first_input(args, kwargs).detach(), output))
+            runs.append((first_input(args, kwargs), output))
             return output.clone()  # which activations may change in place
 
         self._layer.register_forward_hook(hook, with_kwargs=True)  # `restoration` takes it away
+        learned: dict[str, Tensor] = {}  # others are constants for `call_with`
+        if self._alone:
+            for name in self._parameters.values():
+                learned[name] = self._model.get_parameter(name).detach().requires_grad_()
         with torch.enable_grad():
-            f = call_with(self._model, {}, x)
+            f = call_with(self._model, learned, x)
         check_output(f)
         if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
             return None
         ((a, z),) = runs
         # Equal values are not enough: what stands behind the layer may change derivatives alone.
         noise = torch.randn(f.shape, dtype=f.dtype, device=f.device)
-        (back,) = torch.autograd.grad(f, z, noise)
-        f, z = f.detach(), z.detach()
+        back, *others = torch.autograd.grad(f, [z, *learned.values()], noise, allow_unused=True)
+        # Where only the layer learns: its parameters are used once more, before it or behind it.
+        if self._alone and (a.requires_grad or any(other is not None for other in others)):
+            return None
+        f, z, a = f.detach(), z.detach(), a.detach()
         if not (_same(z, f, rule.features) and _same(back, noise, rule.features)):
             return None
         return (f, a, rule) if self._computes(rule, a[:1], f[:1]) else None
@@ -202,30 +214,29 @@ class LastLayerCovariance:
         self, a: Tensor, columns: Tensor | None, C: int, transposed: bool, variance_only: bool
     ) -> Tensor:
         """Covariances (m, K, K) or variances (m, K) of the outputs at m positions' inputs a."""
-        if columns is None and not variance_only:
-            columns = torch.arange(C, device=a.device).expand(len(a), C)
         # Weight and bias are independent in the posterior, so that their covariances add. For both
-        # the covariance is Q diag(w) Qᵀ, with one w for each position; for a bias w is 1 / s.
+        # the covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
         total = a.new_zeros(())
         for local, name in self._parameters.items():
             block, spectrum = self._precision[name]
             Q: Tensor | None = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
-            w = spectrum.reciprocal().reshape(1, -1).expand(len(a), -1)  # (m, k)
+            w = spectrum.reciprocal().reshape(1, -1)  # (1, k); for a bias it is 1 / s
             if local == "weight":
                 Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
-                w = rotated(a[None], Q_A)[0].square() @ spectrum[0].reciprocal().mT
+                w = rotated(a[None], Q_A)[0].square() @ spectrum[0].reciprocal().mT  # (m, k)
                 Q = None if Q_B is None else Q_B[0]
-            if columns is None:
-                total = total + (w if Q is None else w @ Q.square().mT)
-            elif variance_only:
-                total = total + (w if Q is None else w @ Q.square().mT).gather(1, columns)
-            elif Q is None:
-                # Q is the identity: outputs covary with themselves alone.
-                same = columns[:, :, None] == columns[:, None]
-                total = total + same * w.gather(1, columns)[:, None]
-            else:
-                rows = Q[columns]  # (m, K, k)
+            if variance_only:
+                of_all = w if Q is None else w @ Q.square().mT  # (m or 1, C)
+                some = of_all if columns is None else of_all.expand(len(a), C).gather(1, columns)
+                total = total + some
+            elif Q is not None:
+                rows = Q[None] if columns is None else Q[columns]  # (m or 1, K, k)
                 total = total + (rows * w[:, None]) @ rows.mT
+            elif columns is None:  # Q is the identity: outputs covary with themselves alone
+                total = total + w.diag_embed()
+            else:
+                same = columns[:, :, None] == columns[:, None]
+                total = total + same * w.expand(len(a), C).gather(1, columns)[:, None]
         return total
 
 

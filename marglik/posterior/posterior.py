@@ -495,7 +495,8 @@ class Posterior:
         Args:
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
             layers: "last" treats all layers but the last as constants (last-layer Laplace), which
-                costs one forward pass, see `LastLayerCovariance`.
+                costs one forward pass, see `LastLayerCovariance`; so does "all" where the others
+                are frozen.
             memory: bytes that the gradients may take at once besides the result, see
                 `OutputCovariance`.
             positions: mask of the M positions of sequences that are wanted; the results then are
@@ -559,14 +560,20 @@ class Posterior:
         """The function for output covariances at the current hyperparameters."""
 
         def make() -> OutputCovariance | LastLayerCovariance:
-            if layers == "all":
+            learning = [
+                name
+                for name, module in self.model.named_modules()
+                if any(p.requires_grad for p in module.parameters(recurse=False))
+            ]
+            alone = len(learning) == 1
+            if layers == "all" and not alone:
                 return OutputCovariance(self.model, self.precision_blocks(), memory=memory)
-            last = last_layer(self.model, x)
+            last = learning[0] if alone else last_layer(self.model, x)
             # A tied parameter has the name under which its block is.
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             blocks = self.precision_blocks(names)
-            return LastLayerCovariance(self.model, last, blocks, memory=memory)
+            return LastLayerCovariance(self.model, last, blocks, memory=memory, alone=alone)
 
         return self._kept((layers, memory), make)
 

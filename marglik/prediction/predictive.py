@@ -41,7 +41,7 @@ MOST_BACKWARD_PASSES = 2048
 """Most backward passes for one example of several positions."""
 
 MOST_CLASSES = 4096
-"""Most classes whose covariance (C, C) is decomposed at each position: half a minute of a core."""
+"""Most classes whose covariance (C, C) is decomposed at each position: a second of a core."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The plain network is what one would train otherwise: the same architecture, data, optimiser and
 epochs, with a fixed weight decay, a learning rate that falls with a cosine, and no average of its
 parameters. Both are compared at their parameters, temperature-scaled on the same held-out data
-where there is some, so that calibration counts for neither.
+where it is given, so that calibration counts for neither.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,10 @@ from torch import nn
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.batches import split_batch
 from kfac_backend.options import TargetOptions
+from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import differences, of_examples
 from marglik.prediction.metrics import compute_metrics, example_scores
-from marglik.prediction.predictive import map_predictive, predict_all
+from marglik.prediction.predictive import predict_all
 
 # Metric -> its name, the factor to show it with, the unit of a difference, the sign of a gain.
 MEASURES = {
@@ -32,6 +33,7 @@ def verdict(
     test: Iterable[Any],
     likelihood: str = "classification",
     *,
+    held_out: Iterable[Any] = (),
     sigma_noise: tuple[float, float] | None = None,
     learned: Sequence[str] = ("learned weight decays",),
     targets: TargetOptions = TargetOptions(),  # noqa: B008
@@ -46,6 +48,9 @@ def verdict(
         plain: the same network, trained without; see this module.
         test: (x, y), or mappings.
         likelihood: distribution of the targets.
+        held_out: (x, y), or mappings, that neither was trained on. Each network's outputs are
+            divided by the temperature (regression: has the σ) of least NLL there, as the command
+            does with the examples that it holds out. Without them both are compared as they are.
         sigma_noise: σ of both networks, for regression.
         learned: what was learned, for the sentence.
         targets: how batches give their targets.
@@ -55,9 +60,12 @@ def verdict(
     """
     if likelihood_of(likelihood).has_sigma and sigma_noise is None:
         raise ValueError("Regression needs the noise of both networks; pass sigma_noise=(σ, σ).")
-    batches, metrics, scores = list(test), [], []
+    batches, held_out, metrics, scores = list(test), list(held_out), [], []
     for network, sigma in zip((model, plain), sigma_noise or (1.0, 1.0), strict=True):
-        p, y = predict_all(map_predictive(network, likelihood, sigma), batches, targets=targets)
+        alone = Ensemble([network], likelihood, sigma)
+        if held_out:
+            alone.calibrate(held_out, targets=targets)
+        p, y = predict_all(alone, batches, targets=targets)
         metrics.append({f"test/{n}": v for n, v in compute_metrics(p, y, likelihood).items()})
         scores.append(example_scores(p, y, likelihood))
     # Positions of one example are not independent: they are averaged first. Where not all count,

@@ -100,7 +100,8 @@ class OnlineResult:
             plain: the same network trained without them: with a fixed weight decay, a learning rate
                 that falls to zero, and no average.
             test: (x, y), or mappings, that neither was trained on.
-            options: further arguments of `marglik.verdict`.
+            options: further arguments of `marglik.verdict`, such as ``held_out`` to scale the
+                temperatures of both first.
         """
         of = self.laplace
         return verdict(of.model, plain, test, of.likelihood, targets=of.options, **options)

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, jacrev
+from torch.nn import functional
 from torch.testing import assert_close
 
+from kfac_backend.covariance.output_covariance import OutputCovariance
+from marglik import Posterior
 from tests.marglik.small_laplace import DELTAS, data, fitted, network
 from tests.uses import kfac_blocks
 
@@ -111,6 +115,40 @@ def test_last_layer_is_a_laplace_approximation_of_it_alone():
     assert_close(la.output_distribution(x, "last")[1], covariance)
     with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
         la.output_distribution(x, "first")
+
+
+class UsesItsHead(nn.Module):
+    """Outputs of a last layer whose weight is also used without it, before or after its call."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.inner, self.head, self.when = nn.Linear(4, 3), nn.Linear(3, 3), when
+
+    def forward(self, x):
+        h = self.inner(x).tanh()
+        if self.when == "before":
+            h = functional.linear(h, self.head.weight).tanh()
+        f = self.head(h)
+        return f + functional.linear(h, self.head.weight) if self.when == "after" else f
+
+
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+def test_all_layers_are_the_last_one_where_the_others_are_frozen(when, monkeypatch):
+    """By its formula, without backward passes, where nothing else uses its weight."""
+    torch.manual_seed(0)
+    model = UsesItsHead(when).double()
+    model.inner.requires_grad_(False)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    delta = torch.tensor([0.5, 2.0])
+    la = Posterior(model, "classification", kfac_approx="expand", prior_precision=delta)
+    la.fit([(x, torch.arange(6) % 3)])
+    general, calls = OutputCovariance.__call__, []
+    monkeypatch.setattr(
+        OutputCovariance, "__call__", lambda *a, **k: calls.append(a) or general(*a, **k)
+    )
+    found = la.output_distribution(x)[1]
+    assert_close(found, by_jacobians(la, x), rtol=1e-6, atol=0)
+    assert bool(calls) == (when != "never")
 
 
 @pytest.mark.parametrize("layers", ["all", "last"])

@@ -9,7 +9,7 @@ import torch
 from scipy import integrate, linalg, special, stats
 from torch.testing import assert_close
 
-from marglik.prediction.links import Calibration, predict_from_outputs
+from marglik.prediction.links import Calibration, deviations, predict_from_outputs
 from tests.marglik.prediction.gaussians import entropy, gaussians, predict
 
 
@@ -56,7 +56,7 @@ def test_mc_and_probit_by_loops():
     noise = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     p, probit = (predict(f, covariance, link=link, samples=7) for link in ("mc", "probit"))
     for n in range(len(f)):
-        root = linalg.sqrtm(covariance[n].numpy())
+        root = linalg.cholesky(covariance[n].numpy(), lower=True)
         sampled = [special.softmax(f[n].numpy() + root @ z) for z in noise.numpy()]
         assert_close(p.mean[n], torch.tensor(np.mean(sampled, axis=0)))
         assert float(p.aleatoric[n]) == pytest.approx(entropy(sampled))
@@ -74,6 +74,20 @@ def test_mc_does_not_turn_with_rounding():
     rounding = torch.randn(30, 10, 10, dtype=torch.float64) * 1e-15
     other = predict(f, covariance + rounding + rounding.mT)
     assert_close(other.mean, predict(f, covariance).mean, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 1, 20, 40])
+def test_deviations_have_the_covariance_that_is_given(rank, dtype):
+    """L z of the unit vectors z are the columns of L; also of covariances that are singular."""
+    factor = torch.randn(5, 40, rank, generator=torch.Generator().manual_seed(0)).to(dtype)
+    covariance = factor @ factor.mT / 40
+    covariance[0] = torch.diag(torch.linspace(-1e-3, 1, 40))  # rounded more than by rounding
+    columns, _ = deviations(covariance, "classification", torch.eye(40, dtype=dtype))
+    found = torch.einsum("snc,snd->ncd", columns, columns)
+    expected = covariance.clone()
+    expected[0].clamp_(min=0)
+    assert_close(found, expected, rtol=0, atol=200 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """The verdict: its numbers by brute force, its words by what the intervals contain."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from scipy.stats import t, ttest_rel
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from marglik import OnlineResult, Posterior, verdict
+from marglik import Ensemble, OnlineResult, Posterior, verdict
 from marglik.models import MLP
 from marglik.prediction.verdict import in_one_sentence, instability
 
@@ -54,6 +56,22 @@ def test_numbers_are_those_of_paired_examples():
     assert f"({(a - b).mean():+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in said
     assert "gained nothing" in verdict(plain, plain, test)  # negative control
     assert "worsened" in verdict(plain, model, test)
+
+
+def test_with_held_out_data_sharpness_counts_for_neither():
+    """A network against one with five times its logits: the same one, once both are scaled."""
+    torch.manual_seed(0)
+    x, model = torch.randn(200, 4), nn.Linear(4, 3)
+    y = model(x).softmax(1).multinomial(1).squeeze(1)
+    sure = deepcopy(model)
+    for p in sure.parameters():
+        p.data *= 5
+    assert "improved the NLL" in verdict(model, sure, [(x, y)])  # negative control
+    said = verdict(model, sure, [(x, y)], held_out=iter([(x, y)]))
+    nll = said.split("NLL ")[-1].split()  # "0.9 instead of 0.9"
+    assert float(nll[0]) == pytest.approx(float(nll[3]), abs=0.005)
+    tau = Ensemble([sure]).calibrate([(x, y)]).output_temperature
+    assert float(nll[3]) == pytest.approx(cross_entropy(sure(x) / tau, y).item(), abs=6e-4)
 
 
 def test_positions_of_one_example_count_once():
