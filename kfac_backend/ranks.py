@@ -105,13 +105,12 @@ class Ranks:
             heapq.heappush(loads, (load + costs[index], owners[index]))
         return owners
 
-    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "") -> None:
+    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Fill each tensor with its owner's values, to the bit; collective.
 
         Args:
             tensors: of the same shapes and dtypes on all ranks.
             owners: the rank that has each one's values, as of `owners`.
-            what: the work that is being done; not used.
         """
         group = self._group
         if group is None or self.size == 1:

@@ -21,6 +21,7 @@ from kfac_backend.loss import check_targets, loss_sum
 from kfac_backend.model.batches import each_batch, split_batch, to_device
 from kfac_backend.options import CurvatureOptions, check_option
 from marglik.eval_mode import in_eval_mode
+from marglik.posterior.evidence import log_likelihood
 from marglik.posterior.posterior import Posterior, last_layer, parameter_vector
 from marglik.prediction.links import probit_outputs
 
@@ -429,11 +430,8 @@ class JacobianLaplace(KronLaplace):
         return self._log_likelihood(self.sigma_noise)
 
     def _log_likelihood(self, sigma: Tensor) -> Tensor:
-        sigma, value = sigma.double(), -self.loss / sigma.double().square()
-        if self.likelihood == "regression":
-            normaliser = sigma.log() + 0.5 * math.log(2 * math.pi)
-            value = value - self.n_data * self.n_outputs * normaliser
-        return value / self.temperature
+        of_data = self.loss, self.n_data * self.n_outputs, self.likelihood
+        return log_likelihood(*of_data, sigma, self.temperature)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Samples θ of the posterior, parameter vectors (S, P)."""

@@ -254,8 +254,7 @@ def _solved(
     found = dict(zip(own, map_on_cores(solve, own) if on_cores else map(solve, own), strict=True))
     found |= {key: unsolved(key) for key in keys if key not in found}
     by_owner = [(t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key]]
-    what = "eigenvectors" if vectors else "eigenvalues"
-    ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner], what)
+    ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner])
     return [[found[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
 
 

@@ -49,15 +49,51 @@ class EvidenceTerms:
         )
 
 
+def as_tensor(value: float | Tensor) -> Tensor:
+    """A tensor as it is, a number in float64.
+
+    In torch's default dtype, float32, a number would be rounded even for a float64 model.
+    """
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+
+
+def checked_precision(prior_precision: float | Tensor, blocks: int) -> Tensor:
+    """δ as a vector, (1,) or (blocks,).
+
+    Raises:
+        ValueError: a precision of wrong length, or one that is not positive.
+    """
+    check_positive("prior_precision", prior_precision)
+    delta = as_tensor(prior_precision)
+    if delta.dim() > 1 or delta.numel() not in (1, blocks):
+        raise ValueError(
+            f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or ({blocks},), "
+            "one per trainable tensor."
+        )
+    return delta.reshape(-1)
+
+
 def log_likelihood(
-    terms: EvidenceTerms, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
+    loss: float,
+    num_targets: float,
+    likelihood: str,
+    sigma_noise: Tensor | float = 1.0,
+    temperature: Tensor | float = 1.0,
 ) -> Tensor:
-    """Log p(D|θ*) / T (nats, a sum over the data); for regression with its normaliser, also / T."""
-    sigma = _float64(sigma_noise, terms)
-    value = -terms.loss / sigma.square()
-    if likelihood_of(terms.likelihood).has_sigma:
-        value = value - terms.num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
-    return value / _float64(temperature, terms)
+    """Log p(D|θ*) / T (nats, a sum over the data); for regression with its normaliser, also / T.
+
+    Args:
+        loss: Σ ℓ at σ = 1.
+        num_targets: see `EvidenceTerms`.
+        likelihood: of the targets.
+        sigma_noise: σ.
+        temperature: T.
+    """
+    sigma = as_tensor(sigma_noise).double()
+    value = -loss / sigma.square()
+    if likelihood_of(likelihood).has_sigma:
+        value = value - num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
+    return value / temperature
 
 
 def log_marginal_likelihood(
@@ -92,7 +128,8 @@ def log_marginal_likelihood(
     # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
     log_det_ratio = terms.spectra.log_det_ratio(ratio).sum()
     scatter = (delta * terms.squared_norms).sum()
-    evidence = log_likelihood(terms, sigma, T) - 0.5 * (log_det_ratio + scatter)
+    likelihood = log_likelihood(terms.loss, terms.num_targets, terms.likelihood, sigma, T)
+    evidence = likelihood - 0.5 * (log_det_ratio + scatter)
     if not torch.isfinite(evidence):
         raise FloatingPointError(_why_not_finite(terms, delta))
     return evidence
@@ -164,21 +201,9 @@ def _precision_and_ratio(
     sigma_noise: Tensor | float,
     temperature: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    """δ per block, checked, and 1/(σ²Tδ), which turns an eigenvalue at σ = 1 into λ/δ; both (B,).
-
-    Raises:
-        ValueError: a precision of wrong length, or one that is not positive.
-    """
+    """δ per block, checked, and 1/(σ²Tδ): what makes an eigenvalue at σ = 1 λ/δ; both (B,)."""
     blocks = len(terms.squared_norms)
-    delta = torch.as_tensor(prior_precision, dtype=torch.float64)
-    delta = delta.to(terms.squared_norms.device)
-    if delta.dim() > 1 or delta.numel() not in (1, blocks):
-        raise ValueError(
-            f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or ({blocks},), "
-            "one per parameter tensor."
-        )
-    check_positive("prior_precision", delta)
-    delta = delta.expand(blocks)
+    delta = checked_precision(prior_precision, blocks).to(terms.squared_norms).expand(blocks)
     curvature_factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
     return delta, curvature_factor / delta
 

@@ -35,7 +35,7 @@ from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior import evidence
-from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.evidence import EvidenceTerms, as_tensor
 
 T = TypeVar("T")
 Layers = Literal["all", "last"]
@@ -150,14 +150,8 @@ class Posterior:
 
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
-        check_positive("prior_precision", prior_precision)
-        delta = _as_tensor(prior_precision)
-        if delta.dim() > 1 or delta.numel() not in (1, self.n_layers):
-            raise ValueError(
-                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
-                f"({self.n_layers},), one per trainable tensor."
-            )
-        self._prior_precision = delta.reshape(-1).to(self._device, self._wide_dtype)
+        delta = evidence.checked_precision(prior_precision, self.n_layers)
+        self._prior_precision = delta.to(self._device, self._wide_dtype)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -167,7 +161,7 @@ class Posterior:
     @sigma_noise.setter
     def sigma_noise(self, sigma_noise: float | Tensor) -> None:
         check_positive("sigma_noise", sigma_noise)
-        sigma = _as_tensor(sigma_noise)
+        sigma = as_tensor(sigma_noise)
         if sigma.numel() != 1:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
@@ -353,7 +347,10 @@ class Posterior:
     @property
     def log_likelihood(self) -> Tensor:
         """Log p(D|θ*) / T (nats, a sum over the data)."""
-        return evidence.log_likelihood(self.evidence_terms, self.sigma_noise, self.temperature)
+        terms = self.evidence_terms
+        return evidence.log_likelihood(
+            terms.loss, terms.num_targets, self.likelihood, self.sigma_noise, self.temperature
+        )
 
     def effective_parameters(self) -> Tensor:
         """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): directions of each tensor that the data determines.
@@ -450,22 +447,19 @@ class Posterior:
         changes = self.named(samples - at_least_float32(self.mean.detach()))
         return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x)
 
-    def network_outputs(
-        self, samples: Float[Tensor, "S P"], x: Any, **keywords: Any
-    ) -> Float[Tensor, "S N *R C"]:
+    def network_outputs(self, samples: Float[Tensor, "S P"], x: Any) -> Float[Tensor, "S N *R C"]:
         """Outputs of the network itself at parameter vectors, which are not written into it.
 
         Args:
             samples: parameter vectors θ, as `sample` returns them.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
-            keywords: further arguments of the model.
         """
         x = to_device(x, self._device)
 
         def outputs(sample: Tensor) -> Tensor:
             named = zip(self.named(sample).items(), self.params, strict=True)
             values = {name: value.to(p.dtype) for (name, value), p in named}
-            return at_least_float32(call_with(self.model, values, x, keywords=keywords))
+            return at_least_float32(call_with(self.model, values, x))
 
         return torch.stack([in_eval_mode(self.model, outputs)(sample) for sample in samples])
 
@@ -480,7 +474,6 @@ class Posterior:
         self,
         x: Any,
         layers: Layers = "all",
-        memory: int | None = None,
         *,
         positions: Bool[Tensor, "N *R"] | None = None,
         classes: Int[Tensor, "*chosen K"] | None = None,
@@ -497,8 +490,6 @@ class Posterior:
             layers: "last" treats all layers but the last as constants (last-layer Laplace), which
                 costs one forward pass, see `LastLayerCovariance`; so does "all" where the others
                 are frozen.
-            memory: bytes that the gradients may take at once besides the result, see
-                `OutputCovariance`.
             positions: mask of the M positions of sequences that are wanted; the results then are
                 (M, C) and (M, C, C).
             classes: indices of the K outputs that are wanted, (K,), or (..., K) for each position;
@@ -514,7 +505,7 @@ class Posterior:
         check_option("layers", layers, Layers)
 
         def distribution() -> tuple[Tensor, Tensor]:
-            covariance = self._output_covariance(x, layers, memory)
+            covariance = self._output_covariance(x, layers)
             f, of_f = covariance(x, positions, classes, variance_only=variance_only)
             check_finite(self.model, f, x)
             return f, of_f
@@ -554,9 +545,7 @@ class Posterior:
         f = f.reshape(*batch, *f.shape[1:])
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
-    def _output_covariance(
-        self, x: Any, layers: Layers, memory: int | None
-    ) -> OutputCovariance | LastLayerCovariance:
+    def _output_covariance(self, x: Any, layers: Layers) -> OutputCovariance | LastLayerCovariance:
         """The function for output covariances at the current hyperparameters."""
 
         def make() -> OutputCovariance | LastLayerCovariance:
@@ -567,15 +556,15 @@ class Posterior:
             ]
             alone = len(learning) == 1
             if layers == "all" and not alone:
-                return OutputCovariance(self.model, self.precision_blocks(), memory=memory)
+                return OutputCovariance(self.model, self.precision_blocks())
             last = learning[0] if alone else last_layer(self.model, x)
             # A tied parameter has the name under which its block is.
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             blocks = self.precision_blocks(names)
-            return LastLayerCovariance(self.model, last, blocks, memory=memory, alone=alone)
+            return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
-        return self._kept((layers, memory), make)
+        return self._kept(layers, make)
 
     def _kept(self, key: Any, make: Callable[[], T]) -> T:
         """A function for covariances, kept until a hyperparameter changes.
@@ -610,11 +599,3 @@ def last_layer(model: nn.Module, x: Any) -> str:
             f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."
         )
     return ran[-1]
-
-
-def _as_tensor(value: float | Tensor) -> Tensor:
-    """A tensor as it is, a number in float64.
-
-    In torch's default dtype, float32, a number would be rounded even for a float64 model.
-    """
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)

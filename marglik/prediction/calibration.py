@@ -34,7 +34,7 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets, counted_terms
-from kfac_backend.model.batches import Targets, each_batch, split_batch
+from kfac_backend.model.batches import Targets
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
@@ -52,6 +52,7 @@ from marglik.prediction.predictive import (
     Predictive,
     PredictiveConfig,
     PredictiveMethod,
+    gathered,
     laplace_predictive,
     outputs_of,
 )
@@ -128,8 +129,7 @@ class HeldOut:
         Args:
             posterior: the posterior, fitted to other data.
             batches: (x, y), or mappings, with targets as in the fit.
-            config: which layers' uncertainty counts, in how much memory, and whether linearised
-                networks are sampled.
+            config: which layers' uncertainty counts, and whether linearised networks are sampled.
             progress: whether to show a bar.
             ranks: the ranks that each have a part of every batch, see `predict_all`; all get the
                 whole.
@@ -156,7 +156,6 @@ class HeldOut:
             _, spread = posterior.output_distribution(
                 x,
                 config.layers,
-                config.bytes,
                 positions=counted if f.dim() > 2 else None,
                 variance_only=variance_only,
             )
@@ -248,16 +247,20 @@ def collected(
             which = counted.flatten().to(f.device)
             spread = spread if len(spread) < len(f) else spread[which]
             f, y = f[which], y[which]
-        # On the CPU: a pickled CUDA tensor would be restored on the sender's GPU.
         return f.cpu(), spread.cpu(), y.cpu()
 
     found: list[tuple[Tensor, ...]] = []
     seen, stride = 0, 1
+<<<<<<< HEAD
     for batch in each_batch(batches, "Calibrating", progress):
         x, y = split_batch(batch, options.dict_key_y)
         part = of_batch(x, y) if len(y) or ranks.size == 1 else None
         parts = [one for one in ranks.gather(part) if one is not None]
         f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
+=======
+    parts = gathered(of_batch, batches, options.dict_key_y, "Calibrating", progress, ranks)
+    for f, spread, y in parts:
+>>>>>>> room-prediction
         # Variances count as much as covariances, so that a link is calibrated on the same terms
         # whatever other links are asked for.
         most = max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * (samples or f.shape[1])))

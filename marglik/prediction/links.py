@@ -52,7 +52,10 @@ class Prediction:
     @property
     def entropy(self) -> Tensor:
         """The entropy of ``mean`` (not for regression); equals `total` except for link "probit"."""
-        return _entropy(self.mean, self.aleatoric.dim() < self.mean.dim())
+        entropy = torch.special.entr(self.mean)
+        if self.aleatoric.dim() < self.mean.dim():
+            return entropy.sum(-1)
+        return entropy + torch.special.entr(1 - self.mean)  # each output's
 
     def tensors(self) -> list[Tensor]:
         """The three tensors, in the order in which a prediction takes them."""
@@ -301,12 +304,6 @@ def probit_outputs(f: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> T
     Source: MacKay 1992, "The evidence framework applied to classification networks".
     """
     return f / (1 + math.pi / 8 * variance).sqrt()
-
-
-def _entropy(p: Tensor, over_classes: bool) -> Tensor:
-    """−Σ_c p_c log p_c over classes, or the entropy of each Bernoulli output."""
-    entropy = torch.special.entr(p)
-    return entropy.sum(-1) if over_classes else entropy + torch.special.entr(1 - p)
 
 
 def _tensor(sigma_noise: float | Tensor) -> Tensor:

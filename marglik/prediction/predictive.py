@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from marglik.prediction.links import (
 PredictiveMethod = Literal["probit", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
 Predictive = Callable[[Any], Prediction]
+T = TypeVar("T")
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
 """Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
@@ -72,9 +73,6 @@ class PredictiveConfig:
         layers: whose uncertainty counts. all takes every layer; last takes the last layer alone,
             which costs no more than a forward pass (not for linearised).
         batch_size: number of test examples in a batch.
-        memory: MiB that gradients and their products may take at once, besides the activations of
-            a few examples; batches are split to stay within it. null takes 144 on a CPU, and an
-            eighth of the memory on a GPU.
         calibration: held_out scales the covariance and the outputs by factors fitted to held-out
             data; none is the plain Laplace predictive.
 
@@ -87,27 +85,19 @@ class PredictiveConfig:
     networks: int = 20
     layers: Layers = "all"
     batch_size: int = 256
-    memory: int | None = None
     calibration: CalibrationMethod = "held_out"
 
     def __post_init__(self) -> None:
         check_option("predictive.method", self.method, PredictiveMethod)
         check_option("predictive.layers", self.layers, Layers)
         check_option("predictive.calibration", self.calibration, CalibrationMethod)
-        for name in ("samples", "networks", "batch_size", "memory"):
-            value = getattr(self, name)
-            if value is not None:
-                check_positive(f"predictive.{name}", value)
+        for name in ("samples", "networks", "batch_size"):
+            check_positive(f"predictive.{name}", getattr(self, name))
         if self.method == "linearised" and self.layers != "all":
             raise ValueError(
                 f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
                 "or another method."
             )
-
-    @property
-    def bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return self.memory and self.memory * 2**20
 
     @property
     def is_calibrated(self) -> bool:
@@ -234,7 +224,7 @@ def _from_covariances(
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
         f, covariance = laplace.output_distribution(
-            x, config.layers, config.bytes, positions=positions, variance_only=variance_only
+            x, config.layers, positions=positions, variance_only=variance_only
         )
         f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
         return predict_from_gaussian(
@@ -251,8 +241,7 @@ def _from_covariances(
         # Covariances and samples of all positions are not held at once.
         columns = 1 if variance_only else C
         of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * columns)
-        memory = config.bytes or default_memory(mean.device)
-        most = max(1, memory // (of_position * mean.element_size()))
+        most = max(1, default_memory(mean.device) // (of_position * mean.element_size()))
         parts = Prediction.cat([of_some(*part) for part in _some_positions(x, N, axes, most)])
         return Prediction(*(part.unflatten(0, (-1, *axes)) for part in parts.tensors()))
 
@@ -294,6 +283,7 @@ def predict_all(
         targets = targets.but(shift_labels=False)
     likelihood: str = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, targets)
+<<<<<<< HEAD
     found: list[tuple[Prediction, Tensor]] = []
     for batch in each_batch(batches, "Predicting", progress):
         x, y = split_batch(batch, targets.dict_key_y)
@@ -303,12 +293,39 @@ def predict_all(
                 predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
             )
         found += [one for one in ranks.gather(part) if one is not None]
+=======
+
+    def of_batch(x: Any, y: Any) -> tuple[Prediction, Tensor]:
+        return _of_counted_terms(predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood)
+
+    parts = gathered(of_batch, batches, targets.dict_key_y, "Predicting", progress, ranks)
+    found = list(parts)
+>>>>>>> room-prediction
     if not found:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(len(y) for _, y in found):
         raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
     predictions, all_targets = zip(*found, strict=True)
     return Prediction.cat(list(predictions)), torch.cat(all_targets)
+
+
+def gathered(
+    of_batch: Callable[[Any, Any], T],
+    batches: Iterable[Any],
+    dict_key_y: str,
+    doing: str,
+    progress: bool,
+    ranks: Ranks,
+) -> Iterator[T]:
+    """``of_batch(x, y)`` of each rank's part of each batch, in the order of the data; collective.
+
+    A rank's part may be empty, and then gives nothing. Results with tensors must be on the CPU: a
+    pickled CUDA tensor would be restored on the sender's GPU.
+    """
+    for batch in each_batch(batches, doing, progress):
+        x, y = split_batch(batch, dict_key_y)
+        part = of_batch(x, y) if len(y) or ranks.size == 1 else None
+        yield from (one for one in ranks.gather(part, doing.lower()) if one is not None)
 
 
 def _of_counted_terms(

@@ -176,7 +176,7 @@ def train(
         fabric, ranks, likelihood,
     )  # fmt: skip
     identity = _identity(training, model, provenance)
-    ranks.agree(leaves(identity), "the run that they were started for")
+    ranks.agree(leaves(identity))
     plain_model = deepcopy(plain_model)  # at its initial parameters, without learned ranges
 
     # Step 2: the folder, which may hold this run, or an earlier part of it.

@@ -89,9 +89,8 @@ def test_fixup_network_equals_brute_force(likelihood, kfac_approx, temperature):
     assert float(log_marginal_likelihood(terms, deltas, sigma, temperature)) == pytest.approx(
         expected, rel=0, abs=1e-8
     )
-    assert_close(
-        log_likelihood(terms, sigma, temperature), expected_likelihood / temperature, **EXACT
-    )
+    found = log_likelihood(terms.loss, terms.num_targets, likelihood, sigma, temperature)
+    assert_close(found, expected_likelihood / temperature, **EXACT)
     gamma = effective_parameters(terms, deltas, sigma, temperature)
     P0 = torch.diag(deltas.repeat_interleave(sizes))
     H = H / temperature

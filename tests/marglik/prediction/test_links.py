@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, linalg, special, stats
+from scipy import linalg, special, stats
 from torch.testing import assert_close
 
 from marglik.prediction.links import Calibration, deviations, predict_from_outputs
@@ -18,15 +18,9 @@ def binary_entropy(f):
 
 
 def expectation(function, mean, std):
-    """E function(f) of f ~ N(mean, std²), by adaptive integration around the function's bend."""
-    density = stats.norm(mean, std).pdf
-    bend = np.clip(0, mean - 9 * std, mean + 9 * std)
-    pieces = sorted({mean - 10 * std, bend - 5, bend, bend + 5, mean + 10 * std})
-    parts = [
-        integrate.quad(lambda f: function(f) * density(f), a, b, epsabs=1e-13, epsrel=1e-12)
-        for a, b in itertools.pairwise(np.clip(pieces, mean - 10 * std, mean + 10 * std))
-    ]
-    return sum(value for value, _ in parts)
+    """E function(f) of f ~ N(mean, std²), by sums, which converge exponentially for these."""
+    f, step = np.linspace(mean - 10 * std, mean + 10 * std, 10_001, retstep=True)
+    return float((function(f) * stats.norm(mean, std).pdf(f)).sum() * step)
 
 
 def by_cubature(f, covariance, degree=40):
@@ -147,7 +141,7 @@ LINKS = [*itertools.product(["classification", "bernoulli"], ["probit", "mc"])]
 
 
 def test_calibrated_outputs_are_those_of_the_formula():
-    """One output: ∫ σ((f + √s √v z)/τ) φ(z) dz, by adaptive quadrature."""
+    """One output: ∫ σ((f + √s √v z)/τ) φ(z) dz, by sums."""
     f, v, s, tau = 1.3, 2.0, 0.4, 0.6
     mean, variance = torch.tensor([[f]]).double(), torch.tensor([[[v]]]).double()
     found = predict(mean, variance, "bernoulli", calibration=Calibration(s, tau))
