@@ -102,11 +102,11 @@ def precondition(inverse: Inverse, G: Tensor) -> Tensor:
     return V.reshape(G.shape).to(G.dtype)
 
 
-def diverging(what: str, way_out: str = "") -> FloatingPointError:
+def diverging(what: str) -> FloatingPointError:
     """The error for something that is not finite in a step of training."""
     return FloatingPointError(
         f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
-        f"warm the learning rate up, or set kl_clip.{way_out}"
+        "warm the learning rate up, or set kl_clip."
     )
 
 

@@ -251,16 +251,8 @@ def collected(
 
     found: list[tuple[Tensor, ...]] = []
     seen, stride = 0, 1
-<<<<<<< HEAD
-    for batch in each_batch(batches, "Calibrating", progress):
-        x, y = split_batch(batch, options.dict_key_y)
-        part = of_batch(x, y) if len(y) or ranks.size == 1 else None
-        parts = [one for one in ranks.gather(part) if one is not None]
-        f, spread, y = (torch.cat(column) for column in zip(*parts, strict=True))
-=======
     parts = gathered(of_batch, batches, options.dict_key_y, "Calibrating", progress, ranks)
     for f, spread, y in parts:
->>>>>>> room-prediction
         # Variances count as much as covariances, so that a link is calibrated on the same terms
         # whatever other links are asked for.
         most = max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * (samples or f.shape[1])))

@@ -283,24 +283,12 @@ def predict_all(
         targets = targets.but(shift_labels=False)
     likelihood: str = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, targets)
-<<<<<<< HEAD
-    found: list[tuple[Prediction, Tensor]] = []
-    for batch in each_batch(batches, "Predicting", progress):
-        x, y = split_batch(batch, targets.dict_key_y)
-        part: tuple[Prediction, Tensor] | None = None
-        if len(y) or ranks.size == 1:
-            part = _of_counted_terms(
-                predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood
-            )
-        found += [one for one in ranks.gather(part) if one is not None]
-=======
 
     def of_batch(x: Any, y: Any) -> tuple[Prediction, Tensor]:
         return _of_counted_terms(predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood)
 
     parts = gathered(of_batch, batches, targets.dict_key_y, "Predicting", progress, ranks)
     found = list(parts)
->>>>>>> room-prediction
     if not found:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(len(y) for _, y in found):
@@ -325,7 +313,7 @@ def gathered(
     for batch in each_batch(batches, doing, progress):
         x, y = split_batch(batch, dict_key_y)
         part = of_batch(x, y) if len(y) or ranks.size == 1 else None
-        yield from (one for one in ranks.gather(part, doing.lower()) if one is not None)
+        yield from (one for one in ranks.gather(part) if one is not None)
 
 
 def _of_counted_terms(
