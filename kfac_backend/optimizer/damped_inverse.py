@@ -11,13 +11,14 @@ Source: Martens & Grosse 2015 (arXiv:1503.05671), sections 6.2 and 6.3; Eschenha
 (arXiv:2311.00636), appendix on the practical choices.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.blocks.eigen import eigh
+from kfac_backend.blocks.eigen import eigh, map_on_cores
 
 DampingOn = Literal["factors", "product"]
 
@@ -36,46 +37,87 @@ B-like tensors are (d_out, d_out) or (G, d_out, d_out) for G groups.
 """
 
 
-def damped_inverse(
-    block: KroneckerBlock, damping: float, damping_on: DampingOn, once: bool = False
-) -> Inverse:
-    """(F + damping)⁻¹ of a block of the mean loss, for `precondition`.
+def damped_inverses(
+    blocks: Sequence[KroneckerBlock],
+    dampings: Sequence[float],
+    damping_on: DampingOn,
+    once: bool = False,
+) -> list[Inverse]:
+    """(F + damping)⁻¹ of blocks of the mean loss, for `precondition`.
+
+    A GPU is waited for twice, whatever the number of blocks is, if damping is on the factors.
 
     Args:
-        block: F = B ⊗ A, or B alone, to which λ itself is added.
-        damping: λ > 0.
+        blocks: F = B ⊗ A each, or B alone, to which λ itself is added.
+        dampings: λ > 0 of each.
         damping_on: see `PreconditionerOptions`.
-        once: whether it will be used for one gradient only. With damping on the factors no inverse
-            is computed then.
+        once: whether they will be used for one gradient only. With damping on the factors no
+            inverse is computed then.
 
     Raises:
         FloatingPointError: a factor that is not finite.
     """
+    if not blocks:
+        return []
+    factors = {name: F for block in blocks for F, name in block.named_factors()}
+    # The sum is enough, and takes a tenth of the time of testing each entry.
+    sums = torch.stack([F.sum().float() for F in factors.values()])
+    if not sums.isfinite().all():
+        wrong = next(
+            name for name, total in zip(factors, sums, strict=True) if not total.isfinite()
+        )
+        raise diverging(f"The curvature factor of '{wrong}'")
+
+    # The largest first: as the last one it would leave the other cores of a CPU idle.
+    order = sorted(range(len(blocks)), key=lambda i: -blocks[i].cost)
+    on_each: Any = map_on_cores if blocks[0].B.device.type == "cpu" else map
+
+    # Step 1: eigenvectors of the blocks, or Cholesky's roots of their damped factors.
+    def decompose(i: int) -> tuple[Inverse, list[Tensor]]:
+        return _decomposed(blocks[i], dampings[i], damping_on)
+
+    found = dict(zip(order, on_each(decompose, order), strict=True))
+    # Step 2: roots that could not be taken, in another way. One question for all of them.
+    flags = [flag.reshape(-1) for _, failed in found.values() for flag in failed]
+    if flags and torch.cat(flags).any():
+        for i, (_, failed) in found.items():
+            if any(flag.any() for flag in failed):
+                found[i] = _decomposed(blocks[i], dampings[i], damping_on, clip=True)
+    inverses = {i: inverse for i, (inverse, _) in found.items()}
+    # Step 3: what is used several times is inverted.
+    if damping_on == "factors" and not once:
+
+        def invert(i: int) -> Inverse:
+            return {kind.removeprefix("L_"): _inverse(L) for kind, L in inverses[i].items()}
+
+        inverses = dict(zip(order, on_each(invert, order), strict=True))
+    return [inverses[i] for i in range(len(blocks))]
+
+
+def _decomposed(
+    block: KroneckerBlock, damping: float, damping_on: DampingOn, clip: bool = False
+) -> tuple[Inverse, list[Tensor]]:
+    """A block's decomposition, and where Cholesky's failed, of which ``clip`` takes care."""
     B, A = block.B, block.A
-    for F, name in ((B, f"{block.name}, B"), (A, f"{block.name}, A")):
-        # Testing the sum takes a tenth of the time of testing each entry.
-        if F is not None and not torch.isfinite(F.sum()):
-            raise diverging(f"The curvature factor of '{name}'")
     # On the product: exact, at the price of eigenvectors.
     if damping_on == "product":
         eigen = block.decompose()
         spectrum = eigen.spectrum(damping)
         if A is None:
             spectrum = spectrum.expand(*eigen.beta.shape, 1)
-        return _named("Q_B", "Q_A", eigen.Q_B, eigen.Q_A) | {"spectrum": spectrum}
+        return _named("Q_B", "Q_A", eigen.Q_B, eigen.Q_A) | {"spectrum": spectrum}, []
     # Both factors share the damping so that each has the same relative one: π balances their scales
     # (Martens & Grosse 2015, section 6.3).
     pi = 1.0 if A is None else _balance(B, A)
-    # The roots are what Cholesky gives; for a single gradient they are all that is needed.
-    L_A = None if A is None else _root(A, damping**0.5 * pi, f"{block.name}, A")
-    L_B = _root(B, damping if A is None else damping**0.5 / pi, f"{block.name}, B")
-    if once:
-        return _named("L_B", "L_A", L_B, L_A)
-    return _named("B", "A", _inverse(L_B), None if L_A is None else _inverse(L_A))
+    of_A, of_B = (f"{block.name}, A", f"{block.name}, B") if clip else (None, None)
+    failed: list[Tensor] = []
+    L_A = None if A is None else _root(A, damping**0.5 * pi, of_A, failed)
+    L_B = _root(B, damping if A is None else damping**0.5 / pi, of_B, failed)
+    return _named("L_B", "L_A", L_B, L_A), failed
 
 
 def empty_inverse(block: KroneckerBlock, damping_on: DampingOn, once: bool = False) -> Inverse:
-    """An uninitialised result of `damped_inverse`, to receive another rank's tensors."""
+    """An uninitialised result of `damped_inverses`, to receive another rank's tensors."""
     B, A = (None if F is None else torch.empty_like(F) for F in (block.B, block.A))
     assert B is not None
     if damping_on == "product":
@@ -84,8 +126,34 @@ def empty_inverse(block: KroneckerBlock, damping_on: DampingOn, once: bool = Fal
     return _named("L_B", "L_A", B, A) if once else _named("B", "A", B, A)
 
 
-def precondition(inverse: Inverse, G: Tensor) -> Tensor:
-    """(F + damping)⁻¹ G for a gradient G, in the shape and dtype of G."""
+def precondition(inverses: Sequence[Inverse], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """(F + damping)⁻¹ G for each block's gradient G, in the shape and dtype of G.
+
+    Blocks of one number each, as those of Fixup's scalars, are taken together: for a GPU the work
+    on each is less than its start.
+    """
+    numbers = [i for i, inverse in enumerate(inverses) if _is_number(inverse)]
+    by_index: dict[int, Tensor] = {}
+    if len(numbers) > 1:
+        some = [inverses[i] for i in numbers]
+        one = {kind: torch.cat([inverse[kind] for inverse in some])[:, None] for kind in some[0]}
+        of_all = _precondition(one, torch.cat([gradients[i].reshape(1) for i in numbers]))
+        by_index = dict(zip(numbers, of_all, strict=True))
+    return [
+        by_index[i].reshape(G.shape) if i in by_index else _precondition(inverse, G)
+        for i, (inverse, G) in enumerate(zip(inverses, gradients, strict=True))
+    ]
+
+
+def _is_number(inverse: Inverse) -> bool:
+    """Whether it is of a block of one number, without A."""
+    return not inverse.keys() & {"A", "L_A", "Q_A"} and all(
+        t.numel() == 1 for t in inverse.values()
+    )
+
+
+def _precondition(inverse: Inverse, G: Tensor) -> Tensor:
+    """(F + damping)⁻¹ G of one block."""
     B, A = (next((inverse[n] for n in names if n in inverse), None) for names in _NAMES)
     assert B is not None
     columns = 1 if A is None else A.shape[-1]
@@ -132,9 +200,8 @@ def _balance(B: Tensor, A: Tensor) -> Tensor:
     of_A, of_B = (F.diagonal(dim1=-2, dim2=-1).mean(-1) for F in (A, B))
     if of_B.dim() > of_A.dim():
         of_B = of_B.mean()
-    ratio = of_A / of_B
-    ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
-    return ratio.sqrt()[..., None, None]
+    ratio = (of_A / of_B).nan_to_num(1.0, 1.0)
+    return torch.where(ratio > 0, ratio, 1.0).sqrt()[..., None, None]
 
 
 _NAMES = (("B", "L_B", "Q_B"), ("A", "L_A", "Q_A"))
@@ -151,28 +218,32 @@ def _times(B: Tensor, V: Tensor, A: Tensor | None) -> Tensor:
     return V if A is None else V @ A
 
 
-def _root(F: Tensor, damping: Tensor | float, name: str) -> Tensor:
+def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[Tensor]) -> Tensor:
     """Lower triangular L with L Lᵀ = F + damping I, batched over leading axes.
 
-    There is one damping for all groups, or (G, 1, 1).
+    Args:
+        F: the factor.
+        damping: one for all groups, or (G, 1, 1).
+        clipped: the factor's name, to take the eigenvalues of F that rounding made negative as zero.
+            Cholesky's decomposition fails if one of them is more negative than the damping.
+        failed: receives whether it did, which is not read here: a GPU would be waited for.
     """
-    damping = torch.as_tensor(damping, dtype=F.dtype, device=F.device)
     if F.shape[-1] == 1:
         return (F.clamp(min=0.0) + damping).sqrt()
-    of_diagonal = damping[..., 0] if damping.dim() else damping
-    damped = F.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(of_diagonal)
-    L, failed = torch.linalg.cholesky_ex(damped)
-    if not failed.any():
+    of_diagonal = damping[..., 0] if isinstance(damping, Tensor) and damping.dim() else damping
+    if clipped is None:
+        damped = F.clone()
+        damped.diagonal(dim1=-2, dim2=-1).add_(of_diagonal)
+        L, info = torch.linalg.cholesky_ex(damped)
+        failed.append(info)
         return L
-    # Rounding made an eigenvalue of F more negative than the damping is large. Clip the eigenvalues
-    # Λ of F, and take R of the QR decomposition of √(Λ + damping) Qᵀ: Rᵀ R = Q (Λ + damping) Qᵀ,
-    # and a QR decomposition cannot fail by rounding.
-    values, Q, _ = eigh(F, name)
+    # With the eigenvalues Λ of F, take R of the QR decomposition of √(Λ + damping) Qᵀ:
+    # Rᵀ R = Q (Λ + damping) Qᵀ, and a QR decomposition cannot fail by rounding.
+    values, Q, _ = eigh(F, clipped)
     root = (values + of_diagonal).sqrt()[..., None] * Q.mT
     L = torch.linalg.qr(root, mode="r").R.mT.contiguous()
     if not L.diagonal(dim1=-2, dim2=-1).all():  # F is so large that the damping is lost beside it
-        raise diverging(f"The inverse of {name}")
+        raise diverging(f"The inverse of {clipped}")
     return L
 
 

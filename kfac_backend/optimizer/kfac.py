@@ -108,7 +108,7 @@ class KFAC(Optimizer):
         if isinstance(self.base, torch.optim.SGD):
             self.preconditioner.check_gradients()  # before they are in the momentum
             self._add_momentum()
-            self.preconditioner.step(lr=self._rate())
+            self.preconditioner.step(lr=self._rate(), checked=True)
             with self._without_momentum():
                 self.base.step()
         else:
@@ -121,18 +121,24 @@ class KFAC(Optimizer):
         """M ← μm + g; g becomes g + μm (Nesterov) or m."""
         for group in self.param_groups:
             mu = group["momentum"]
+            gradients, momenta = [], []
             for p in group["params"] if mu else ():
                 if p.grad is None:
                     continue
-                m = self.state[p].get("momentum_buffer")
-                if m is None:
-                    m = self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-                # As torch's SGD without dampening; its step then adds no momentum of its own.
-                m.mul_(mu).add_(p.grad)
-                if group["nesterov"]:
-                    p.grad.add_(m, alpha=mu)
-                else:
-                    p.grad.copy_(m)
+                if self.state[p].get("momentum_buffer") is None:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                gradients.append(p.grad)
+                momenta.append(self.state[p]["momentum_buffer"])
+            if not gradients:
+                continue
+            # As torch's SGD without dampening; its step then adds no momentum of its own. One
+            # operation for all tensors: a GPU would wait for the start of each.
+            torch._foreach_mul_(momenta, mu)
+            torch._foreach_add_(momenta, gradients)
+            if group["nesterov"]:
+                torch._foreach_add_(gradients, momenta, alpha=mu)
+            else:
+                torch._foreach_copy_(gradients, momenta)
 
     @contextmanager
     def _without_momentum(self) -> Iterator[None]:

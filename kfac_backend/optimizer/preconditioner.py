@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.blocks.eigen import map_on_cores
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
     DampingOn,
     Inverse,
-    damped_inverse,
+    damped_inverses,
     diverging,
     empty_inverse,
     kl_clip_factor,
@@ -243,13 +242,14 @@ class KfacPreconditioner:
         """Parameter name -> block of the mean loss, in its moving average; empty at first."""
         return self._blocks
 
-    def step(self, lr: float | None = None) -> None:
+    def step(self, lr: float | None = None, *, checked: bool = False) -> None:
         """Replace the gradients; once per step of the optimiser, before it.
 
         Args:
             lr: the learning rate that ``kl_clip`` is for: the highest of the schedule, the same in
                 all steps. With the present one, steps would have the same length at every rate
                 while they are clipped, and a schedule no effect.
+            checked: whether `check_gradients` was called before, which waits for a GPU.
 
         Raises:
             RuntimeError: new factors are due, and no backward pass was seen.
@@ -262,6 +262,8 @@ class KfacPreconditioner:
                 f"kl_clip={options.kl_clip} needs the learning rate, the highest of its schedule: "
                 "step(lr=...). Or pass kl_clip=None."
             )
+        if not checked:
+            self.check_gradients()
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
@@ -356,21 +358,15 @@ class KfacPreconditioner:
         blocks, on, damping = self._blocks, self.options.damping_on, self._damping
         once = self.options.update_every == 1
 
-        def invert(block: KroneckerBlock) -> Inverse:
-            own = damping[block.name] if isinstance(damping, dict) else damping
-            return damped_inverse(block, own, on, once)
-
         # Each rank inverts some of the blocks and sends the results to the others, which need no
         # communication in the steps in between.
         owners = dict(
             zip(blocks, self.ranks.owners([b.cost for b in blocks.values()]), strict=True)
         )
         own = [block for name, block in blocks.items() if owners[name] == self.ranks.rank]
-        # The largest first: as the last one it would leave the other cores of a CPU idle.
-        own.sort(key=lambda block: -block.cost)
+        dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
         with torch.no_grad():
-            on_cores = self._generator.device.type == "cpu"
-            found = map_on_cores(invert, own) if on_cores else [invert(block) for block in own]
+            found = damped_inverses(own, dampings, on, once)
         by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
         inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
         sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
@@ -388,11 +384,11 @@ class KfacPreconditioner:
         # The stored average is divided by the sum of weights already. With this share of the new
         # factors it stays so.
         share = (1 - rho) / self._weight
-        for name, block in self._blocks.items():
-            pairs = zip(block.named_factors(), new[name].named_factors(), strict=True)
-            for (F, _), (of_batch, _) in pairs:
-                F.lerp_(of_batch, share)
-            del new[name]  # frees the batch's factors one by one
+        kept, of_batch = (
+            [F for name in self._blocks for F, _ in blocks[name].named_factors()]
+            for blocks in (self._blocks, new)
+        )
+        torch._foreach_lerp_(kept, of_batch, share)
 
     def check_gradients(self) -> None:
         """Raise a FloatingPointError that names a gradient with NaN or infinity."""
@@ -400,7 +396,7 @@ class KfacPreconditioner:
         if not gradients:
             return
         largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-        if torch.stack([torch.isfinite(entry) for entry in largest]).all():
+        if torch.stack([norm.float() for norm in largest]).isfinite().all():
             return
         wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
         raise diverging(f"The gradient of '{wrong}'")
@@ -409,21 +405,18 @@ class KfacPreconditioner:
         return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
 
     def _precondition(self, lr: float | None) -> None:
-        self.check_gradients()
-        with_gradient = self._with_gradient()
-        limit = self.options.kl_clip
-        inner_products, preconditioned = [], []
-        for name, inverse in self._inverses.items():
-            if name in with_gradient:
-                g = with_gradient[name]
-                p = precondition(inverse, g)  # (F + λI)⁻¹ g
-                if limit is not None:
-                    inner_products.append((p * g).sum(dtype=torch.float32))
-                preconditioned.append(g.copy_(p))
+        of_all, limit = self._with_gradient(), self.options.kl_clip
+        inverses = {name: inverse for name, inverse in self._inverses.items() if name in of_all}
+        if not inverses:
+            return
+        gradients = [of_all[name] for name in inverses]
+        natural = precondition(list(inverses.values()), gradients)  # (F + λI)⁻¹ g
         # One factor for all parameters, so that the direction of the step stays.
-        if inner_products and lr is not None and limit is not None:
-            nu = kl_clip_factor(torch.stack(inner_products), lr, limit)
-            torch._foreach_mul_(preconditioned, nu)
+        if lr is not None and limit is not None:
+            products = torch._foreach_mul(natural, gradients)
+            products = torch.cat([product.flatten().float() for product in products])
+            torch._foreach_mul_(natural, kl_clip_factor(products, lr, limit))
+        torch._foreach_copy_(gradients, natural)
 
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:

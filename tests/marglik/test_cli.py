@@ -35,7 +35,7 @@ WRONG = {
     "a number": ([*DIGITS, "--epochs", "many"], ["epochs", "many"]),
     "not a number": ([*DIGITS, "--prior.weight_decay", ".nan"], ["prior.weight_decay", "nan"]),
     "no class": (
-        [*DIGITS, "--model", "Lenet"], ["--model Lenet", "GPT, MLP, GraphNetwork, LeNet", "path"],
+        [*DIGITS, "--model", "Lenet"], ["--model Lenet", "MLP, LeNet, Standardised", "path"],
     ),
     "no data": (["train", "--model", "MLP", "--data=digits"], ["--data digits", "Digits", "path"]),
     "no network": ([*DIGITS, "--model", "collections.OrderedDict"], ["collections.OrderedDict"]),

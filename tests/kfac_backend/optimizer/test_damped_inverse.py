@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock
 from kfac_backend.optimizer.damped_inverse import (
-    damped_inverse,
+    damped_inverses,
     kl_clip_factor,
     precondition,
 )
@@ -41,7 +41,7 @@ def test_damping_of_the_product_is_a_dense_solve(name):
     block = block_of(name)
     g = normal(block.numel, seed=20)
     dense = block.to_dense() + LAMBDA * torch.eye(block.numel).double()
-    found = precondition(damped_inverse(block, LAMBDA, "product"), g)
+    found = precondition(damped_inverses([block], [LAMBDA], "product"), [g])[0]
     assert_close(found, torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
 
 
@@ -70,13 +70,15 @@ def test_damping_of_the_factors_is_a_dense_solve(name, once):
                 )
             )
         dense = torch.block_diag(*parts)
-    inverse = damped_inverse(block, LAMBDA, "factors", once)
+    (inverse,) = damped_inverses([block], [LAMBDA], "factors", once)
     assert ("L_B" in inverse) == once
-    assert_close(precondition(inverse, g), torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
+    assert_close(
+        precondition([inverse], [g])[0], torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10
+    )
 
 
 def preconditioned(block, g, damping_on="factors"):
-    return precondition(damped_inverse(block, LAMBDA, damping_on), g)
+    return precondition(damped_inverses([block], [LAMBDA], damping_on), [g])[0]
 
 
 def test_the_two_dampings_differ():
@@ -94,30 +96,31 @@ def test_rounding_below_zero_is_clipped(damping_on, once):
     F = (Q * torch.tensor([2.0, 1.0, -0.1]).double()) @ Q.T
     right = (Q / torch.tensor([2.01, 1.01, 0.01]).double()) @ Q.T
     g = normal(3, seed=2)
-    found = precondition(damped_inverse(KroneckerBlock("b", F), 0.01, damping_on, once=once), g)
+    found = precondition(
+        damped_inverses([KroneckerBlock("b", F)], [0.01], damping_on, once=once), [g]
+    )[0]
     assert_close(found, right @ g, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_not_finite_is_named():
     B, A = BLOCKS["weight"]
     with pytest.raises(FloatingPointError, match=r"'conv1.weight, A' is not finite.*learning rate"):
-        damped_inverse(KroneckerBlock("conv1.weight", B, A * torch.nan), LAMBDA, "factors")
+        damped_inverses([KroneckerBlock("conv1.weight", B, A * torch.nan)], [LAMBDA], "factors")
 
 
 def test_a_factor_beside_which_the_damping_is_lost_is_named():
     """As where a training diverges: a raw error of torch's Cholesky inverse before."""
     F = torch.ones(3, 3)
-    damped_inverse(KroneckerBlock("b", 1e10 * F), 1e-2, "factors")  # negative control
+    damped_inverses([KroneckerBlock("b", 1e10 * F)], [1e-2], "factors")  # negative control
     with pytest.raises(FloatingPointError, match=r"b, B is not finite.*learning rate"):
-        damped_inverse(KroneckerBlock("b", 1e30 * F), 1e-2, "factors")
+        damped_inverses([KroneckerBlock("b", 1e30 * F)], [1e-2], "factors")
 
 
 def test_half_precision_gradients_keep_their_dtype_and_shape():
-    inverse = damped_inverse(
-        KroneckerBlock("w", *(F.float() for F in BLOCKS["weight"])), 1, "factors"
-    )
+    block = KroneckerBlock("w", *(F.float() for F in BLOCKS["weight"]))
+    (inverse,) = damped_inverses([block], [1], "factors")
     g = normal(3, 4, 1, 1).bfloat16()
-    found = precondition(inverse, g)
+    found = precondition([inverse], [g])[0]
     assert found.dtype == torch.bfloat16 and found.shape == g.shape
 
 
@@ -128,3 +131,19 @@ def test_kl_clip():
     assert_close(0.1**2 * nu**2 * products.sum(), torch.tensor(1e-3).double())
     assert kl_clip_factor(products, 1e-3, 1e-3) == 1
     assert kl_clip_factor(0 * products, 0.1, 1e-3) == 1
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("damping_on", ["factors", "product"])
+def test_blocks_of_one_number_are_taken_together(damping_on, once):
+    numbers = [KroneckerBlock(f"scale{i}", torch.full((1, 1), 0.5 + i).double()) for i in range(3)]
+    matrix = KroneckerBlock("w", *(f @ f.mT for f in torch.randn(2, 2, 2).double()))
+    blocks = [numbers[0], matrix, *numbers[1:]]
+    gradients = [torch.randn(1 if b.A is None else 4).double() for b in blocks]
+    inverses = damped_inverses(blocks, [LAMBDA] * len(blocks), damping_on, once)
+    for i, found in enumerate(precondition(inverses, gradients)):
+        g = gradients[i]
+        if blocks[i].A is None:
+            assert_close(found, g / (blocks[i].B[0] + LAMBDA), rtol=1e-12, atol=0)
+        else:
+            assert_close(found, precondition([inverses[i]], [g])[0], rtol=0, atol=0)

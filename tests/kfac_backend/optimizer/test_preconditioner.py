@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock, kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
-from kfac_backend.optimizer.damped_inverse import damped_inverse, precondition
+from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, randomize
 from tests.kfac_backend.layers.exact_models import CASES
@@ -87,7 +87,7 @@ def test_everywhere_else_it_is_the_formula(kfac_approx, damping_on):
     g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
     for name, block in factors.blocks.items():
         mean = KroneckerBlock(name, block.B / len(x), block.A)
-        right = precondition(damped_inverse(mean, LAMBDA, damping_on), g[name])
+        right = precondition(damped_inverses([mean], [LAMBDA], damping_on), [g[name]])[0]
         assert_close(found[name], right, rtol=1e-9, atol=1e-11)
         assert error(found[name], g[name]) > 0.05, name
 
