@@ -224,7 +224,7 @@ def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[
     Args:
         F: the factor.
         damping: one for all groups, or (G, 1, 1).
-        clipped: the factor's name, to take the eigenvalues of F that rounding made negative as zero.
+        clipped: the factor's name, to take eigenvalues of F that rounding made negative as zero.
             Cholesky's decomposition fails if one of them is more negative than the damping.
         failed: receives whether it did, which is not read here: a GPU would be waited for.
     """
