@@ -935,7 +935,10 @@ def likelihood_of(likelihood: str) -> Likelihood:
     name, _, options = text.partition("(")
     if name not in Likelihood._known:
         known = ", ".join(map(repr, Likelihood._known))
-        raise ValueError(f"likelihood={likelihood!r} is not supported; choose one of {known}.")
+        # Data in its place would fill the screen.
+        is_name = isinstance(likelihood, str)
+        given = repr(likelihood) if is_name else f"a {type(likelihood).__name__}"
+        raise ValueError(f"likelihood={given} is not supported; choose one of {known}.")
     try:
         call: Any = ast.parse(f"f({options}" if options else "f()", mode="eval").body
         given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
