@@ -388,7 +388,7 @@ class PriorLearner:
 
     def _stable_decays(self) -> list[float]:
         """The decays that the optimiser takes at its present rates, one for each tensor."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         if rates != self._stable_at:
             self._stable_at = rates
             self._stable, limited = stable_decays(
