@@ -21,6 +21,7 @@ from marglik import (
 )
 from marglik.training.loaders import MergedBatches, count_examples
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
+from tests.kfac_backend.test_steady_batch import WAITS, Dispatched
 from tests.marglik.same_state import same
 from tests.marglik.training.runs import scaled_fabric
 
@@ -425,3 +426,19 @@ def test_optimizer_has_a_tenth_of_the_rate_for_scalars_and_a_schedule():
 def test_wrong_optimizer_options(options, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**options)
+
+
+def test_a_step_waits_for_no_number_of_the_device():
+    """But for one that is read on a CPU alone, where it is at hand: whether gradients are limited.
+
+    A longer epoch reads no more than its further steps do, each of which counts once.
+    """
+    counts = []
+    for batches in (2, 6):
+        run = training(loader=[batch()] * batches)
+        for _ in range(8):  # the first steps are looked at
+            run.train_epoch()
+        with Dispatched() as dispatched:
+            run.train_epoch()
+        counts.append(sum(dispatched.counts[name] for name in WAITS))
+    assert counts[1] - counts[0] == 6 - 2
