@@ -138,9 +138,7 @@ def kronecker_factors(
     curvature = CurvaturePass(
         model, likelihood, options, generator=generator, process_group=process_group
     )
-    for batch in each_batch(data, "Curvature", progress):
-        curvature.add(*split_batch(batch, options.dict_key_y))
-    return curvature.factors()
+    return curvature.factors_of(data, progress)
 
 
 class CurvaturePass:
@@ -189,6 +187,25 @@ class CurvaturePass:
         rules = make_rules(self._proof.assignment, kfac_approx, options)
         check_memory(rules, next(model.parameters()).device)
         self.reset()
+
+    def factors_of(
+        self, data: Iterable[Any], progress: bool = False, likelihood: str | None = None
+    ) -> KroneckerFactors:
+        """The factors of some data at the model's present parameters; see `kronecker_factors`.
+
+        A pass that is used again proves again, on two examples, only what other values of the
+        parameters can change, as long as the model's structure is the same. ``likelihood`` is the
+        same with other options, such as noises.
+        """
+        if likelihood is not None:
+            self._likelihood = likelihood_of(likelihood)
+        self.reset()
+        if not self._proof.renew():
+            self._proof = Proof(self._model, self._assign())
+        self._kfac_approx = self._options.kfac_approx
+        for batch in each_batch(data, "Curvature", progress):
+            self.add(*split_batch(batch, self._options.dict_key_y))
+        return self.factors()
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""

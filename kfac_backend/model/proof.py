@@ -65,7 +65,8 @@ class Proof:
     """
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
-        self._model = model
+        self._model, self._initial = model, assignment
+        self._structure: tuple[list[Any], list[Any]] | None = None  # when all was proved
         self._uses_verified = self._independence_verified = False
         self.holds_for_masks = False
         """Whether `make_for_masks` has proved its part."""
@@ -80,16 +81,37 @@ class Proof:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
         return self._uses_verified and (self._independence_verified or N is None or N < 2)
 
+    def renew(self) -> bool:
+        """Ask for the proof again, at other values of the parameters: `make` makes less of it.
+
+        Returns:
+            False if the model has other modules, modes or parameters: then it needs another proof.
+        """
+        if self._structure is None:
+            return not self._uses_verified  # nothing is proved yet, or only a part
+        if self._structure[1] != _structure(self._model)[1]:
+            return False
+        self._uses_verified = self._independence_verified = self.holds_for_masks = False
+        return True
+
     def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
         """Prove, on a few of the examples, what is not proved yet.
 
-        Dropout that is on uses up no random numbers of the caller. N is None if it is not known.
-        ``ignored`` marks loss terms (N, ...) that do not count.
+        Dropout that is on uses up no random numbers of the caller. After `renew`, what other
+        values of the parameters could change is proved again on two examples, if the model's
+        structure is the same; if it does not hold again, the whole proof is made.
+
+        N is None if it is not known. ``ignored`` marks loss terms (N, ...) that do not
+        count.
 
         Raises:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
             NotImplementedError: what the hooks cannot follow, by name.
         """
+        if self._structure is not None:
+            if self._holds_again(x, N, ignored):
+                return
+            self.assignment, self._structure = self._initial, None
         if N is not None and num_examples(x) == N:
             device = next(self._model.parameters()).device
             self.plan = make_plan(self._model, x, device)
@@ -111,6 +133,42 @@ class Proof:
         except NotImplementedError:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
+        if self._independence_verified:
+            self._structure = _structure(self._model)
+
+    def _holds_again(self, x: Any, N: int | None, ignored: Tensor | None) -> bool:
+        """Prove on two examples that the assignment still holds; False if it does not.
+
+        Other numbers may have opened a gate, behind which examples mix or a parameter is used.
+        How batches split is not tried again, nor which runs share an input.
+        """
+        assignment = self.assignment
+        kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
+        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
+            return False
+        if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
+            return False
+        # One example shows every use; two, with the first one again, show whether they mix.
+        one, (two, numbers) = examples(x, slice(1)), with_first_again(examples(x, slice(2)))
+        if numbers is None:
+            return False
+        own = [name for t in assignment.own_parameters for name in t.parameters.values()]
+        try:
+            with forked_random_numbers(self._model):
+                verify_divided(self._model, assignment, one)
+                _, found, candidates = verify_uses(self._model, assignment, one)
+                rules = [[t.rule for t in some.layers] for some in (found, assignment)]
+                if candidates or rules[0] != rules[1]:
+                    return False
+                if own:
+                    verify_gradients(self._model, assignment, two, dict.fromkeys(own, ""))
+                holds, _ = verify_independence(
+                    self._model, assignment, two, numbers, None if ignored is None else ignored[:2]
+                )
+        except NotImplementedError:
+            return False
+        self._uses_verified = self._independence_verified = holds
+        return holds
 
     def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -200,6 +258,15 @@ class Proof:
             diagonal=[n for n in assignment.names if n in names or n in assignment.diagonal],
             divided=[d for d in assignment.divided if d not in refusal.divided],
         )
+
+
+def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """A model's modules and parameters, and what is to be compared of them: all but numbers."""
+    modules = list(model.modules())
+    parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    kinds: list[Any] = [(id(module), module.training) for module in modules]
+    kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
+    return [*modules, *parameters], kinds  # the objects too, as a dead one's id is given again
 
 
 class _Mixed(NotImplementedError):

@@ -24,7 +24,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.curvature import kronecker_factors
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.model.batches import to_device
@@ -120,6 +120,9 @@ class Posterior:
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
         self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
         self.calibrations = {}
+        self.passes: dict[Any, CurvaturePass] = {}
+        """Passes over data, which a later fit (or another posterior of the model) begins with: what
+        is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
 
     def __repr__(self) -> str:
         fitted = "not fitted" if self.factors is None else f"fitted to {self.n_data} examples"
@@ -228,15 +231,7 @@ class Posterior:
             )
         if corrected:
             check_read_twice(train_loader)
-        factors = in_eval_mode(self.model, kronecker_factors)(
-            self.model,
-            train_loader,
-            self.likelihood,
-            self.options,
-            generator=self.generator,
-            progress=progress_bar,
-            process_group=self.ranks.process_group,
-        )
+        factors = in_eval_mode(self.model, self._factors)(train_loader, progress_bar)
         if corrected:
             factors = in_eval_mode(self.model, corrected_factors)(
                 factors,
@@ -253,6 +248,18 @@ class Posterior:
             # for the evidence.
             compute_eigenvalues(factors.blocks.values(), self.ranks)
         self.restore(factors)
+
+    def _factors(self, data: Iterable[Any], progress: bool) -> KroneckerFactors:
+        key = repr(self.options), self.generator
+        if key not in self.passes:
+            self.passes[key] = CurvaturePass(
+                self.model,
+                self.likelihood,
+                self.options,
+                generator=self.generator,
+                process_group=self.ranks.process_group,
+            )
+        return self.passes[key].factors_of(data, progress, self.likelihood)
 
     def restore(self, factors: KroneckerFactors) -> None:
         """Take these factors as the curvature at the model's current parameters.

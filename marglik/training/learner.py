@@ -664,6 +664,7 @@ class PriorLearner:
         hyper, options = self.hyperparameters, self.curvature
         if self._draws_labels and not is_last:
             options = options.but(fisher="mc", mc_samples=1)
+        former = self.posterior
         self.posterior = posterior = Posterior(
             self._model,
             self.likelihood,
@@ -673,6 +674,8 @@ class PriorLearner:
             temperature=self.temperature,
             process_group=self._ranks.process_group,
         )
+        if former is not None:
+            posterior.passes = former.passes
         # Its own random numbers, so that neither the loop's depend on when updates happen, nor
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):

@@ -20,6 +20,7 @@ from kfac_backend.layers import Scale
 from kfac_backend.model.proof import with_first_again
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
+from tests.kfac_backend.networks import assert_same_factors
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import normal
 
@@ -548,3 +549,59 @@ def test_the_proof_is_asked_for_again_after_it_failed():
         with pytest.raises(RuntimeError, match="Call reset"):
             curvature.add(X, y)
         curvature.reset()
+
+
+class Changing(nn.Module):
+    """Two layers; a gate mixes the examples between them, and one may run as a function."""
+
+    gate: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("gate", torch.zeros(()))
+        self.functional = False
+
+    def forward(self, x):
+        weight, bias = self.first.weight, self.first.bias
+        h = F.linear(x, weight, bias).sin() if self.functional else self.first(x)
+        return self.second(torch.tanh(h + self.gate * h.mean(0)))
+
+
+def test_a_later_pass_proves_what_may_have_changed():
+    model, examples = Changing().double(), []
+    model.register_forward_pre_hook(lambda m, args: examples.append(len(args[0])))
+    data = [(torch.randn(9, 3).double(), torch.arange(9) % 2)]
+    curvature = CurvaturePass(model, "classification")
+    curvature.factors_of(data)
+    first = sum(examples)
+
+    def later():
+        examples.clear()
+        return curvature.factors_of(data), sum(examples)
+
+    def fresh():
+        return kronecker_factors(model, data, "classification")
+
+    # Other numbers: less is proved, and the factors are those of a new pass.
+    nn.init.normal_(model.first.weight)
+    factors, number = later()
+    assert number == 9 + 1 + 4 and first > 2 * number
+    assert_same_factors(factors, fresh())
+    # Another structure: all is proved, from the layers and parameters as they are now.
+    changes = {
+        "frozen": lambda: model.first.requires_grad_(False),
+        "trained again": lambda: model.first.requires_grad_(True),
+        "a flag": lambda: setattr(model, "functional", True),
+        "the flag back": lambda: setattr(model, "functional", False),
+        "another layer": lambda: setattr(model, "second", nn.Linear(4, 2).double()),
+    }
+    for what, change in changes.items():
+        change()
+        factors, number = later()
+        assert number > 2 * (9 + 1 + 4), what
+        assert_same_factors(factors, fresh())
+    # Numbers alone let examples mix: that is found on two examples, too.
+    model.gate.fill_(1.0)
+    with pytest.raises(NotImplementedError, match="the rows of different examples mix"):
+        later()
