@@ -201,7 +201,7 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
 
     Raises:
         ValueError: a factor that is not finite.
-        RankError: another rank is gone, or has such a factor.
+        RuntimeError: another rank is gone, or has such a factor.
     """
     # A corrected block knows them: they are its own.
     blocks = [b for b in blocks if type(b) is KroneckerBlock and "_known" not in b.__dict__]

@@ -91,6 +91,13 @@ def test_monte_carlo_converges_to_the_hessian(likelihood):
     assert max(error(1, seed) for seed in range(5)) > 0.1
 
 
+def test_loss_terms_of_one_example_are_never_mixed():
+    f = torch.randn(2, 3, 4, dtype=torch.float64)
+    vectors = list(BackwardVectors("regression")(f, f))
+    assert len(vectors) == 3 * 4
+    assert all((v.abs().sum(-1) > 0).sum(1).tolist() == [1, 1] for v in vectors)
+
+
 @pytest.mark.parametrize(
     ("f", "y", "likelihood", "error", "message"),
     [

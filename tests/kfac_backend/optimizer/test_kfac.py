@@ -246,3 +246,19 @@ def test_fabric_with_accumulation_and_clipping(precision):
 def test_parameters_in_place_of_the_model_are_named():
     with pytest.raises(TypeError, match="The model is <generator .*; a torch.nn.Module is needed"):
         KFAC(network().parameters(), "classification")  # pyright: ignore[reportArgumentType]
+
+
+def test_averaged_factors_are_not_those_of_the_first_batches_rows():
+    """Eight rows of 64 inputs are few, and their inner products stand for A until it changes."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 3).double()
+    options = PreconditionerOptions(factor_every=1, update_every=1)
+    optimizer = KFAC(model, "classification", options=options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 64).double()), torch.arange(8) % 3).backward()
+        optimizer.step()
+    block = optimizer.preconditioner.blocks["weight"]
+    expected = torch.linalg.eigvalsh(block.A).clamp(min=0)
+    assert_close(block.factor_eigenvalues()[1], expected, rtol=1e-9, atol=1e-12)
+    assert (expected > 1e-6).sum() > 8  # of more rows than one batch has
