@@ -12,7 +12,7 @@ The rules hold the sums. They are made with the first batch and not earlier: onl
 the rules of derived layers, and only the first batch decides kfac_approx="auto".
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from kfac_backend.model.batches import (
     detached,
     each_batch,
     examples,
+    joined,
     mask_of,
     parts,
     split_batch,
@@ -119,8 +120,8 @@ def kronecker_factors(
     With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
     ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    On a CPU batches are split where smaller parts are faster, and convolutions run in
-    channels_last. That changes only rounding, and the order in which labels are drawn.
+    Large batches are split and small ones joined where that is faster, and on a CPU convolutions
+    run in channels_last. That changes only rounding, and the order in which labels are drawn.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss
@@ -203,9 +204,34 @@ class CurvaturePass:
         if not self._proof.renew():
             self._proof = Proof(self._model, self._assign())
         self._kfac_approx = self._options.kfac_approx
-        for batch in each_batch(data, "Curvature", progress):
-            self.add(*split_batch(batch, self._options.dict_key_y))
+        self.add_all(data, "Curvature", progress)
         return self.factors()
+
+    def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
+        """Add all batches of some data, the first alone, small ones after it joined.
+
+        If joined batches exhaust the memory, the data is read again and all batches stay apart.
+        Errors are those of `add`.
+        """
+        # The first batch shows how many examples run fastest at once. It stays alone in later
+        # passes, too: a run that resumes begins with a new pass, and shall have the same bits.
+        self._joins = False
+
+        def batches(most: Callable[[], int]) -> Iterator[tuple[Any, Any]]:
+            read = each_batch(data, description, progress)
+            return joined((split_batch(batch, self._options.dict_key_y) for batch in read), most)
+
+        try:
+            for x, y in batches(lambda: self._proof.plan.joined_size if self._joins else 0):
+                self.add(x, y)
+                self._joins = True
+            return
+        except torch.OutOfMemoryError:
+            if not self._joins or iter(data) is data:
+                raise
+        self.reset()
+        for x, y in batches(lambda: 0):
+            self.add(x, y)
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""

@@ -15,7 +15,6 @@ from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Rule, Use
 from kfac_backend.layers.rule import BlockSums
-from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.capture import unknown_examples
 from kfac_backend.model.checks import check_module
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
@@ -74,8 +73,7 @@ def corrected_factors(
     correction = CorrectionPass(
         factors, model, options, generator=generator, process_group=process_group
     )
-    for batch in each_batch(data, "Eigenvalue correction", progress):
-        correction.add(*split_batch(batch, options.dict_key_y))
+    correction.add_all(data, "Eigenvalue correction", progress)
     return correction.factors()
 
 

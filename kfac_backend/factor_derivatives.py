@@ -25,7 +25,6 @@ from kfac_backend.layers import Rule
 from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.loss import loss_sum
-from kfac_backend.model.batches import each_batch, split_batch
 from kfac_backend.model.calls import plain_attention
 from kfac_backend.model.rule_assignment import TrackedLayer
 from kfac_backend.options import CurvatureOptions
@@ -85,8 +84,7 @@ def factor_gradients(
         factors, model, tensors, of_factors, of_loss, options,
         generator=generator, process_group=process_group,
     )  # fmt: skip
-    for batch in each_batch(data, "Gradient of the factors", progress):
-        found.add(*split_batch(batch, options.dict_key_y))
+    found.add_all(data, "Gradient of the factors", progress)
     return found.gradients()
 
 
