@@ -12,7 +12,9 @@ The rules hold the sums. They are made with the first batch and not earlier: onl
 the rules of derived layers, and only the first batch decides kfac_approx="auto".
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -62,14 +64,20 @@ from kfac_backend.model.checks import (
 )
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
-from kfac_backend.options import CurvatureOptions, KfacApprox
+from kfac_backend.options import BackwardPrecision, CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
+    FASTER,
+    LARGEST_ERROR,
+    LONG_PASS,
+    TRIED_EXAMPLES,
     backward_arithmetic,
     check_precision,
     exact_arithmetic,
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
+
+_logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)  # gradients are needed, whatever the caller needs
@@ -159,6 +167,9 @@ class CurvaturePass:
     _differentiable = False
     """Whether inputs and gradients keep their graphs, so that they can be differentiated again."""
 
+    _sums_factors = True
+    """Whether the rules hold sums of factors, by which a precision can be judged."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -223,6 +234,8 @@ class CurvaturePass:
 
         try:
             for x, y in batches(lambda: self._proof.plan.joined_size if self._joins else 0):
+                if self._precision == "auto" and self._num_data >= LONG_PASS:
+                    self._precision = self._fitting_precision(x, y)
                 self.add(x, y)
                 self._joins = True
             return
@@ -233,11 +246,47 @@ class CurvaturePass:
         for x, y in batches(lambda: 0):
             self.add(x, y)
 
+    def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
+        """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
+        faster = FASTER.get(self._device.type)
+        if faster is None or not self._sums_factors:
+            return "float32"
+        x, y = detached(x, self._device), detached(y, self._device)
+        y = self._targets(self._model, x, y)
+        if self._proof.plan.splits:
+            x, y = examples(x, slice(TRIED_EXAMPLES)), y[:TRIED_EXAMPLES]
+        # Twice the same examples, with the same labels if these are drawn.
+        sums = []
+        for precision in ("float32", faster):
+            trial = copy(self)
+            trial._generator = torch.Generator(self._device).manual_seed(0)
+            trial.reset()
+            trial._precision = precision
+            with full_float32(), forked_random_numbers(self._model):
+                trial._add(x, y)
+            sums.append(collect_sums(trial._rules))
+        exact, rounded = (
+            {name: torch.stack([use.B for use in uses]) for name, uses in of_trial.items()}
+            for of_trial in sums
+        )
+        errors = {
+            name: float((rounded[name] - B).norm() / B.norm().clamp(min=torch.finfo(B.dtype).tiny))
+            for name, B in exact.items()
+        }
+        worst = max(errors, key=lambda name: errors[name])
+        fits = errors[worst] <= LARGEST_ERROR
+        _logger.info(
+            "backward_precision='auto' takes %s: in %s, B of '%s' differs by %.2g (up to %g is "
+            "taken)", faster if fits else "float32", faster, worst, errors[worst], LARGEST_ERROR,
+        )  # fmt: skip
+        return faster if fits else "float32"
+
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""
         # Asked anew, since the model may have moved between two passes.
         self._device = next(self._model.parameters()).device
-        check_precision(self._options.backward_precision, self._device)
+        self._precision = self._options.backward_precision
+        check_precision(self._precision, self._device)
         self._failed = False  # whether a batch was added in part, so that the sums are useless
         # The rules hold the sums. They are made with the first part of a batch, after the proof.
         self._rules: dict[TrackedLayer, Rule] = {}
@@ -362,7 +411,7 @@ class CurvaturePass:
                 self._vectors.warn_of_many(f)
             self._check_rows(len(f), hides=mask is not None)
             # Autocast is for the forward pass alone: Gram matrices are summed in float32.
-            with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+            with self._no_autocast(), backward_arithmetic(self._precision):
                 # Sums over several uses of a tensor are complete only after the whole forward pass.
                 # Gradients need them: under reduce √R_n over all uses divides both sums.
                 self._end_forward()
@@ -548,7 +597,7 @@ class CurvaturePass:
                 total.end()
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        with exact_arithmetic(self._options.backward_precision):
+        with exact_arithmetic(self._precision):
             self._rules[tracked].add_gradient(use, b)
 
     def _common_generator(self) -> torch.Generator:

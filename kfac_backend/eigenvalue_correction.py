@@ -89,6 +89,7 @@ class CorrectionPass(CurvaturePass):
     """
 
     _keeps_inputs = True
+    _sums_factors = False
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class CorrectionPass(CurvaturePass):
                 raise unknown_examples(tracked, wrong.pop(), examples, "corrected eigenvalues need")
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        with exact_arithmetic(self._options.backward_precision):
+        with exact_arithmetic(self._precision):
             # Not squared yet: G_nv = Σ_r b_nvr a_nrᵀ needs the inputs, whose rotation into the
             # eigenbasis costs as much for one vector as for several.
             rows = self._rules[tracked].position_gradients(use, b)  # (M, R, d_out)
@@ -239,7 +240,7 @@ class CorrectionPass(CurvaturePass):
 
         # Parameter by parameter: uses of a tied tensor are summed before they are squared, since an
         # example's gradient is the sum over all of them.
-        with exact_arithmetic(self._options.backward_precision):
+        with exact_arithmetic(self._precision):
             for _, g in self._gradients.by_parameter(seen(), self._uses, self._at_once):
                 add_second_moments(g, self._product_bytes)
         self._held_bytes = self._vector = 0

@@ -95,6 +95,7 @@ class FactorGradientPass(CurvaturePass):
     """
 
     _differentiable = True
+    _sums_factors = False
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 `modes_of_layers`."""
 Fisher = Literal["exact", "mc", "empirical"]
 Unsupported = Literal["error", "freeze", "diagonal"]
-BackwardPrecision = Literal["float32", "tf32", "bf16"]
+BackwardPrecision = Literal["auto", "float32", "tf32", "bf16"]
 ShiftLabels = bool | Literal["auto"]
 
 
@@ -117,7 +117,8 @@ class PassOptions(Options):
             it does not cover.
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
-            bf16); A is not affected.
+            bf16); A is not affected. auto is float32, but on a GPU tf32 in passes over more than
+            2048 examples, if no B of some of them differs by more than 0.1 %.
         diagonal_above: number of rows above which only the diagonal of a weight's factor over its
             rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
             each row's own curvature stay exact (of a tied weight, each row's trace); the coupling
@@ -132,7 +133,7 @@ class PassOptions(Options):
     fisher: Fisher = "exact"
     mc_samples: int = 1
     unsupported: Unsupported = "error"
-    backward_precision: BackwardPrecision = "float32"
+    backward_precision: BackwardPrecision = "auto"
     diagonal_above: int | None = None
 
     def __post_init__(self) -> None:

@@ -279,7 +279,7 @@ class TrainingPass(CurvaturePass):
         self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
         if empirical:
             return  # the backward pass that goes on from here shows the gradients
-        with self._no_autocast(), backward_arithmetic(self._options.backward_precision):
+        with self._no_autocast(), backward_arithmetic(self._precision):
             forward.capture.backward(f, self._vectors(f, y), self._end_vector)
         self._finish()
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_backend import kronecker_factors
+from kfac_backend import curvature, kronecker_factors
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import data, images, network, wide_resnet
@@ -54,3 +55,34 @@ def test_bf16_backward_passes_change_B_by_a_percent_and_A_not_at_all():
 def test_a_precision_that_the_device_lacks_is_an_error(precision):
     with pytest.raises(ValueError, match=f"backward_precision='{precision}'"):
         kronecker_factors(network(), [data()], "classification", backward_precision=precision)
+
+
+@pytest.mark.parametrize(("relative", "chosen"), [(1e-4, "tf32"), (1e-2, "float32")])
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen, monkeypatch):
+    """A device whose gradients are too large by some share in the faster precision."""
+    monkeypatch.setattr(curvature, "FASTER", {"cpu": "tf32"})
+    monkeypatch.setattr(curvature, "LONG_PASS", 6)
+    used = []
+    add = CurvaturePass._add_gradient
+
+    def rounded(self, tracked, use, b):
+        used.append(self._precision)
+        add(self, tracked, use, b * (1 + relative) if self._precision == "tf32" else b)
+
+    monkeypatch.setattr(CurvaturePass, "_add_gradient", rounded)
+    model, (x, y) = network().float(), data(24)
+    batches = list(zip(x.float().split(6), y.split(6), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    options = {"kfac_approx": "expand", "fisher": fisher, "generator": generator}
+    found = kronecker_factors(model, batches, "classification", **options)
+    assert used[0] == "auto" and used[-1] == chosen
+    # The trial is not in the sums, and draws no labels from the generator.
+    generator.manual_seed(0)
+    fixed = kronecker_factors(
+        model, batches, "classification", backward_precision="float32", **options
+    )
+    assert found.num_data == 24
+    for name, block in fixed.blocks.items():
+        share = (found.blocks[name].B - block.B).norm() / block.B.norm()
+        assert share <= (2 * relative if chosen == "tf32" else 1e-6)
