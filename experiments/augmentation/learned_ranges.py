@@ -20,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
@@ -52,7 +53,6 @@ from experiments.weight_decay.training import (
 )
 from marglik import settling_rate
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
-from marglik.storage.provenance import environment
 
 COPIES = 4
 SHARES = (0.1, 0.25, 0.5, 1.0)
@@ -187,9 +187,10 @@ def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     return Trained(model.eval(), time.process_time() - started)
 
 
+@recorded
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """All ways of a problem and a seed."""
-    torch.set_num_threads(1)
     problem = PROBLEMS[config.problem]
     x, y = problem.data()
     torch.manual_seed(1000 + config.seed)
@@ -226,43 +227,42 @@ def run(config: Config) -> dict[str, Any]:
         if isinstance(model, LearnedAugmentation):
             found[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))
 
-    with quiet_training():
-        Training(problem.network).warm_up((x, y))
-        train("none")
-        train("learned", wrapped(problem.transforms))
-        fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)
-        train("found, fixed", fixed)
-        train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
-        half = {name: v / 2 for t in problem.transforms for name, v in t.known.items()}
-        train("learned, from wide", wrapped(problem.transforms, ranges=half))
-        if problem.done:
-            known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
-            train("known, in the model", known)
+    Training(problem.network).warm_up((x, y))
+    train("none")
+    train("learned", wrapped(problem.transforms))
+    fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)
+    train("found, fixed", fixed)
+    train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
+    half = {name: v / 2 for t in problem.transforms for name, v in t.known.items()}
+    train("learned, from wide", wrapped(problem.transforms, ranges=half))
+    if problem.done:
+        known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
+        train("known, in the model", known)
 
-            def change(images: Tensor) -> Tensor:
-                return moved(images, problem.done)
+        def change(images: Tensor) -> Tensor:
+            return moved(images, problem.done)
 
-            loaded = train("known, in the loader", change=change)
-            averaged = LearnedAugmentation(
-                loaded.model, [Affine(*problem.done)], COPIES, problem.done, learns=False
-            )
-            score("known, in the loader, averaged", replace(loaded, model=averaged))
-            train("known, in the loader, 4×", change=change, epochs=4 * problem.epochs)
-        else:
-            train("none, 4×", epochs=4 * problem.epochs)
-        if problem.colour:
-            train("crop and flip", change=cropped)
-            train("crop and flip, 4×", change=cropped, epochs=4 * problem.epochs)
-            train("TrivialAugment", change=trivial)
-        score("Augerino", augerino(problem, (x, y), config.seed))
-        if problem.done:  # of what was done, as a user would tune it
-            for share in SHARES:
-                ranges = {name: share * Affine.known[name] for name in problem.done}
-                train(f"share {share}", wrapped([Affine(*ranges)], ranges=ranges, learns=False))
-            choices = [found["none"], *(found[f"share {share}"] for share in SHARES)]
-            best = min(choices, key=lambda of: of["held_out_nll"])
-            found["tuned"] = best | {"seconds": sum(of["seconds"] for of in choices)}
-    return {"config": asdict(config), "results": found, **environment(torch.device("cpu"))}
+        loaded = train("known, in the loader", change=change)
+        averaged = LearnedAugmentation(
+            loaded.model, [Affine(*problem.done)], COPIES, problem.done, learns=False
+        )
+        score("known, in the loader, averaged", replace(loaded, model=averaged))
+        train("known, in the loader, 4×", change=change, epochs=4 * problem.epochs)
+    else:
+        train("none, 4×", epochs=4 * problem.epochs)
+    if problem.colour:
+        train("crop and flip", change=cropped)
+        train("crop and flip, 4×", change=cropped, epochs=4 * problem.epochs)
+        train("TrivialAugment", change=trivial)
+    score("Augerino", augerino(problem, (x, y), config.seed))
+    if problem.done:  # of what was done, as a user would tune it
+        for share in SHARES:
+            ranges = {name: share * Affine.known[name] for name in problem.done}
+            train(f"share {share}", wrapped([Affine(*ranges)], ranges=ranges, learns=False))
+        choices = [found["none"], *(found[f"share {share}"] for share in SHARES)]
+        best = min(choices, key=lambda of: of["held_out_nll"])
+        found["tuned"] = best | {"seconds": sum(of["seconds"] for of in choices)}
+    return {"results": found}
 
 
 WAYS = (
@@ -368,13 +368,9 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     return [Config(problem, seed) for seed in range(options.seeds) for problem in options.data]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, and report."""
-    return study(
-        "learned_ranges", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=5,
-        figures=figures,
-    )  # fmt: skip
-
+main = study(
+    "learned_ranges", __doc__, run, tasks, table, problems=PROBLEMS, seeds=5, figures=figures
+)
 
 if __name__ == "__main__":
     sys.exit(main())

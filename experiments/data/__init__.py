@@ -6,16 +6,6 @@ from typing import Any, Literal
 
 from marglik.data.splits import DataSource
 
-__all__ = [
-    "VARIABLE",
-    "Source",
-    "archive",
-    "data_file",
-    "default_source",
-    "images",
-    "specification",
-]
-
 Source = Literal["jpeg", "original"]
 """jpeg: an archive of lossily re-encoded images, labelled "CIFAR-10 (JPEG)"; original: CIFAR-10,
 which torchvision downloads into data/."""

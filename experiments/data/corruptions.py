@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kfac_backend.extras import extra
 
-__all__ = ["CORRUPTIONS", "SEVERITIES", "Corruption", "corrupt"]
-
 Corruption = Literal["noise", "blur", "contrast", "jpeg"]
 
 CORRUPTIONS: tuple[Corruption, ...] = get_args(Corruption)

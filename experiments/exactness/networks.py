@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from kfac_backend import examples_of_rows
 
-__all__ = ["Case", "Config", "Setting", "cases"]
-
 Setting = Literal["expand", "reduce"]
 """The paper's settings: a loss term at each position, or one for each example."""
 Aggregation = Literal["sum", "mean", "root"]

@@ -332,10 +332,7 @@ def _mean(losses: Sequence[float]) -> str:
     return f"{diverged} diverged" if diverged else mean_with_error(losses)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
-    return study(NAME, __doc__, run_one, tasks, table, arguments, problems=PROBLEMS, figures=figure)
-
+main = study(NAME, __doc__, run_one, tasks, table, problems=PROBLEMS, figures=figure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -49,8 +49,6 @@ from experiments.optimizers.training import (
 from experiments.studies import markdown, mean_with_error, study
 from marglik.data.batches import Splits
 
-__all__ = ["STUDIES", "Study", "main", "next_tasks", "table", "target_of"]
-
 Row = dict[str, Any]
 NO_PAPER = ("–", "–", "–")
 
@@ -311,19 +309,15 @@ def _mean(values: Sequence[float], form: str) -> str:
     return mean_with_error(values, form) if values else "–"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, run the seeds, time, and write tables; returns the exit status."""
-    return study(
-        "{study}",
-        __doc__,
-        run_task,
-        lambda options: next_tasks(options, ()),
-        tables,
-        arguments,
-        extra={"--study": {"choices": STUDIES, "default": "graph_network_training"}},
-        then=next_tasks,
-    )
-
+main = study(
+    "{study}",
+    __doc__,
+    run_task,
+    lambda options: next_tasks(options, ()),
+    tables,
+    extra={"--study": {"choices": STUDIES, "default": "graph_network_training"}},
+    then=next_tasks,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

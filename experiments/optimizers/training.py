@@ -27,22 +27,6 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.prior import parameter_kind
 from marglik.storage.provenance import environment
 
-__all__ = [
-    "Candidate",
-    "Config",
-    "Method",
-    "Problem",
-    "Schedule",
-    "Timing",
-    "Training",
-    "best_candidate",
-    "measure",
-    "quasi_random_search",
-    "run",
-    "run_timing",
-    "settled_at",
-]
-
 BaseName = Literal["nesterov", "adamw", "nadamw", "muon", "soap", "shampoo", "kfac"]
 Part = Literal["search", "seeds"]
 Row = dict[str, Any]

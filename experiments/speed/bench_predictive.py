@@ -37,8 +37,6 @@ from marglik import marglik_training
 from marglik.data.batches import split_batches
 from marglik.storage.provenance import environment
 
-__all__ = ["main", "run", "table"]
-
 CPU = torch.device("cpu")
 
 
@@ -137,10 +135,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{markdown(rows)}\n\n{markdown(others)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the table; returns the exit status."""
-    return study("bench_predictive_cpu", __doc__, run, lambda options: PARTS, table, arguments)
-
+main = study("bench_predictive_cpu", __doc__, run, lambda options: PARTS, table)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -46,8 +46,6 @@ from marglik.training.loaders import Loader
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
-__all__ = ["compare", "measure"]
-
 TOLERANCE = 0.05
 """Relative change of a ratio above which a warning is printed."""
 

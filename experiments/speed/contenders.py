@@ -18,18 +18,6 @@ from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import WideResNetFixup
 
-__all__ = [
-    "PEERS",
-    "Work",
-    "language_limit",
-    "limit",
-    "network",
-    "one_batch_alone",
-    "ours",
-    "peer",
-    "training_step",
-]
-
 Work = Callable[[], object]
 
 

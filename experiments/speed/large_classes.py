@@ -13,7 +13,7 @@ takes six minutes of one core.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +27,11 @@ from experiments.speed.contenders import (
     one_batch_alone,
     training_step,
 )
-from experiments.studies import markdown, study
+from experiments.studies import markdown, recorded, study
 from experiments.timing import interleaved, median_ratios, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.options import Mode
-from marglik.storage.provenance import environment
-
-__all__ = ["Config", "main", "run", "table"]
 
 CPU = torch.device("cpu")
 
@@ -55,15 +52,15 @@ class Config:
     repetitions: int = 3
 
 
+@recorded
 def run(config: Config) -> dict[str, Any]:
     """All cases of a part."""
-    torch.set_num_threads(1)
     modes: tuple[Mode, ...] = ("expand", "reduce")
     if config.name == "exact":
         cases = [exact(config, C, mode) for C in config.classes for mode in modes]
     else:
         cases = [vocabulary(config, tied, mode) for tied in (True, False) for mode in modes]
-    return {"config": asdict(config), "cases": cases, **environment(CPU)}
+    return {"cases": cases}
 
 
 def exact(config: Config, C: int, mode: Mode) -> dict[str, Any]:
@@ -140,11 +137,13 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{markdown(rows)}\n\n{markdown(others)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the tables; returns the exit status."""
-    parts = [Config("exact"), Config("vocabulary")]
-    return study("large_classes", __doc__, run, lambda options: parts, table, arguments)
-
+main = study(
+    "large_classes",
+    __doc__,
+    run,
+    lambda options: [Config("exact"), Config("vocabulary")],
+    table,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

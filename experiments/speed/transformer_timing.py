@@ -39,8 +39,6 @@ from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
 from marglik.storage.provenance import environment
 
-__all__ = ["Config", "Shape", "main", "run", "table"]
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -221,19 +219,15 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the tables; returns the exit status."""
-    return study(
-        "transformer_timing",
-        __doc__,
-        run,
-        lambda options: [Config(name, SHAPES[name]) for name in options.data],
-        table,
-        arguments,
-        problems=SHAPES,
-        default=["gpt_cpu", "vit_cpu"],
-    )
-
+main = study(
+    "transformer_timing",
+    __doc__,
+    run,
+    lambda options: [Config(name, SHAPES[name]) for name in options.data],
+    table,
+    problems=SHAPES,
+    default=["gpt_cpu", "vit_cpu"],
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,8 +34,6 @@ from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Fisher, Mode
 from marglik.storage.provenance import environment
 
-__all__ = ["Config", "amortised", "main", "run", "table"]
-
 Contender = Callable[[nn.Module, Tensor, Tensor], Work]
 
 DAMPING = 1e-2
@@ -307,18 +305,14 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join([markdown(rows), markdown(seconds), *missing])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the table; returns the exit status."""
-    return study(
-        "update_step_timing_{device}",
-        __doc__,
-        run,
-        lambda options: [Config(size, options.device) for size in BATCHES[options.device]],
-        table,
-        arguments,
-        extra={"--device": {"choices": BATCHES, "default": "cpu"}},
-    )
-
+main = study(
+    "update_step_timing_{device}",
+    __doc__,
+    run,
+    lambda options: [Config(size, options.device) for size in BATCHES[options.device]],
+    table,
+    extra={"--device": {"choices": BATCHES, "default": "cpu"}},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,8 +28,6 @@ from experiments.studies import markdown, mean_with_error, study
 from marglik.cli import main as marglik
 from marglik.storage.run_folder import RESULTS, read_log, read_record
 
-__all__ = ["PROTOCOLS", "Config", "Protocol", "gains", "main", "run", "table"]
-
 # Eschenhagen et al. 2023, Table 2: test NLL and accuracy (%) of three seeds, by approach and
 # augmentation; and seconds per update on an A100.
 PAPER = {
@@ -259,28 +257,24 @@ def _updates(runs: Runs) -> str:
     return markdown(rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and write the tables; returns the exit status."""
-    return study(
-        "table2/{protocol}",
-        __doc__,
-        run,
-        lambda options: [
-            Config(options.protocol, *RUNS[name], seed, options.device, options.compile)
-            for seed in range(options.seeds)
-            for name in options.data
-        ],
-        table,
-        arguments,
-        problems=RUNS,
-        seeds=3,
-        extra={
-            "--protocol": {"choices": PROTOCOLS, "default": "scaled"},
-            "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},
-            "--compile": {"help": "torch.compile's mode"},
-        },
-    )
-
+main = study(
+    "table2/{protocol}",
+    __doc__,
+    run,
+    lambda options: [
+        Config(options.protocol, *RUNS[name], seed, options.device, options.compile)
+        for seed in range(options.seeds)
+        for name in options.data
+    ],
+    table,
+    problems=RUNS,
+    seeds=3,
+    extra={
+        "--protocol": {"choices": PROTOCOLS, "default": "scaled"},
+        "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+        "--compile": {"help": "torch.compile's mode"},
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -41,7 +41,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
@@ -59,9 +60,6 @@ from experiments.studies import (
 from experiments.uci.regression import FOLDERS, LR, Gaussian, Training, metrics_of
 from marglik import OnlineTraining, PriorLearner, laplace_predictive, settling_rate
 from marglik.models import MLP
-from marglik.storage.provenance import environment
-
-__all__ = ["Config", "main", "report", "run"]
 
 STEPS = 5000
 """Steps of Adam for every network."""
@@ -93,12 +91,11 @@ class Config:
         return Training(100 if large else 50, self.steps, 512 if large else 128, LR[self.data])
 
 
+@recorded
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Both networks on all splits; metrics in the target's units, nats per example."""
-    torch.set_num_threads(1)
-    splits = [run_split(config, k) for k in range(config.splits)]
-    return {"config": asdict(config), "splits": splits, **environment(torch.device("cpu"))}
+    return {"splits": [run_split(config, k) for k in range(config.splits)]}
 
 
 def run_split(config: Config, k: int) -> dict[str, Any]:
@@ -175,19 +172,15 @@ def report(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing sets, and write the table; returns the exit status."""
-    return study(
-        "uci_heteroscedastic",
-        __doc__,
-        run,
-        lambda options: [Config(name, min(options.seeds, SPLITS[name])) for name in options.data],
-        report,
-        arguments,
-        problems=FOLDERS,
-        seeds=3,
-    )
-
+main = study(
+    "uci_heteroscedastic",
+    __doc__,
+    run,
+    lambda options: [Config(name, min(options.seeds, SPLITS[name])) for name in options.data],
+    report,
+    problems=FOLDERS,
+    seeds=3,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -54,6 +54,7 @@ from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
@@ -63,12 +64,6 @@ from marglik.data import Batches, Splits
 from marglik.models import MLP
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import compute_metrics
-from marglik.storage.provenance import environment
-
-__all__ = [
-    "Config", "Gaussian", "Task", "Training", "grid_and_ensemble", "main", "metrics_of",
-    "report", "run", "run_split", "train_side_by_side",
-]  # fmt: skip
 
 FOLDERS = {
     "concrete": "concrete",
@@ -184,20 +179,16 @@ class Task:
         return slug(self.data)
 
 
+@recorded
 @quiet_training()
 def run(task: Task) -> dict[str, Any]:
     """Run the splits of a set, one after the other."""
-    torch.set_num_threads(1)
     started = time.perf_counter()
     configs = [
         Config(task.data, split, STEPS[task.data], LR[task.data]) for split in range(task.splits)
     ]
-    return {
-        "config": asdict(task),
-        "splits": [run_split(config) for config in configs],
-        "seconds": time.perf_counter() - started,
-        **environment(torch.device("cpu")),
-    }
+    splits = [run_split(config) for config in configs]
+    return {"splits": splits, "seconds": time.perf_counter() - started}
 
 
 def run_split(config: Config) -> dict[str, Any]:
@@ -515,21 +506,17 @@ def _gains(own: Sequence[dict[str, Any]], other: str) -> list[float]:
     return [a["log_likelihood"] - b["log_likelihood"] for a, b in pairs]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing sets, and write the tables; returns the exit status."""
-    return study(
-        "uci",
-        __doc__,
-        run,
-        lambda options: [
-            Task(name, min(options.seeds, 5 if name == "protein" else 20)) for name in options.data
-        ],
-        report,
-        arguments,
-        problems=FOLDERS,
-        seeds=20,
-    )
-
+main = study(
+    "uci",
+    __doc__,
+    run,
+    lambda options: [
+        Task(name, min(options.seeds, 5 if name == "protein" else 20)) for name in options.data
+    ],
+    report,
+    problems=FOLDERS,
+    seeds=20,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,8 +14,8 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from experiments.studies import markdown, mean_with_error, quiet_training, slug, study
+from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
 from experiments.weight_decay.training import (
     Training,
     convolutions,
@@ -35,7 +35,6 @@ from experiments.weight_decay.training import (
     small_images,
     with_wrong_labels,
 )
-from marglik.storage.provenance import environment
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SMALLEST = 1e-12
@@ -138,9 +137,10 @@ class Config:
         return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.part}_{self.seed}"
 
 
+@recorded
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Train the networks of a part, and test them."""
-    torch.set_num_threads(1)
     problem = PROBLEMS[config.problem]
     train_split, held_out, test = with_wrong_labels(
         *problem.data(), problem.examples, 100 if problem.examples <= 400 else 200,
@@ -154,22 +154,16 @@ def run(config: Config) -> dict[str, Any]:
     if config.part == "grid":
         ways = {f"{decay:g}": (decay, "settling") for decay in GRID}
     found = {}
-    with quiet_training():
-        problem.training.warm_up(train_split)
-        for way, (decay, rate) in ways.items():
-            trained = problem.training.run(
-                train_split, config.seed, decay, rate, evidence=config.part == "grid"
-            )
-            with torch.no_grad():
-                f_held_out, f = trained.model(held_out[0])[None], trained.model(test[0])[None]
-            found[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
-            found[way] |= {"seconds": trained.seconds} | trained.record
-    return {
-        "config": asdict(config),
-        "results": found,
-        "seconds": sum(of["seconds"] for of in found.values()),
-        **environment(torch.device("cpu")),
-    }
+    problem.training.warm_up(train_split)
+    for way, (decay, rate) in ways.items():
+        trained = problem.training.run(
+            train_split, config.seed, decay, rate, evidence=config.part == "grid"
+        )
+        with torch.no_grad():
+            f_held_out, f = trained.model(held_out[0])[None], trained.model(test[0])[None]
+        found[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        found[way] |= {"seconds": trained.seconds} | trained.record
+    return {"results": found, "seconds": sum(of["seconds"] for of in found.values())}
 
 
 def shares(problem: str) -> tuple[float, ...]:
@@ -247,12 +241,7 @@ def is_worse(differences: list[float]) -> bool:
     return statistics.fmean(differences) > 2 * error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, and report."""
-    return study(
-        "default_options", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=3
-    )
-
+main = study("default_options", __doc__, run, tasks, table, problems=PROBLEMS, seeds=3)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,20 +28,6 @@ from marglik import (
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.training.learner import update_prior
 
-__all__ = [
-    "Batches",
-    "Split",
-    "Trained",
-    "Training",
-    "convolutions",
-    "digits",
-    "mlp",
-    "no_norm",
-    "scaled_scores",
-    "small_images",
-    "with_wrong_labels",
-]
-
 CURVATURE = CurvatureOptions(unsupported="diagonal")
 DEFAULT = 5e-4
 """Weight decay that learning starts from."""

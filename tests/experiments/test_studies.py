@@ -97,11 +97,12 @@ def test_tables_and_figures_are_made_from_the_json_alone(name, tmp_path, capsys)
 
 
 def command(tasks, then, folder, *options):
-    return studies.study(
+    main = studies.study(
         "study", "A study.", run_task, lambda _: [Task(name) for name in tasks],
-        lambda found: " ".join(run["name"] for run in found), ["--results", str(folder), *options],
+        lambda found: " ".join(run["name"] for run in found),
         then=lambda _, found: [Task(name) for name in then if len(found) > 1],
     )  # fmt: skip
+    return main(["--results", str(folder), *options])
 
 
 def test_what_is_missing_is_run_and_a_run_that_fails_is_named(tmp_path, capsys, in_this_process):
