@@ -1,7 +1,7 @@
 """Trainings by several optimisers: curves, the search for settings, seconds of a step.
 
 Shared by the studies that train with K-FAC. Curves count steps. Their seconds come from
-`run_timing`, which alternates the methods in one process, so that they meet the same load.
+`seconds_of_steps`, which alternates the methods in one process, so that they meet the same load.
 """
 
 import math
@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,11 +25,20 @@ from marglik.data.batches import split_batches
 from marglik.data.splits import SplitName, Splits
 from marglik.eval_mode import eval_mode
 from marglik.posterior.prior import parameter_kind
-from marglik.storage.provenance import environment
 
 BaseName = Literal["nesterov", "adamw", "nadamw", "muon", "soap", "shampoo", "kfac"]
 Part = Literal["search", "seeds"]
 Row = dict[str, Any]
+
+
+def categorical_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over the labels that are not ignored; one label per example or per position."""
+    return cross_entropy(f.flatten(0, -2), y.flatten())
+
+
+def bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over all examples, which have one target each."""
+    return binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype))
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,15 @@ class Problem:
 
     title: str
     load: Callable[[], Splits]
-    make_model: Callable[[Splits], nn.Module]
+    make_model: Callable[[], nn.Module]
     likelihood: str
     batch_size: int
     metric: str = "loss"
     """Metric of the target: "loss", "accuracy" or "average precision" on validation data."""
     scalar_lr_factor: float = 1.0
     """Factor on the learning rate of parameters with a single entry."""
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Mean of −log p(y|f); None takes torch's, a mean over all labels that are not ignored."""
+    loss: Callable[[Tensor, Tensor], Tensor] = categorical_loss
+    """Mean of −log p(y|f)."""
 
 
 @dataclass(frozen=True)
@@ -100,106 +109,6 @@ class Schedule:
         return self.end + (1 - self.end) * left
 
 
-@dataclass(frozen=True)
-class Config:
-    """Trainings of one method on one problem: all candidates with all seeds, in one file."""
-
-    study: str
-    problem: str
-    method: str
-    part: Part
-    candidates: tuple[Candidate, ...]
-    seeds: tuple[int, ...]
-    schedule: Schedule
-    measure_every: int
-    """Steps between measurements of the validation data."""
-
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
-
-
-def quasi_random_search(
-    lr: tuple[float, float], damping: tuple[float, float], trials: int
-) -> tuple[Candidate, ...]:
-    """Candidates, log-uniform in rate and damping; the same points for the same ranges.
-
-    They are scrambled Sobol points, which cover the ranges even with few trials. Six random points
-    may all lie in the lower half.
-    """
-    sequence = torch.quasirandom.SobolEngine(2, scramble=True, seed=0)
-    points = sequence.draw(trials).tolist()
-
-    def between(share: float, ends: tuple[float, float]) -> float:
-        low, high = map(math.log, ends)
-        return math.exp(low + share * (high - low))
-
-    return tuple(Candidate(between(u, lr), between(v, damping)) for u, v in points)
-
-
-def run(problem: Problem, method: Method, config: Config) -> Row:
-    """Train all candidates with all seeds; returns their curves."""
-    torch.set_num_threads(1)
-    started = time.perf_counter()
-    splits = problem.load()
-    schedule = config.schedule.times(method.pace)
-    curves = [
-        {"candidate": asdict(candidate), "seed": seed}
-        | _curve(problem, splits, method, candidate, seed, schedule, config.measure_every)
-        for candidate in config.candidates
-        for seed in config.seeds
-    ]
-    return {
-        "config": asdict(config),
-        "problem": problem.title,
-        "metric": problem.metric,
-        "method": asdict(method),
-        "curves": curves,
-        "seconds": time.perf_counter() - started,
-        **environment(torch.device("cpu")),
-    }
-
-
-def settled_at(curve: Row, metric: str, target: float) -> int | None:
-    """The step from which on the validation metric stays at the target or better, if any.
-
-    The first step at the target will not do: an untrained network's metric may jump above it for
-    a moment.
-    """
-    # A run that diverges before the first measurement has no values.
-    values = curve.get(metric, [])
-    sign = 1 if metric == "loss" else -1
-    first = len(values)
-    while first and sign * values[first - 1] <= sign * target:
-        first -= 1
-    settled = first < len(values) and curve["diverged"] is None
-    return curve["step"][first] if settled else None
-
-
-def best_candidate(found: Row, target: float | None = None) -> Candidate:
-    """The candidate whose run settles at the target first, or else whose last value is best.
-
-    Args:
-        found: results of a search.
-        target: of the metric; None compares last values alone.
-
-    Raises:
-        ValueError: all of its runs diverged.
-    """
-    metric = found["metric"]
-    sign = 1 if metric == "loss" else -1
-    curves = [curve for curve in found["curves"] if curve["diverged"] is None]
-    if not curves:
-        raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
-
-    def rank(curve: Row) -> tuple[float, float]:
-        step = None if target is None else settled_at(curve, metric, target)
-        return (math.inf if step is None else step, sign * curve[metric][-1])
-
-    return Candidate(**min(curves, key=rank)["candidate"])
-
-
 # One training
 
 
@@ -216,8 +125,8 @@ class Training:
         schedule: Schedule,
     ) -> None:
         torch.manual_seed(seed)
-        self.model = problem.make_model(splits)
-        self.loss = problem.loss or _loss(problem.likelihood)
+        self.model = problem.make_model()
+        self.loss = problem.loss
         groups = _groups(self.model, candidate.lr, problem.scalar_lr_factor)
         if method.base == "kfac":
             self.optimizer: Optimizer = KFAC(
@@ -259,7 +168,7 @@ class Training:
         return loss.detach()
 
 
-def _curve(
+def curve(
     problem: Problem,
     splits: Splits,
     method: Method,
@@ -267,8 +176,13 @@ def _curve(
     seed: int,
     schedule: Schedule,
     measure_every: int,
+    validates: bool = True,
 ) -> Row:
-    """Lists over measurements: step, train loss since the last, validation loss and metrics."""
+    """Lists over measurements: step, train loss since the last, validation loss and metrics.
+
+    A training that diverges ends early. Unless it ``validates``, only the last measurement is on
+    validation data, too.
+    """
     started = time.process_time()
     training = Training(problem, splits, method, candidate, seed, schedule)
     found: dict[str, list[float]] = {"step": [], "train loss": []}
@@ -284,12 +198,14 @@ def _curve(
             if not math.isfinite(mean):
                 raise FloatingPointError(f"The loss is {mean}.")
             losses.clear()
-            measured = measure(problem, splits, training.model, "validation")
-            if not math.isfinite(measured["loss"]):
+            measured = {"step": step, "train loss": mean}
+            if validates or step == schedule.steps:
+                measured |= measure(problem, splits, training.model, "validation")
+            if not math.isfinite(measured.get("loss", 0.0)):
                 raise FloatingPointError(f"The validation loss is {measured['loss']}.")
-            for key, value in {"step": step, "train loss": mean, **measured}.items():
+            for key, value in measured.items():
                 found.setdefault(key, []).append(value)
-    except FloatingPointError as error:
+    except (FloatingPointError, torch.linalg.LinAlgError) as error:
         diverged = f"step {step}: {error}"
     test = None if diverged else measure(problem, splits, training.model, "test")
     # Processor seconds, measurements included: the cost of the study, not a comparison.
@@ -301,32 +217,18 @@ def measure(
     problem: Problem, splits: Splits, model: nn.Module, split: SplitName
 ) -> dict[str, float]:
     """Mean loss (nats), and accuracy or average precision."""
-    loss, pairs = problem.loss or _loss(problem.likelihood), []
+    pairs = []
     with torch.no_grad(), eval_mode(model):
         for x, y in split_batches(splits, split, 256):
             pairs.append((model(x), y))
     f, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    found = {"loss": loss(f, y).item()}
+    found = {"loss": problem.loss(f, y).item()}
     if problem.likelihood == "classification":
         counted = y >= 0
         found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
     elif problem.metric == "average precision" and torch.isfinite(f).all():
         found["average precision"] = float(average_precision_score(y.numpy(), f[:, 0].numpy()))
     return found
-
-
-def _loss(likelihood: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return _bernoulli_loss if likelihood == "bernoulli" else _categorical_loss
-
-
-def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over the labels that are not ignored; one label per example or per position."""
-    return cross_entropy(f.flatten(0, -2), y.flatten())
-
-
-def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over all examples, which have one target each."""
-    return binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype))
 
 
 def _full_batches(loader: Any, size: int) -> Iterator[Any]:
@@ -459,9 +361,10 @@ class Timing:
         return f"{self.problem}_{self.methods[0]}_timing".replace(" ", "_")
 
 
-def run_timing(problem: Problem, methods: Mapping[str, Method], config: Timing) -> Row:
+def seconds_of_steps(
+    problem: Problem, methods: Mapping[str, Method], config: Timing
+) -> dict[str, dict[str, float]]:
     """Processor seconds of a step: median and quartiles over blocks; the methods take turns."""
-    torch.set_num_threads(1)
     splits = problem.load()
     # The settings do not matter for time; small ones cannot diverge.
     candidate, schedule = Candidate(1e-6, 1.0), Schedule(10**6, 0)
@@ -478,12 +381,7 @@ def run_timing(problem: Problem, methods: Mapping[str, Method], config: Timing) 
             if number:  # the first warms up
                 each[name].append((time.process_time() - started) / config.block)
     quartiles = ("low", "median", "high")
-    found = {
+    return {
         name: dict(zip(quartiles, statistics.quantiles(s, n=4), strict=True))
         for name, s in each.items()
-    }
-    return {
-        "config": asdict(config),
-        "step_seconds": found,
-        **environment(torch.device("cpu")),
     }

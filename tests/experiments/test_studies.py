@@ -363,20 +363,21 @@ def test_two_ranks_find_the_bytes_of_the_formula():
 
 
 TINY = steps_to_target.Study(
-    {"tiny": Problem("tiny", Blobs().load, lambda _: MLP(2, (5,), 3), "classification", 8)},
+    "tiny",
+    Problem("tiny", Blobs().load, lambda: MLP(2, (5,), 3), "classification", 8),
     {
         "sgd": Method("SGD", "nesterov"),
         "adamw": Method("AdamW", "nadamw"),
         "reduce": Method("K-FAC-reduce", "nesterov", "reduce", pace=0.75),
         "diverges": Method("K-FAC, plain", "nesterov", "expand", {"kl_clip": None}),
     },
-    {"tiny": Schedule(12, 2)},
+    Schedule(12, 2),
     {"sgd": (1e-2, 1e-1), "adamw": (1e-3, 1e-2), "reduce": (1e-3, 1e-2), "diverges": (0.1, 1e4)},
     damping=(1e-2, 1.0),
     block=2,
     trials=3,
     seeds=2,
-    paper={"sgd": ("100", "100", "100")},
+    paper=dict.fromkeys(("sgd", "adamw", "reduce", "diverges"), ("100", "100", "100")),
 )
 
 
