@@ -167,7 +167,8 @@ def recorded(run: Callable[[Any], Result]) -> Callable[[Any], Result]:
     @wraps(run)
     def whole(config: Any) -> Result:
         torch.set_num_threads(1)
-        return {"config": asdict(config), **run(config), **environment(torch.device("cpu"))}
+        device = torch.device(getattr(config, "device", "cpu"))
+        return {"config": asdict(config), **run(config), **environment(device)}
 
     return whole
 

@@ -83,18 +83,12 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     laplace = KronLaplace(new(), "classification", prior_precision=50.0, kfac_approx="reduce")
     laplace.fit([(x, y)])
     add("covariances, all layers", 10, lambda: laplace.output_distribution(x))
-    step = training_step(new(), x, y)
-    found["training step"] = step
+    found["training step"] = training_step(new(), x, y)
     model = new()
     options = PreconditionerOptions(factor_every=10, update_every=10)
     optimizer = KFAC(model, "classification", 1e-3, options=options, kfac_approx="reduce")
-
-    def kfac_step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    found["K-FAC step, reduce"], limits["K-FAC step, reduce"] = kfac_step, "training step"
+    found["K-FAC step, reduce"] = training_step(model, x, y, optimizer)
+    limits["K-FAC step, reduce"] = "training step"
     _add_epochs(found, limits, 4 * batch_size, width)
     _add_transformers(found, limits, 4 * batch_size)
     return found, limits
@@ -228,15 +222,14 @@ def compare(now: dict[str, Any], before: dict[str, Any] | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--repetitions", type=int, default=4)
     parser.add_argument("--write", action="store_true", help="replace the committed ratios")
-    parser.add_argument("--committed", type=Path, default=SHIPPED / "bench_quick_cpu.json")
     options = parser.parse_args(arguments)
-    before = json.loads(options.committed.read_text()) if options.committed.exists() else None
-    now = measure(options.repetitions)
+    committed = SHIPPED / "bench_quick_cpu.json"
+    before = json.loads(committed.read_text()) if committed.exists() else None
+    now = measure()
     print(compare(now, before))
     if options.write:
-        write_json(options.committed, now)
+        write_json(committed, now)
 
 
 if __name__ == "__main__":

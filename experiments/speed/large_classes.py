@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from experiments.models import GPT
 from experiments.speed.contenders import (
@@ -97,10 +96,9 @@ def vocabulary(config: Config, tied: bool, mode: Mode) -> dict[str, Any]:
         curvature.add(x, y)
         return curvature.factors()
 
-    step_model = nn.Sequential(model(), nn.Flatten(0, 1))  # logits (N·R, C)
     work = {
         "limit": language_limit(model(), x, part=1),  # in a cache, as the pass does it
-        "training step": training_step(step_model, x, y.flatten()),
+        "training step": training_step(model(), x, y),
         "pass": batch,
     }
     first = peak_memory(batch, CPU)
