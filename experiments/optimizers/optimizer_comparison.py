@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 
-from experiments.data import data_file, default_source, images
+from experiments.data import images
 from experiments.data.dart import DART
 from experiments.models import GPT, VisionTransformer
 from experiments.optimizers.training import (
@@ -73,18 +73,8 @@ def _squares(f: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (f - y).square().sum(-1).mean()
 
 
-def _digits() -> Splits:
-    return Digits(validation=0.2).load()
-
-
 def _images() -> Splits:
-    source = images(default_source(), max_train=6_000, max_test=1_000, validation=0.1)
-    return source.load()
-
-
-def _dart() -> Splits:
-    path = data_file("dart-v1.1.1-full-dev.json.gz")
-    return DART(path, num_train=6_000, num_test=500, validation=1 / 12).load()
+    return images(max_train=6_000, max_test=1_000, validation=0.1).load()
 
 
 class Residual(nn.Module):
@@ -126,7 +116,7 @@ PROBLEMS: Mapping[str, Problem] = {
         "autoencoder of digits", _autoencoded, _autoencoder, "regression", 100, loss=_squares
     ),
     "transformer": Problem(
-        "digits, vision transformer", _digits,
+        "digits, vision transformer", Digits(validation=0.2).load,
         lambda: VisionTransformer(10, 1, 8, patch_size=2, dim=32, depth=2, heads=4),
         "classification", 32,
     ),
@@ -134,7 +124,8 @@ PROBLEMS: Mapping[str, Problem] = {
         "CIFAR-10 (JPEG), ResNet with BatchNorm", _images, _resnet, "classification", 32
     ),
     "gpt": Problem(
-        "DART, GPT, nats per byte", _dart,
+        "DART, GPT, nats per byte",
+        DART(num_train=6_000, num_test=500, validation=1 / 12).load,
         lambda: GPT(256, context=64, dim=32, depth=2, heads=4), "classification", 8,
     ),
     "wrn": Problem(

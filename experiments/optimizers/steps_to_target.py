@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import torch
 
-from experiments.data import data_file, default_source, images
+from experiments.data import images
 from experiments.data.nci1 import NCI1
 from experiments.models import GraphNetwork, VisionTransformer
 from experiments.optimizers.training import (
@@ -80,12 +80,8 @@ class Study:
         return next(iter(self.methods))
 
 
-def _nci1() -> Splits:
-    return NCI1(data_file("NCI1.tar.gz"), validation=0.2).load()
-
-
 def _cifar10() -> Splits:
-    return images(default_source(), max_train=10_000, max_test=2_000, validation=0.2).load()
+    return images(max_train=10_000, max_test=2_000, validation=0.2).load()
 
 
 _graphs = partial(
@@ -105,8 +101,8 @@ STUDIES = {
     "graph_network_training": Study(
         "nci1",
         Problem(
-            "NCI1", _nci1, lambda: GraphNetwork(37, 1, 1, 32, 2), "bernoulli", 64,
-            "average precision", loss=bernoulli_loss,
+            "NCI1", NCI1(validation=0.2).load, lambda: GraphNetwork(37, 1, 1, 32, 2),
+            "bernoulli", 64, "average precision", loss=bernoulli_loss,
         ),
         {
             "nesterov": _graphs("Nesterov"),

@@ -68,7 +68,7 @@ def run_batch(
     N: int, repetitions: int = 5, epochs: int = 4, num_train: int = 2000
 ) -> dict[str, Any]:
     """Median seconds of a batch, their ratios to the limit, and memory."""
-    splits = images("jpeg", max_train=num_train).load()
+    splits = images(max_train=num_train).load()
     test: Any = next(iter(split_batches(splits, "test", N)))
     train: Any = split_batches(splits, "train", 64)
     x, y = test

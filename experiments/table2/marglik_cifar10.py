@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.data import default_source, specification
+from experiments.data import specification
 from experiments.studies import markdown, mean_with_error, study
 from marglik.cli import main as marglik
 from marglik.storage.run_folder import RESULTS, read_log, read_record
@@ -89,7 +89,7 @@ class Config:
     def options(self) -> list[str]:
         """Those of ``marglik train``."""
         size, fixed = PROTOCOLS[self.protocol], self.approach == "fixed"
-        images = specification(default_source(), max_train=size.max_train, max_test=size.max_test)
+        images = specification(max_train=size.max_train, max_test=size.max_test)
         pairs: dict[str, Any] = {
             "config": "cifar10_paper",
             "model.depth": size.depth,

@@ -46,8 +46,7 @@ from typing import Any
 
 import torch
 
-from experiments.data import data_file
-from experiments.data.uci import FILE, UCI
+from experiments.data.uci import UCI
 from experiments.studies import (
     markdown,
     mean_with_error,
@@ -100,7 +99,7 @@ def run(config: Config) -> dict[str, Any]:
 
 def run_split(config: Config, k: int) -> dict[str, Any]:
     """Both networks on split k."""
-    splits = UCI(FOLDERS[config.data], k, data_file(FILE)).load()
+    splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
     found: dict[str, Any] = {"num_data": len(y), "methods": {}, "learned": {}}
     for outputs, method in enumerate(METHODS, start=1):

@@ -48,8 +48,7 @@ from torch import Tensor, nn
 from torch.func import stack_module_state
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.data import data_file
-from experiments.data.uci import FILE, UCI
+from experiments.data.uci import UCI
 from experiments.studies import (
     markdown,
     mean_with_error,
@@ -193,7 +192,7 @@ def run(task: Task) -> dict[str, Any]:
 
 def run_split(config: Config) -> dict[str, Any]:
     """Train ours and the rivals on a split; metrics in the target's units, nats per example."""
-    splits = UCI(FOLDERS[config.dataset], config.split, data_file(FILE)).load()
+    splits = UCI(FOLDERS[config.dataset], config.split).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
     found, learned = ours(config, (x, y), x_test)
     found["laplace-torch, post hoc"] = post_hoc(config.training, (x, y), x_test, config.seed)

@@ -39,7 +39,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.data import data_file
 from experiments.data.nci1 import NCI1
 from experiments.models import GraphNetwork
 from experiments.studies import (
@@ -86,7 +85,7 @@ class Problem:
 
 def molecules() -> tuple[Any, Tensor]:
     """4,070 molecules of NCI1, two classes."""
-    return NCI1(data_file("NCI1.tar.gz"), test=0.01).load().train
+    return NCI1(test=0.01).load().train
 
 
 PROBLEMS = {
