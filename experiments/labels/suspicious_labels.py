@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.studies import markdown, mean_with_error, quiet_training, recorded, study
-from experiments.weight_decay.default_options import Problem
 from experiments.weight_decay.training import (
+    Problem,
     Split,
+    Trained,
     convolutions,
     digits,
     mlp,
@@ -37,20 +38,14 @@ from experiments.weight_decay.training import (
     scaled_scores,
     small_images,
 )
-from marglik import (
-    OnlineResult,
-    OnlineTraining,
-    PriorLearner,
-    settling_rate,
-    suspicious_labels,
-)
+from marglik import PriorLearner, suspicious_labels
 from marglik.models import LeNet
 
 PROBLEMS = {
-    "digits, MLP": Problem(lambda: mlp(64, 10, no_norm), digits, 1000, epochs=20),
-    "digits, LeNet": Problem(lambda: LeNet(10, 1, 8), digits, 1000, epochs=20),
+    "digits, MLP": Problem(lambda: mlp(64, 10, no_norm), 20, data=digits, examples=1000),
+    "digits, LeNet": Problem(lambda: LeNet(10, 1, 8), 20, data=digits, examples=1000),
     "CIFAR-10 (JPEG), BatchNorm": Problem(
-        lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), small_images, 2000, epochs=15
+        lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), 15, data=small_images, examples=2000
     ),
 }
 NOISES: tuple[tuple[Literal["flipped", "structured"], float], ...] = (
@@ -91,20 +86,10 @@ def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
     return (x[:size], given), y[:size], (x[size:end], y[size:end]), test
 
 
-def train(
-    config: Config, data: Split, first: PriorLearner | None = None, seed: int = 0
-) -> tuple[nn.Module, OnlineResult]:
+def train(config: Config, data: Split, first: PriorLearner | None = None, seed: int = 0) -> Trained:
     """Train a network with learned decays, or with the course of those of another training."""
-    problem = PROBLEMS[config.data]
-    torch.manual_seed(config.seed + seed)
-    model = problem.make()
     loader = DataLoader(TensorDataset(*data), 50, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), problem.lr, momentum=0.9, nesterov=True)
-    learner = PriorLearner("classification", epochs=problem.epochs)
-    scheduler = settling_rate(optimizer, problem.epochs * len(loader))
-    learner = learner if first is None else first.replay()
-    result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
-    return model.eval(), result
+    return PROBLEMS[config.data].run(data, config.seed + seed, first, loader=loader)
 
 
 @torch.no_grad()
@@ -115,7 +100,7 @@ def of_other_folds(config: Config, data: Split, first: PriorLearner) -> Tensor:
     found = []
     for k in range(FOLDS):
         with torch.enable_grad():
-            model, _ = train(config, (x[fold != k], y[fold != k]), first)
+            model = train(config, (x[fold != k], y[fold != k]), first).model
         found.append(model(x[fold == k]).softmax(-1))
     order = torch.cat([(fold == k).nonzero().flatten() for k in range(FOLDS)])
     return torch.cat(found)[order.argsort()]
@@ -157,17 +142,17 @@ def run(config: Config) -> dict[str, Any]:
         nonlocal started
         seconds[what], started = time.process_time() - started, time.process_time()
 
-    model, result = train(config, (x, y))
-    assert result.training_probabilities is not None and result.learner is not None
-    p = result.training_probabilities.mean()
+    trained = train(config, (x, y))
+    assert trained.result is not None and trained.result.training_probabilities is not None
+    p = trained.result.training_probabilities.mean()
     found = suspicious_labels(y, p)
     took("training")
-    others = of_other_folds(config, (x, y), result.learner)
+    others = of_other_folds(config, (x, y), trained.learner)
     took("folds")
 
     own = p.gather(1, y[:, None]).squeeze(1)
     with torch.no_grad():
-        last_loss = F.cross_entropy(model(x), y, reduction="none")
+        last_loss = F.cross_entropy(trained.model(x), y, reduction="none")
     scores = {
         "suspicious_labels": torch.empty_like(found.score).scatter(0, found.index, found.score),
         "its probability of the label": -own,
@@ -195,7 +180,7 @@ def run(config: Config) -> dict[str, Any]:
     }
     tests = {}
     for way, data in cleaned.items():
-        again, _ = train(config, data, seed=1000)
+        again = train(config, data, seed=1000).model
         with torch.no_grad():
             f_held_out, f = again(held_out[0])[None], again(test[0])[None]
         tests[way] = scaled_scores(f_held_out, held_out[1], f, test[1])

@@ -129,11 +129,10 @@ class Training:
         self.loss = problem.loss
         groups = _groups(self.model, candidate.lr, problem.scalar_lr_factor)
         if method.base == "kfac":
-            self.optimizer: Optimizer = KFAC(
-                self.model, problem.likelihood, candidate.lr, params=groups, seed=seed
-            )
+            kfac = KFAC(self.model, problem.likelihood, candidate.lr, params=groups, seed=seed)
+            self.optimizers: list[Optimizer] = [kfac]
         else:
-            self.optimizer = _optimizer(method, self.model, groups, candidate.lr)
+            self.optimizers = _optimizers(method, self.model, groups, candidate.lr)
         self.preconditioner = None
         if method.kfac_approx is not None:
             assert candidate.damping is not None
@@ -145,7 +144,7 @@ class Training:
                 seed=seed,
             )
         self.peak_lr = candidate.lr
-        self.scheduler = LambdaLR(self.optimizer, schedule.factor)
+        self.schedulers = [LambdaLR(of, schedule.factor) for of in self.optimizers]
         loader = split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed)
         self.batches = _full_batches(loader, problem.batch_size)
 
@@ -156,15 +155,18 @@ class Training:
             FloatingPointError: if factors or gradients are not finite.
         """
         x, y = next(self.batches)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss = self.loss(self.model(x), y)
         loss.backward()
         if self.preconditioner is not None:
             self.preconditioner.step(lr=self.peak_lr)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # SOAP's first step has no update
-            self.scheduler.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
         return loss.detach()
 
 
@@ -248,97 +250,76 @@ def _groups(model: nn.Module, lr: float, scalar_lr_factor: float) -> list[dict[s
     return [{"params": params, "lr": lr * factor} for params, factor in rates if params]
 
 
-def _optimizer(
+def _optimizers(
     method: Method, model: nn.Module, groups: list[dict[str, Any]], lr: float
-) -> Optimizer:
+) -> list[Optimizer]:
     decay = method.weight_decay
     if method.base == "nesterov":
-        return SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)
+        return [SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)]
     if method.base == "adamw":
-        return AdamW(groups, lr, method.betas, weight_decay=decay)
+        return [AdamW(groups, lr, method.betas, weight_decay=decay)]
     if method.base == "nadamw":
-        return NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)
+        return [NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)]
     if method.base == "muon":
-        return MuonAndAdamW(model, groups, lr, method.betas, decay)
+        # For weight matrices; embeddings, biases, norms and scalars are AdamW's, as Muon's
+        # documentation asks for.
+        embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        matrices = [p for p in model.parameters() if p.dim() > 1 and p not in embeddings]
+        left = [{**g, "params": [p for p in g["params"] if p not in set(matrices)]} for g in groups]
+        others = [group for group in left if group["params"]]
+        return [
+            MuonOfKernels(matrices, lr, decay),
+            AdamW(others, lr, method.betas, weight_decay=decay),
+        ]
     # Only these methods need it.
     import pytorch_optimizer  # pyright: ignore[reportMissingImports]
 
     if method.base == "soap":
-        return pytorch_optimizer.SOAP(
-            groups, lr, method.betas, weight_decay=decay, precondition_frequency=10
-        )
+        return [
+            pytorch_optimizer.SOAP(
+                groups, lr, method.betas, weight_decay=decay, precondition_frequency=10
+            )
+        ]
     # The norm of each layer's step is RMSProp's, as grafting in Anil et al. 2020 has it. The plain
     # Shampoo of the library has no such norm, and sums its statistics without forgetting.
-    return pytorch_optimizer.ScalableShampoo(
-        groups,
-        lr,
-        method.betas,
-        moving_average_for_momentum=True,
-        weight_decay=decay,
-        decoupled_weight_decay=True,
-        start_preconditioning_step=10,
-        preconditioning_compute_steps=10,
-        graft_type=3,
-    )
+    return [
+        pytorch_optimizer.ScalableShampoo(
+            groups,
+            lr,
+            method.betas,
+            moving_average_for_momentum=True,
+            weight_decay=decay,
+            decoupled_weight_decay=True,
+            start_preconditioning_step=10,
+            preconditioning_compute_steps=10,
+            graft_type=3,
+        )
+    ]
 
 
-class MuonAndAdamW(Optimizer):
-    """torch's Muon for weight matrices, AdamW for the rest, as Muon's documentation asks for.
+class MuonOfKernels(Muon):
+    """torch's Muon, for which a kernel (C_out, C_in, h, w) is the matrix (C_out, C_in h w).
 
-    Embeddings, biases, norms and scalars belong to the rest. torch's Muon takes two axes alone, so
-    that a convolution's kernel (C_out, C_in, h, w) is the matrix (C_out, C_in h w), as in Jordan's
-    own code. With adjust_lr_fn="match_rms_adamw" one learning rate serves both.
-
-    Args:
-        model: the model.
-        groups: of its parameters, with their learning rates.
-        lr: the highest learning rate.
-        betas: AdamW's.
-        weight_decay: of both.
+    As in Jordan's own code; torch's takes two axes alone. With adjust_lr_fn="match_rms_adamw" one
+    learning rate serves Muon and AdamW.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        self._matrices = {  # parameter -> a matrix in the same memory
-            p: nn.Parameter(p.detach().flatten(1))
-            for group in groups
-            for p in group["params"]
-            if p.dim() > 1 and p not in embeddings
-        }
-        others = [
-            {**group, "params": [p for p in group["params"] if p not in self._matrices]}
-            for group in groups
-        ]
+    def __init__(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        # parameter -> a matrix in the same memory
+        self._matrices = {p: nn.Parameter(p.detach().flatten(1)) for p in parameters}
         matrices = list(self._matrices.values())
-        self._muon = Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW(
-            [g for g in others if g["params"]], lr, betas, weight_decay=weight_decay
-        )
-        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
-        self._muon.param_groups, self._adamw.param_groups = (
-            self.param_groups[:1],
-            self.param_groups[1:],
-        )
-        self._all = [p for group in groups for p in group["params"]]
+        super().__init__(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's parameters."""
-        for p in self._all:
+        for p in self._matrices:
             p.grad = None
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A step of each."""
+        """A step on the matrices, by the gradients of the parameters."""
         for p, matrix in self._matrices.items():
             matrix.grad = None if p.grad is None else p.grad.flatten(1)
-        self._muon.step()
-        self._adamw.step()
+        super().step()
 
 
 # Time
