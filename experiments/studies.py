@@ -181,18 +181,6 @@ def slug(text: str) -> str:
 # Tables
 
 
-def of_each_problem(
-    table: Callable[[list[Result]], str], problems: Iterable[str]
-) -> Callable[[list[Result]], str]:
-    """A table of each problem that has results ("data" in their configurations), in that order."""
-
-    def tables(found: list[Result]) -> str:
-        own = ([run for run in found if run["config"]["data"] == name] for name in problems)
-        return "\n\n".join(table(runs) for runs in own if runs)
-
-    return tables
-
-
 def markdown(rows: Iterable[Sequence[str]]) -> str:
     """A table; the first row is its head."""
     head, *others = (f"| {' | '.join(row)} |" for row in rows)

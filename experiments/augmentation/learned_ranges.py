@@ -39,11 +39,11 @@ from experiments.studies import (
     standard_error,
     study,
 )
+from experiments.weight_decay import training
 from experiments.weight_decay.training import (
     Batches,
     Split,
     Trained,
-    Training,
     convolutions,
     digits,
     no_norm,
@@ -63,19 +63,14 @@ DECAY = 5e-4
 """Augerino's weight decay."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Data, what was done to it, and the network."""
+@dataclass(frozen=True, kw_only=True)
+class Problem(training.Problem):
+    """A network, how it is trained, the data, and what was done to it."""
 
-    data: Callable[[], tuple[Tensor, Tensor]]
-    network: Callable[[], nn.Module]
-    examples: int
     held_out: int
     done: dict[str, float] = field(default_factory=dict)
     """The ranges of an affine transform that each image was put through once, by name."""
     colour: bool = False
-    epochs: int = 40
-    lr: float = 0.05
 
     @property
     def transforms(self) -> list[Transform]:
@@ -93,8 +88,10 @@ def colour_network() -> nn.Module:
     return convolutions(no_norm, "flattened", 3, 16)
 
 
-DIGITS = Problem(digits, small_network, 400, 100)
-CIFAR = Problem(small_images, colour_network, 1000, 500, colour=True, epochs=30, lr=0.02)
+DIGITS = Problem(small_network, data=digits, examples=400, held_out=100)
+CIFAR = Problem(
+    colour_network, 30, lr=0.02, data=small_images, examples=1000, held_out=500, colour=True
+)
 PROBLEMS = {
     "digits": DIGITS,
     "digits, ±45°": replace(DIGITS, done={"rotate": math.pi / 4}),
@@ -160,7 +157,7 @@ def trivial(x: Tensor) -> Tensor:
 def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     """Ranges by stochastic gradient descent on the training loss less a bonus for wide ones."""
     torch.manual_seed(seed)
-    model = LearnedAugmentation(problem.network(), problem.transforms, COPIES, learns=False)
+    model = LearnedAugmentation(problem.make(), problem.transforms, COPIES, learns=False)
     loader = Batches(*split, 50)
     optimizer = torch.optim.SGD(
         model.parameters(), problem.lr, momentum=0.9, nesterov=True, weight_decay=DECAY
@@ -203,16 +200,16 @@ def run(config: Config) -> dict[str, Any]:
     def wrapped(
         transforms: Sequence[Transform], copies: int = COPIES, **options: Any
     ) -> Callable[[], nn.Module]:
-        return lambda: LearnedAugmentation(problem.network(), transforms, copies, **options)
+        return lambda: LearnedAugmentation(problem.make(), transforms, copies, **options)
 
     def train(
         name: str,
-        make: Callable[[], nn.Module] = problem.network,
+        make: Callable[[], nn.Module] = problem.make,
         change: Callable[[Tensor], Tensor] | None = None,
         epochs: int = problem.epochs,
     ) -> Trained:
         inputs = x if change is None else Augmented(x, change)
-        trained = Training(make, epochs, "sgd", problem.lr).run((inputs, y), config.seed, None)
+        trained = replace(problem, make=make, epochs=epochs).run((inputs, y), config.seed, None)
         score(name, trained)
         return trained
 
@@ -227,7 +224,7 @@ def run(config: Config) -> dict[str, Any]:
         if isinstance(model, LearnedAugmentation):
             found[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))
 
-    Training(problem.network).warm_up((x, y))
+    problem.warm_up((x, y))
     train("none")
     train("learned", wrapped(problem.transforms))
     fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)

@@ -49,7 +49,12 @@ def corrupt(
         severity: one of ``SEVERITIES``, 5 the worst.
         seed: seed of the noise; other kinds draw no random numbers. All severities use the same
             ones.
+
+    Raises:
+        ValueError: the images are no pixels.
     """
+    if images.dtype != torch.uint8:
+        raise ValueError(f"images of {images.dtype}: pass uint8 pixels before normalisation.")
     strength = STRENGTHS[kind][severity - 1]
     # Only the CPU's generator: torch.manual_seed would seed those of other devices, too.
     with torch.random.fork_rng(devices=[]):

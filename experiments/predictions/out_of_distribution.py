@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from experiments.data import archive, data_file
 from experiments.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from experiments.data.image_archive import ImageArchive
-from experiments.studies import markdown, mean_with_error, of_each_problem, recorded, study
+from experiments.studies import markdown, mean_with_error, recorded, study
 from experiments.weight_decay.presets import PRESETS
 from marglik.cli import main as marglik
 from marglik.data import (
@@ -312,6 +312,12 @@ def _spread(length: int, number: int) -> Tensor:
 # Tables and figures, from JSON alone
 
 
+def tables(found: Sequence[dict[str, Any]]) -> str:
+    """Those of each problem that has results."""
+    own = ([run for run in found if run["config"]["data"] == name] for name in PROBLEMS)
+    return "\n\n".join(table(runs) for runs in own if runs)
+
+
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """One problem as Markdown: means over seeds, with standard errors if there are several."""
     first = runs[0]
@@ -398,7 +404,7 @@ main = study(
         for data in options.data
         for seed in range(min(options.seeds, PROBLEMS[data].seeds))
     ],
-    of_each_problem(table, PROBLEMS),
+    tables,
     problems=PROBLEMS,
     seeds=3,
 )

@@ -17,12 +17,12 @@ import argparse
 import copy
 import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.models import GPT, VisionTransformer
 from experiments.speed.contenders import (
@@ -42,7 +42,6 @@ from marglik.data import Batches
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
@@ -114,20 +113,15 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
         limits[f"GPT, {mode}, mc"] = "GPT: limit of 1"
 
 
-def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Work:
-    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay.
-
-    Args:
-        model: in channels_last.
-        batches: makes an epoch's batches.
-    """
+def plain_epoch(model: nn.Module, loader: Batches) -> Work:
+    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay."""
     optimizer = torch.optim.SGD(
         model.parameters(), 1e-6, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
     )
 
     def epoch() -> None:
         model.train()
-        for x, y in batches():
+        for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -135,16 +129,9 @@ def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, T
     return epoch
 
 
-def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
-    """An epoch of the online loop between two updates, a weight decay for each tensor.
-
-    Args:
-        model: in channels_last.
-        loader: yields the batches.
-        batches: their number in an epoch, for the schedule.
-    """
-    config = OptimizerConfig(lr=1e-6)
-    optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
+def online_epoch(model: nn.Module, loader: Batches) -> Work:
+    """An epoch of the online loop between two updates, a weight decay for each tensor."""
+    optimizer, scheduler = build_optimizer(model, OptimizerConfig(lr=1e-6), 1000 * len(loader))
     learner = PriorLearner("classification", curvature_from="pass", epochs=1000)
     training = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler)
     return lambda: training.train_epoch()
@@ -167,8 +154,8 @@ def _add_epochs(
     def new() -> nn.Module:
         return network(torch.device("cpu"), width, channels_last=True)
 
-    found["epoch of a plain loop"] = plain_epoch(new(), loader().__iter__)
-    found["epoch of the online loop"] = online_epoch(new(), loader(), 2)
+    found["epoch of a plain loop"] = plain_epoch(new(), loader())
+    found["epoch of the online loop"] = online_epoch(new(), loader())
     limits["epoch of the online loop"] = "epoch of a plain loop"
 
 

@@ -56,7 +56,7 @@ from experiments.studies import (
     standard_error,
     study,
 )
-from experiments.uci.regression import FOLDERS, LR, Gaussian, Training, metrics_of
+from experiments.uci.regression import FOLDERS, Gaussian, metrics_of, training_of
 from marglik import OnlineTraining, PriorLearner, laplace_predictive, settling_rate
 from marglik.models import MLP
 
@@ -83,12 +83,6 @@ class Config:
         """The name of its file, without its ending."""
         return slug(self.data)
 
-    @property
-    def training(self) -> Training:
-        """As in `experiments.uci.regression`; protein is large and has a wider network."""
-        large = self.data == "protein"
-        return Training(100 if large else 50, self.steps, 512 if large else 128, LR[self.data])
-
 
 @recorded
 @quiet_training()
@@ -101,11 +95,11 @@ def run_split(config: Config, k: int) -> dict[str, Any]:
     """Both networks on split k."""
     splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
+    training = training_of(config.data, config.steps)
     found: dict[str, Any] = {"num_data": len(y), "methods": {}, "learned": {}}
     for outputs, method in enumerate(METHODS, start=1):
         start = time.process_time()
         torch.manual_seed(k)
-        training = config.training
         model = MLP(x.shape[1], (training.hidden,), outputs, "tanh").double()
         loader = training.batches((x, y), k)
         epochs = math.ceil(training.steps / len(loader))

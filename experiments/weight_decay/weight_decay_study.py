@@ -29,7 +29,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,12 +176,9 @@ class Ways:
         others = [
             self.way(self.fixed(decay, rate, self.seed + 1000 * i)) for i in range(1, MEMBERS)
         ]
-        held_out, test = (
-            torch.cat([getattr(way, part) for way in (first, *others)])
-            for part in ("held_out", "test")
-        )
+        outputs = [(way.held_out, way.test) for way in (first, *others)]
         seconds = first.seconds + sum(of.seconds for of in others)
-        return Way(held_out, test, seconds, first.trainings + len(others))
+        return Way(*together(outputs), seconds, first.trainings + len(others))
 
     def dropout(self, decay: float, p: float) -> Way:
         """A network with dropout before each linear map but the first, which stays on."""
@@ -219,8 +216,7 @@ class Ways:
             sample = mean + (variance.sqrt() * torch.randn_like(mean) + low_rank) / 2**0.5
             nn.utils.vector_to_parameters(sample, trained.model.parameters())
             found.append(self.outputs(trained.model))
-        held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Way(held_out, test, trained.seconds + time.process_time() - started)
+        return Way(*together(found), trained.seconds + time.process_time() - started)
 
     def laplace(self, learned: Trained, layers: Layers, calibrated: bool = True) -> Way:
         """The posterior's predictive by probit, as log probabilities."""
@@ -282,8 +278,13 @@ class Ways:
         for _ in range(SAMPLES):
             with optimizer.sampled_params():
                 found.append(self.outputs(model))
-        held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Way(held_out, test, time.process_time() - started)
+        return Way(*together(found), time.process_time() - started)
+
+
+def together(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The outputs of all networks on held-out and on test data, (S, N, C) each."""
+    held_out, test = zip(*outputs, strict=True)
+    return torch.cat(held_out), torch.cat(test)
 
 
 def with_dropout(model: nn.Module, p: float) -> nn.Module:

@@ -191,7 +191,7 @@ def small_table2(patch):
 
 
 def small_uci(patch):
-    splits = [regression.run_split(regression.Config("yacht", 0, 40, 0.03, updates=4))]
+    splits = [regression.run_split(regression.Config("yacht", 0, 40, updates=4))]
     ours, single = (splits[0]["methods"][name] for name in ("ours", "MAP, learned σ"))
     assert ours["rmse"] == single["rmse"] and ours["log_likelihood"] != single["log_likelihood"]
     return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
@@ -266,7 +266,7 @@ def small_learned_ranges(patch):
             images = lambda: (few_digits()[0].expand(-1, 3, -1, -1), few_digits()[1])  # noqa: E731
         small = replace(
             data, examples=50, held_out=20, epochs=2, data=images,
-            network=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.network,
+            make=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.make,
         )  # fmt: skip
         patch.setitem(learned_ranges.PROBLEMS, name, small)
     patch.setattr(learned_ranges, "SHARES", (0.5,))

@@ -55,3 +55,8 @@ def test_corruptions_have_the_stated_strengths(photographs, severity):
     stored = encoded(photographs[0].permute(1, 2, 0).numpy(), quality=quality)
     expected, _ = decoded_by_pil({"test/cat/0.jpg": stored}, "test")
     assert torch.equal(corrupt(photographs[:1], "jpeg", severity), expected)
+
+
+def test_only_pixels_are_corrupted():
+    with pytest.raises(ValueError, match=r"float32: pass uint8 pixels before normalisation"):
+        corrupt(torch.zeros(2, 3, 8, 8), "jpeg", 1)
