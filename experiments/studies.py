@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import wraps
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,20 +25,8 @@ from matplotlib.figure import Figure
 
 from kfac_backend.files import write_file
 from marglik.runs.printing import progress_lines
+from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
-
-__all__ = [
-    "SHIPPED",
-    "Run",
-    "markdown",
-    "mean_with_error",
-    "of_each_problem",
-    "quiet_training",
-    "results_in",
-    "slug",
-    "standard_error",
-    "study",
-]
 
 SHIPPED = Path(__file__).parent / "results"
 """Results that the pages quote, under version control."""
@@ -61,7 +51,6 @@ def study(
     run: Callable[[Any], Result],
     tasks: Callable[[argparse.Namespace], Sequence[Run]],
     table: Callable[[list[Result]], str],
-    arguments: Sequence[str] | None = None,
     *,
     problems: Collection[str] = (),
     default: Sequence[str] | None = None,
@@ -69,10 +58,11 @@ def study(
     extra: Mapping[str, dict[str, Any]] | None = None,
     then: Callable[[argparse.Namespace, list[Result]], Sequence[Run]] = lambda options, found: (),
     figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda found: {},
-) -> int:
+) -> Callable[..., int]:
     """The command of a study: run what has no file yet, write table.md; returns the exit status.
 
-    A run that fails is named on stderr; the others go on.
+    A run that fails is named on stderr; the others go on. The command takes the arguments of a
+    command line, by default this process's.
 
     Args:
         name: of the folder of results; "{device}" stands for an option's value.
@@ -80,7 +70,6 @@ def study(
         run: returns the results of a task as plain data.
         tasks: from the options (``data``, ``seeds``) to all runs.
         table: makes Markdown from all results.
-        arguments: the command line's; None for this process's.
         problems: the choices of --data.
         default: the default of --data; all problems if not given.
         seeds: the default of --seeds; None for a study without that option.
@@ -109,31 +98,35 @@ def study(
         "that the pages quote are in experiments/results/: name it to show them (--report) or, as "
         "a maintainer, to replace them",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
-    folder = options.results / name.format(**vars(options))
-    if options.report and not any(folder.rglob("*.json")):
-        parser.error(f"--report: no JSON in {folder}/; run without --report first")
-    todo, failed = [] if options.report else tasks(options), 0
-    while todo and not failed:
-        missing = [task for task in todo if not (folder / f"{task.name}.json").exists()]
-        for task, found in as_they_finish(run, missing, options.jobs):
-            if isinstance(found, Exception):
-                failed += 1
-                print(f"{task.name}: {found}", file=sys.stderr, flush=True)
-            else:
-                write_json(folder / f"{task.name}.json", found)
-                print(f"{task.name}: done", flush=True)
-        todo = then(options, results_in(folder))
-    if found := results_in(folder):
-        text = table(found).rstrip()
-        write_file(folder / "table.md", f"{text}\n".encode())
-        for stem, figure in figures(found).items():
-            content = io.BytesIO()
-            figure.savefig(content, dpi=120, format="png")
-            write_file(folder / f"{stem}.png", content.getvalue())
-        print(text)
-        print(f"Written to {folder}/")
-    return 1 if failed else 0
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        options = parser.parse_args(arguments)
+        folder = options.results / name.format(**vars(options))
+        if options.report and not any(folder.rglob("*.json")):
+            parser.error(f"--report: no JSON in {folder}/; run without --report first")
+        todo, failed = [] if options.report else tasks(options), 0
+        while todo and not failed:
+            missing = [task for task in todo if not (folder / f"{task.name}.json").exists()]
+            for task, found in as_they_finish(run, missing, options.jobs):
+                if isinstance(found, Exception):
+                    failed += 1
+                    print(f"{task.name}: {found}", file=sys.stderr, flush=True)
+                else:
+                    write_json(folder / f"{task.name}.json", found)
+                    print(f"{task.name}: done", flush=True)
+            todo = then(options, results_in(folder))
+        if found := results_in(folder):
+            text = table(found).rstrip()
+            write_file(folder / "table.md", f"{text}\n".encode())
+            for stem, figure in figures(found).items():
+                content = io.BytesIO()
+                figure.savefig(content, dpi=120, format="png")
+                write_file(folder / f"{stem}.png", content.getvalue())
+            print(text)
+            print(f"Written to {folder}/")
+        return 1 if failed else 0
+
+    return main
 
 
 def results_in(folder: Path) -> list[Result]:
@@ -168,24 +161,24 @@ def _with_progress(function: Callable[[Any], Result], task: Run) -> Result:
         return function(task)
 
 
+def recorded(run: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """A run in one thread, whose results say its configuration and what it ran on, too."""
+
+    @wraps(run)
+    def whole(config: Any) -> Result:
+        torch.set_num_threads(1)
+        device = torch.device(getattr(config, "device", "cpu"))
+        return {"config": asdict(config), **run(config), **environment(device)}
+
+    return whole
+
+
 def slug(text: str) -> str:
     """A text as part of a file's name: lower case, letters and digits, else underscores."""
     return "".join(c if c.isalnum() else "_" for c in text.lower())
 
 
 # Tables
-
-
-def of_each_problem(
-    table: Callable[[list[Result]], str], problems: Iterable[str]
-) -> Callable[[list[Result]], str]:
-    """A table of each problem that has results ("data" in their configurations), in that order."""
-
-    def tables(found: list[Result]) -> str:
-        own = ([run for run in found if run["config"]["data"] == name] for name in problems)
-        return "\n\n".join(table(runs) for runs in own if runs)
-
-    return tables
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:

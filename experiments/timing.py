@@ -11,8 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-__all__ = ["CLOCKS", "interleaved", "median_ratios", "medians", "peak_memory", "seconds"]
-
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": time.perf_counter,
     "processor": time.process_time,

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,15 +34,16 @@ from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
 )
+from experiments.weight_decay import training
 from experiments.weight_decay.training import (
     Batches,
     Split,
     Trained,
-    Training,
     convolutions,
     digits,
     no_norm,
@@ -52,7 +53,6 @@ from experiments.weight_decay.training import (
 )
 from marglik import settling_rate
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
-from marglik.storage.provenance import environment
 
 COPIES = 4
 SHARES = (0.1, 0.25, 0.5, 1.0)
@@ -63,19 +63,14 @@ DECAY = 5e-4
 """Augerino's weight decay."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Data, what was done to it, and the network."""
+@dataclass(frozen=True, kw_only=True)
+class Problem(training.Problem):
+    """A network, how it is trained, the data, and what was done to it."""
 
-    data: Callable[[], tuple[Tensor, Tensor]]
-    network: Callable[[], nn.Module]
-    examples: int
     held_out: int
     done: dict[str, float] = field(default_factory=dict)
     """The ranges of an affine transform that each image was put through once, by name."""
     colour: bool = False
-    epochs: int = 40
-    lr: float = 0.05
 
     @property
     def transforms(self) -> list[Transform]:
@@ -93,8 +88,10 @@ def colour_network() -> nn.Module:
     return convolutions(no_norm, "flattened", 3, 16)
 
 
-DIGITS = Problem(digits, small_network, 400, 100)
-CIFAR = Problem(small_images, colour_network, 1000, 500, colour=True, epochs=30, lr=0.02)
+DIGITS = Problem(small_network, data=digits, examples=400, held_out=100)
+CIFAR = Problem(
+    colour_network, 30, lr=0.02, data=small_images, examples=1000, held_out=500, colour=True
+)
 PROBLEMS = {
     "digits": DIGITS,
     "digits, ±45°": replace(DIGITS, done={"rotate": math.pi / 4}),
@@ -160,7 +157,7 @@ def trivial(x: Tensor) -> Tensor:
 def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     """Ranges by stochastic gradient descent on the training loss less a bonus for wide ones."""
     torch.manual_seed(seed)
-    model = LearnedAugmentation(problem.network(), problem.transforms, COPIES, learns=False)
+    model = LearnedAugmentation(problem.make(), problem.transforms, COPIES, learns=False)
     loader = Batches(*split, 50)
     optimizer = torch.optim.SGD(
         model.parameters(), problem.lr, momentum=0.9, nesterov=True, weight_decay=DECAY
@@ -187,9 +184,10 @@ def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     return Trained(model.eval(), time.process_time() - started)
 
 
+@recorded
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """All ways of a problem and a seed."""
-    torch.set_num_threads(1)
     problem = PROBLEMS[config.problem]
     x, y = problem.data()
     torch.manual_seed(1000 + config.seed)
@@ -202,16 +200,16 @@ def run(config: Config) -> dict[str, Any]:
     def wrapped(
         transforms: Sequence[Transform], copies: int = COPIES, **options: Any
     ) -> Callable[[], nn.Module]:
-        return lambda: LearnedAugmentation(problem.network(), transforms, copies, **options)
+        return lambda: LearnedAugmentation(problem.make(), transforms, copies, **options)
 
     def train(
         name: str,
-        make: Callable[[], nn.Module] = problem.network,
+        make: Callable[[], nn.Module] = problem.make,
         change: Callable[[Tensor], Tensor] | None = None,
         epochs: int = problem.epochs,
     ) -> Trained:
         inputs = x if change is None else Augmented(x, change)
-        trained = Training(make, epochs, "sgd", problem.lr).run((inputs, y), config.seed, None)
+        trained = replace(problem, make=make, epochs=epochs).run((inputs, y), config.seed, None)
         score(name, trained)
         return trained
 
@@ -226,43 +224,42 @@ def run(config: Config) -> dict[str, Any]:
         if isinstance(model, LearnedAugmentation):
             found[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))
 
-    with quiet_training():
-        Training(problem.network).warm_up((x, y))
-        train("none")
-        train("learned", wrapped(problem.transforms))
-        fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)
-        train("found, fixed", fixed)
-        train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
-        half = {name: v / 2 for t in problem.transforms for name, v in t.known.items()}
-        train("learned, from wide", wrapped(problem.transforms, ranges=half))
-        if problem.done:
-            known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
-            train("known, in the model", known)
+    problem.warm_up((x, y))
+    train("none")
+    train("learned", wrapped(problem.transforms))
+    fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)
+    train("found, fixed", fixed)
+    train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
+    half = {name: v / 2 for t in problem.transforms for name, v in t.known.items()}
+    train("learned, from wide", wrapped(problem.transforms, ranges=half))
+    if problem.done:
+        known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
+        train("known, in the model", known)
 
-            def change(images: Tensor) -> Tensor:
-                return moved(images, problem.done)
+        def change(images: Tensor) -> Tensor:
+            return moved(images, problem.done)
 
-            loaded = train("known, in the loader", change=change)
-            averaged = LearnedAugmentation(
-                loaded.model, [Affine(*problem.done)], COPIES, problem.done, learns=False
-            )
-            score("known, in the loader, averaged", replace(loaded, model=averaged))
-            train("known, in the loader, 4×", change=change, epochs=4 * problem.epochs)
-        else:
-            train("none, 4×", epochs=4 * problem.epochs)
-        if problem.colour:
-            train("crop and flip", change=cropped)
-            train("crop and flip, 4×", change=cropped, epochs=4 * problem.epochs)
-            train("TrivialAugment", change=trivial)
-        score("Augerino", augerino(problem, (x, y), config.seed))
-        if problem.done:  # of what was done, as a user would tune it
-            for share in SHARES:
-                ranges = {name: share * Affine.known[name] for name in problem.done}
-                train(f"share {share}", wrapped([Affine(*ranges)], ranges=ranges, learns=False))
-            choices = [found["none"], *(found[f"share {share}"] for share in SHARES)]
-            best = min(choices, key=lambda of: of["held_out_nll"])
-            found["tuned"] = best | {"seconds": sum(of["seconds"] for of in choices)}
-    return {"config": asdict(config), "results": found, **environment(torch.device("cpu"))}
+        loaded = train("known, in the loader", change=change)
+        averaged = LearnedAugmentation(
+            loaded.model, [Affine(*problem.done)], COPIES, problem.done, learns=False
+        )
+        score("known, in the loader, averaged", replace(loaded, model=averaged))
+        train("known, in the loader, 4×", change=change, epochs=4 * problem.epochs)
+    else:
+        train("none, 4×", epochs=4 * problem.epochs)
+    if problem.colour:
+        train("crop and flip", change=cropped)
+        train("crop and flip, 4×", change=cropped, epochs=4 * problem.epochs)
+        train("TrivialAugment", change=trivial)
+    score("Augerino", augerino(problem, (x, y), config.seed))
+    if problem.done:  # of what was done, as a user would tune it
+        for share in SHARES:
+            ranges = {name: share * Affine.known[name] for name in problem.done}
+            train(f"share {share}", wrapped([Affine(*ranges)], ranges=ranges, learns=False))
+        choices = [found["none"], *(found[f"share {share}"] for share in SHARES)]
+        best = min(choices, key=lambda of: of["held_out_nll"])
+        found["tuned"] = best | {"seconds": sum(of["seconds"] for of in choices)}
+    return {"results": found}
 
 
 WAYS = (
@@ -368,13 +365,9 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     return [Config(problem, seed) for seed in range(options.seeds) for problem in options.data]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, and report."""
-    return study(
-        "learned_ranges", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=5,
-        figures=figures,
-    )  # fmt: skip
-
+main = study(
+    "learned_ranges", __doc__, run, tasks, table, problems=PROBLEMS, seeds=5, figures=figures
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,23 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from marglik.data.splits import DataSource
-
-__all__ = [
-    "VARIABLE",
-    "Source",
-    "archive",
-    "data_file",
-    "default_source",
-    "images",
-    "specification",
-]
-
-Source = Literal["jpeg", "original"]
-"""jpeg: an archive of lossily re-encoded images, labelled "CIFAR-10 (JPEG)"; original: CIFAR-10,
-which torchvision downloads into data/."""
 
 VARIABLE = "MARGLIK_DATA"
 """Environment variable with the folder of the archives; ../shared/data if it is not set."""
@@ -34,27 +20,24 @@ def archive() -> Path:
     return data_file("cifar10-jpeg.tar.gz")
 
 
-def default_source() -> Source:
-    """The archive if it is on this machine, else the original."""
-    return "jpeg" if archive().exists() else "original"
+def specification(**options: Any) -> dict[str, Any]:
+    """How to load CIFAR-10's images, ``{"class_path": ..., "init_args": ...}``.
 
-
-def specification(source: Source, **options: Any) -> dict[str, Any]:
-    """How to load the images, ``{"class_path": ..., "init_args": ...}``.
+    The archive of lossily re-encoded ones, labelled "CIFAR-10 (JPEG)", if it is on this machine,
+    else the original, which torchvision downloads into data/.
 
     Args:
-        source: which images.
         options: max_train, max_test, validation, seed.
     """
-    if source == "original":
+    if not archive().exists():
         return {"class_path": "marglik.data.CIFAR10", "init_args": options}
     arguments = {"path": str(archive()), "name": "CIFAR-10 (JPEG)", **options}
     return {"class_path": "experiments.data.image_archive.CIFAR10Archive", "init_args": arguments}
 
 
-def images(source: Source, **options: Any) -> DataSource:
+def images(**options: Any) -> DataSource:
     """The source of the images; options are those of `specification`."""
     from marglik.runs.build import build_from_spec  # imported here, since it takes seconds
 
-    spec = specification(source, **options)
+    spec = specification(**options)
     return build_from_spec(DataSource, spec, named=[spec["class_path"]])

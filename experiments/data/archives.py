@@ -8,8 +8,6 @@ from pathlib import Path
 
 from experiments.data import VARIABLE, data_file
 
-__all__ = ["members", "unpacked"]
-
 
 def unpacked(path: str | Path | None, name: str, origin: str) -> bytes:
     """The content of a file that gzip has compressed.

@@ -12,8 +12,6 @@ from experiments.data.archives import unpacked
 from marglik.data.splits import DataSource, Splits, check_fraction
 from marglik.sizes import check_sizes
 
-__all__ = ["DART", "IGNORED"]
-
 FILE = "dart-v1.1.1-full-dev.json.gz"
 ORIGIN = "DART v1.1.1 by Nan et al. 2021, github.com/Yale-LILY/dart, compressed by gzip"
 IGNORED = -100

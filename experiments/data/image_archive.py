@@ -12,8 +12,6 @@ from experiments.data.archives import members
 from kfac_backend.files import read_tensors, sha256, write_tensors
 from marglik.data.images import MEAN, STD, Part, TwoPartData, decode_images
 
-__all__ = ["CIFAR10Archive", "ImageArchive"]
-
 
 @dataclass(eq=False)
 class ImageArchive(TwoPartData):

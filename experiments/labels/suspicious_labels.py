@@ -17,8 +17,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,10 +26,11 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.studies import markdown, mean_with_error, quiet_training, study
-from experiments.weight_decay.default_options import Problem
+from experiments.studies import markdown, mean_with_error, quiet_training, recorded, study
 from experiments.weight_decay.training import (
+    Problem,
     Split,
+    Trained,
     convolutions,
     digits,
     mlp,
@@ -38,21 +38,14 @@ from experiments.weight_decay.training import (
     scaled_scores,
     small_images,
 )
-from marglik import (
-    OnlineResult,
-    OnlineTraining,
-    PriorLearner,
-    settling_rate,
-    suspicious_labels,
-)
+from marglik import PriorLearner, suspicious_labels
 from marglik.models import LeNet
-from marglik.storage.provenance import environment
 
 PROBLEMS = {
-    "digits, MLP": Problem(lambda: mlp(64, 10, no_norm), digits, 1000, epochs=20),
-    "digits, LeNet": Problem(lambda: LeNet(10, 1, 8), digits, 1000, epochs=20),
+    "digits, MLP": Problem(lambda: mlp(64, 10, no_norm), 20, data=digits, examples=1000),
+    "digits, LeNet": Problem(lambda: LeNet(10, 1, 8), 20, data=digits, examples=1000),
     "CIFAR-10 (JPEG), BatchNorm": Problem(
-        lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), small_images, 2000, epochs=15
+        lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), 15, data=small_images, examples=2000
     ),
 }
 NOISES: tuple[tuple[Literal["flipped", "structured"], float], ...] = (
@@ -93,20 +86,10 @@ def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
     return (x[:size], given), y[:size], (x[size:end], y[size:end]), test
 
 
-def train(
-    config: Config, data: Split, first: PriorLearner | None = None, seed: int = 0
-) -> tuple[nn.Module, OnlineResult]:
+def train(config: Config, data: Split, first: PriorLearner | None = None, seed: int = 0) -> Trained:
     """Train a network with learned decays, or with the course of those of another training."""
-    problem = PROBLEMS[config.data]
-    torch.manual_seed(config.seed + seed)
-    model = problem.make()
     loader = DataLoader(TensorDataset(*data), 50, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), problem.lr, momentum=0.9, nesterov=True)
-    learner = PriorLearner("classification", epochs=problem.epochs)
-    scheduler = settling_rate(optimizer, problem.epochs * len(loader))
-    learner = learner if first is None else first.replay()
-    result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
-    return model.eval(), result
+    return PROBLEMS[config.data].run(data, config.seed + seed, first, loader=loader)
 
 
 @torch.no_grad()
@@ -117,7 +100,7 @@ def of_other_folds(config: Config, data: Split, first: PriorLearner) -> Tensor:
     found = []
     for k in range(FOLDS):
         with torch.enable_grad():
-            model, _ = train(config, (x[fold != k], y[fold != k]), first)
+            model = train(config, (x[fold != k], y[fold != k]), first).model
         found.append(model(x[fold == k]).softmax(-1))
     order = torch.cat([(fold == k).nonzero().flatten() for k in range(FOLDS)])
     return torch.cat(found)[order.argsort()]
@@ -148,9 +131,10 @@ def ranked(score: Tensor, wrong: Tensor) -> dict[str, float]:
     }
 
 
+@recorded
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Train, rank, clean, and train again."""
-    torch.set_num_threads(1)
     (x, y), true, held_out, test = splits_of(config)
     wrong, seconds, started = y != true, {}, time.process_time()
 
@@ -158,52 +142,50 @@ def run(config: Config) -> dict[str, Any]:
         nonlocal started
         seconds[what], started = time.process_time() - started, time.process_time()
 
-    with quiet_training():
-        model, result = train(config, (x, y))
-        assert result.training_probabilities is not None and result.learner is not None
-        p = result.training_probabilities.mean()
-        found = suspicious_labels(y, p)
-        took("training")
-        others = of_other_folds(config, (x, y), result.learner)
-        took("folds")
+    trained = train(config, (x, y))
+    assert trained.result is not None and trained.result.training_probabilities is not None
+    p = trained.result.training_probabilities.mean()
+    found = suspicious_labels(y, p)
+    took("training")
+    others = of_other_folds(config, (x, y), trained.learner)
+    took("folds")
 
-        own = p.gather(1, y[:, None]).squeeze(1)
+    own = p.gather(1, y[:, None]).squeeze(1)
+    with torch.no_grad():
+        last_loss = F.cross_entropy(trained.model(x), y, reduction="none")
+    scores = {
+        "suspicious_labels": torch.empty_like(found.score).scatter(0, found.index, found.score),
+        "its probability of the label": -own,
+        "its margin": p.scatter(1, y[:, None], 0.0).amax(1) - own,
+        "last loss": last_loss,
+    }
+    of_cleanlab, issues = by_cleanlab(y, others)
+    scores |= of_cleanlab
+
+    first, above = found.index[: int(wrong.sum())], found.index[: found.number]
+    relabelled = y.clone()
+    relabelled[first] = found.predicted[: len(first)]
+
+    def without(index: Tensor) -> Split:
+        stays = torch.ones_like(wrong).scatter(0, index, False)
+        return x[stays], y[stays]
+
+    cleaned = {
+        "unchanged": (x, y),
+        "dropped, true number": without(first),
+        "dropped, score above 1": without(above),
+        "relabelled, true number": (x, relabelled),
+        "dropped, cleanlab's issues": without(issues.nonzero().flatten()),
+        "all labels right": (x, true),
+    }
+    tests = {}
+    for way, data in cleaned.items():
+        again = train(config, data, seed=1000).model
         with torch.no_grad():
-            last_loss = F.cross_entropy(model(x), y, reduction="none")
-        scores = {
-            "suspicious_labels": torch.empty_like(found.score).scatter(0, found.index, found.score),
-            "its probability of the label": -own,
-            "its margin": p.scatter(1, y[:, None], 0.0).amax(1) - own,
-            "last loss": last_loss,
-        }
-        of_cleanlab, issues = by_cleanlab(y, others)
-        scores |= of_cleanlab
-
-        first, above = found.index[: int(wrong.sum())], found.index[: found.number]
-        relabelled = y.clone()
-        relabelled[first] = found.predicted[: len(first)]
-
-        def without(index: Tensor) -> Split:
-            stays = torch.ones_like(wrong).scatter(0, index, False)
-            return x[stays], y[stays]
-
-        cleaned = {
-            "unchanged": (x, y),
-            "dropped, true number": without(first),
-            "dropped, score above 1": without(above),
-            "relabelled, true number": (x, relabelled),
-            "dropped, cleanlab's issues": without(issues.nonzero().flatten()),
-            "all labels right": (x, true),
-        }
-        tests = {}
-        for way, data in cleaned.items():
-            again, _ = train(config, data, seed=1000)
-            with torch.no_grad():
-                f_held_out, f = again(held_out[0])[None], again(test[0])[None]
-            tests[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
-            took(way)
+            f_held_out, f = again(held_out[0])[None], again(test[0])[None]
+        tests[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        took(way)
     return {
-        "config": asdict(config),
         "found": {name: ranked(score, wrong) for name, score in scores.items()},
         "wrong": int(wrong.sum()),
         "flagged": {
@@ -214,7 +196,6 @@ def run(config: Config) -> dict[str, Any]:
         "relabelled_right": (relabelled == true)[first].double().mean().item(),
         "tests": tests,
         "seconds": seconds,
-        **environment(torch.device("cpu")),
     }
 
 
@@ -270,12 +251,7 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n\n".join(map(markdown, (areas, numbers, gains)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, and report."""
-    return study(
-        "suspicious_labels", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=3
-    )
-
+main = study("suspicious_labels", __doc__, run, tasks, table, problems=PROBLEMS, seeds=3)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 
-from experiments.data import data_file, default_source, images
+from experiments.data import images
 from experiments.data.dart import DART
 from experiments.models import GPT, VisionTransformer
 from experiments.optimizers.training import (
@@ -38,16 +38,14 @@ from experiments.optimizers.training import (
     Problem,
     Schedule,
     Timing,
-    Training,
-    measure,
-    run_timing,
+    curve,
+    seconds_of_steps,
 )
-from experiments.studies import markdown, mean_with_error, study
+from experiments.studies import markdown, mean_with_error, recorded, study
 from kfac_backend.optimizer import KFAC
 from marglik.data import Digits
 from marglik.data.batches import Splits
 from marglik.models import WideResNetFixup
-from marglik.storage.provenance import environment
 
 NAME = "optimizer_comparison"
 Row = dict[str, Any]
@@ -64,7 +62,7 @@ def _autoencoded() -> Splits:
     return Splits(parts[0], parts[1], parts[2], "digits")
 
 
-def _autoencoder(_: Splits) -> nn.Module:
+def _autoencoder() -> nn.Module:
     widths = (64, 100, 50, 6, 50, 100, 64)
     pairs = zip(widths, widths[1:], strict=False)
     return nn.Sequential(*[layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())][:-1])
@@ -75,18 +73,8 @@ def _squares(f: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (f - y).square().sum(-1).mean()
 
 
-def _digits() -> Splits:
-    return Digits(validation=0.2).load()
-
-
 def _images() -> Splits:
-    source = images(default_source(), max_train=6_000, max_test=1_000, validation=0.1)
-    return source.load()
-
-
-def _dart() -> Splits:
-    path = data_file("dart-v1.1.1-full-dev.json.gz")
-    return DART(path, num_train=6_000, num_test=500, validation=1 / 12).load()
+    return images(max_train=6_000, max_test=1_000, validation=0.1).load()
 
 
 class Residual(nn.Module):
@@ -107,7 +95,7 @@ class Residual(nn.Module):
         return self.skip(x) + self.conv2(self.norm2(h).relu())
 
 
-def _resnet(_: Splits) -> nn.Module:
+def _resnet() -> nn.Module:
     """ResNet-8 of 12, 24 and 48 channels, on images of half the size."""
     return nn.Sequential(
         nn.AvgPool2d(2),
@@ -128,20 +116,21 @@ PROBLEMS: Mapping[str, Problem] = {
         "autoencoder of digits", _autoencoded, _autoencoder, "regression", 100, loss=_squares
     ),
     "transformer": Problem(
-        "digits, vision transformer", _digits,
-        lambda _: VisionTransformer(10, 1, 8, patch_size=2, dim=32, depth=2, heads=4),
+        "digits, vision transformer", Digits(validation=0.2).load,
+        lambda: VisionTransformer(10, 1, 8, patch_size=2, dim=32, depth=2, heads=4),
         "classification", 32,
     ),
     "resnet": Problem(
         "CIFAR-10 (JPEG), ResNet with BatchNorm", _images, _resnet, "classification", 32
     ),
     "gpt": Problem(
-        "DART, GPT, nats per byte", _dart,
-        lambda _: GPT(256, context=64, dim=32, depth=2, heads=4), "classification", 8,
+        "DART, GPT, nats per byte",
+        DART(num_train=6_000, num_test=500, validation=1 / 12).load,
+        lambda: GPT(256, context=64, dim=32, depth=2, heads=4), "classification", 8,
     ),
     "wrn": Problem(
         "CIFAR-10 (JPEG), WRN-10-1 Fixup", _images,
-        lambda _: nn.Sequential(nn.AvgPool2d(2), WideResNetFixup(10, 1, 10)),
+        lambda: nn.Sequential(nn.AvgPool2d(2), WideResNetFixup(10, 1, 10)),
         "classification", 32, scalar_lr_factor=0.1,
     ),
 }  # fmt: skip
@@ -191,47 +180,40 @@ def tasks(options: argparse.Namespace) -> list[Task | Timing]:
 
 def train(task: Task, splits: Splits, lr: float, seed: int) -> Row:
     """One training: its batches' losses in means over some steps, and the last validation loss."""
-    problem, steps = PROBLEMS[task.problem], STEPS[task.problem]
+    steps = STEPS[task.problem]
     schedule = Schedule(steps, steps // 20)
-    found: Row = {"lr": lr, "seed": seed, "train loss": [], "validation loss": math.inf}
-    try:
-        training = Training(problem, splits, METHODS[task.method], Candidate(lr), seed, schedule)
-        for _ in range(steps // AVERAGED):
-            mean = torch.stack([training.step() for _ in range(AVERAGED)]).mean().item()
-            if not math.isfinite(mean):
-                raise FloatingPointError(f"The loss is {mean}.")
-            found["train loss"].append(mean)
-        found["validation loss"] = measure(problem, splits, training.model, "validation")["loss"]
-    except (FloatingPointError, torch.linalg.LinAlgError) as error:
-        found["diverged"] = str(error)
-    return found
+    found = curve(
+        PROBLEMS[task.problem], splits, METHODS[task.method], Candidate(lr), seed, schedule,
+        measure_every=AVERAGED, validates=False,
+    )  # fmt: skip
+    (validation_loss,) = found.get("loss", [math.inf])
+    kept = {key: found[key] for key in ("train loss", "diverged")}
+    return {"lr": lr, "seed": seed, "validation loss": validation_loss} | kept
 
 
 def last_loss(curve: Row) -> float:
     """The training loss of the last steps; infinite if the training diverged."""
-    return math.inf if "diverged" in curve else curve["train loss"][-1]
+    return math.inf if curve.get("diverged") else curve["train loss"][-1]
 
 
+@recorded
 def run_one(task: Task | Timing) -> Row:
     """Search the learning rate with one seed, and train with the best one and the other seeds.
 
     K-FAC is trained with its default rate, too.
     """
     if isinstance(task, Timing):
-        return run_timing(PROBLEMS[task.problem], METHODS, task)
-    torch.set_num_threads(1)
+        return {"step_seconds": seconds_of_steps(PROBLEMS[task.problem], METHODS, task)}
     splits = PROBLEMS[task.problem].load()
     started = time.process_time()
     search = [train(task, splits, lr, SEARCHED) for lr in RATES[task.method]]
     best = min(search, key=last_loss)["lr"]
     rates = {best, DEFAULT_RATE} if task.method == "kfac" else {best}
     return {
-        "config": asdict(task),
         "search": {str(curve["lr"]): last_loss(curve) for curve in search},
         "lr": best,
         "curves": [train(task, splits, lr, seed) for lr in sorted(rates) for seed in SEEDS],
         "processor_seconds": time.process_time() - started,
-        **environment(torch.device("cpu")),
     }
 
 
@@ -281,7 +263,7 @@ def figure(found: Sequence[Row]) -> Mapping[str, Figure]:
         times = _seconds(found, problem)
         below.set_visible(bool(times))
         for title, curves in _by_row(found, problem).items():
-            whole = [curve["train loss"] for curve in curves if "diverged" not in curve]
+            whole = [curve["train loss"] for curve in curves if not curve.get("diverged")]
             if not whole:
                 continue
             mean = torch.tensor(whole).mean(0)
@@ -332,10 +314,7 @@ def _mean(losses: Sequence[float]) -> str:
     return f"{diverged} diverged" if diverged else mean_with_error(losses)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
-    return study(NAME, __doc__, run_one, tasks, table, arguments, problems=PROBLEMS, figures=figure)
-
+main = study(NAME, __doc__, run_one, tasks, table, problems=PROBLEMS, figures=figure)
 
 if __name__ == "__main__":
     sys.exit(main())

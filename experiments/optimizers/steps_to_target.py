@@ -23,46 +23,46 @@ network's metric may jump above it for a moment.
 """
 
 import argparse
+import math
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from experiments.data import data_file, default_source, images
+import torch
+
+from experiments.data import images
 from experiments.data.nci1 import NCI1
 from experiments.models import GraphNetwork, VisionTransformer
 from experiments.optimizers.training import (
     Candidate,
-    Config,
     Method,
     Problem,
     Schedule,
     Timing,
-    best_candidate,
-    quasi_random_search,
-    run,
-    run_timing,
-    settled_at,
+    bernoulli_loss,
+    curve,
+    seconds_of_steps,
 )
-from experiments.studies import markdown, mean_with_error, study
+from experiments.studies import markdown, mean_with_error, recorded, study
 from marglik.data.batches import Splits
 
-__all__ = ["STUDIES", "Study", "main", "next_tasks", "table", "target_of"]
-
+Part = Literal["search", "seeds"]
 Row = dict[str, Any]
-NO_PAPER = ("–", "–", "–")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Methods that are compared on the same problems; the first is the reference."""
+    """Methods that are compared on a problem; the first is the reference."""
 
-    problems: Mapping[str, Problem]
+    data: str
+    """The problem in the names of files."""
+    problem: Problem
     methods: Mapping[str, Method]
-    schedules: Mapping[str, Schedule]
-    """Schedule by problem."""
+    schedule: Schedule
     lr: Mapping[str, tuple[float, float]]
     """Range of learning rates that is searched, by method."""
     damping: tuple[float, float]
@@ -71,7 +71,7 @@ class Study:
     """Steps timed in a row."""
     trials: int
     seeds: int
-    paper: Mapping[str, tuple[str, str, str]] | None = None
+    paper: Mapping[str, tuple[str, str, str]]
     """The paper's cells by method: steps, % of the reference's steps, % of its time."""
 
     @property
@@ -80,13 +80,8 @@ class Study:
         return next(iter(self.methods))
 
 
-def _nci1() -> Splits:
-    return NCI1(data_file("NCI1.tar.gz"), validation=0.2).load()
-
-
-def _cifar10(train: int, test: int, validation: float) -> Splits:
-    source = images(default_source(), max_train=train, max_test=test, validation=validation)
-    return source.load()
+def _cifar10() -> Splits:
+    return images(max_train=10_000, max_test=2_000, validation=0.2).load()
 
 
 _graphs = partial(
@@ -104,18 +99,17 @@ FIFTIETH = {"factor_every": 50, "update_every": 50, **ONE_BATCH}
 
 STUDIES = {
     "graph_network_training": Study(
-        {
-            "nci1": Problem(
-                "NCI1", _nci1, lambda _: GraphNetwork(37, 1, 1, 32, 2), "bernoulli", 64,
-                "average precision",
-            )
-        },
+        "nci1",
+        Problem(
+            "NCI1", NCI1(validation=0.2).load, lambda: GraphNetwork(37, 1, 1, 32, 2),
+            "bernoulli", 64, "average precision", loss=bernoulli_loss,
+        ),
         {
             "nesterov": _graphs("Nesterov"),
             "expand": _graphs("K-FAC-expand", kfac_approx="expand", options=TENTH, pace=0.75),
             "reduce": _graphs("K-FAC-reduce", kfac_approx="reduce", options=TENTH, pace=0.75),
         },
-        {"nci1": Schedule(600, 30, "linear", end=1e-3, fall=0.861509027839639)},
+        Schedule(600, 30, "linear", end=1e-3, fall=0.861509027839639),
         # The paper's range for K-FAC is [.1, 10]. On NCI1 most of it kills the ReLUs, with SGD as
         # with K-FAC; here all methods have the same range, a hundred times lower.
         dict.fromkeys(("nesterov", "expand", "reduce"), (1e-3, 1.0)),
@@ -130,19 +124,18 @@ STUDIES = {
         },
     ),
     "vision_transformer_training": Study(
-        {
-            "cifar10": Problem(
-                "CIFAR-10 (JPEG), ViT", partial(_cifar10, 10_000, 2_000, 0.2),
-                lambda _: VisionTransformer(10, patch_size=8, dim=48, depth=2, heads=4),
-                "classification", 64, "accuracy",
-            )
-        },
+        "cifar10",
+        Problem(
+            "CIFAR-10 (JPEG), ViT", _cifar10,
+            lambda: VisionTransformer(10, patch_size=8, dim=48, depth=2, heads=4),
+            "classification", 64, "accuracy",
+        ),
         {
             "nadamw": _images("NAdamW"),
             "expand": _images("K-FAC-expand", kfac_approx="expand", options=FIFTIETH, pace=0.75),
             "reduce": _images("K-FAC-reduce", kfac_approx="reduce", options=FIFTIETH, pace=0.75),
         },
-        {"cifar10": Schedule(300, 15)},
+        Schedule(300, 15),
         dict.fromkeys(("nadamw", "expand", "reduce"), (1e-4, 1e-2)),
         damping=(1e-4, 1e-2),
         block=50,
@@ -157,35 +150,62 @@ STUDIES = {
 }  # fmt: skip
 
 
-def target_of(reference: Row) -> float:
-    """Target: the median over seeds of the reference's last metric."""
-    return statistics.median(curve[reference["metric"]][-1] for curve in reference["curves"])
+@dataclass(frozen=True)
+class Config:
+    """Trainings of one method on one problem: all candidates with all seeds, in one file."""
+
+    study: str
+    problem: str
+    method: str
+    part: Part
+    candidates: tuple[Candidate, ...]
+    seeds: tuple[int, ...]
+    schedule: Schedule
+    measure_every: int
+    """Steps between measurements of the validation data."""
+
+    @property
+    def name(self) -> str:
+        """The name of its file, without its ending."""
+        return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
 
 
+@recorded
 def run_task(task: Config | Timing) -> Row:
-    """Run a search, the seeds, or the timing."""
+    """The curves of all candidates with all seeds; or the seconds of all methods' steps."""
     own = STUDIES[task.study]
-    problem = own.problems[task.problem]
     if isinstance(task, Timing):
-        return run_timing(problem, own.methods, task)
-    return run(problem, own.methods[task.method], task)
+        return {"step_seconds": seconds_of_steps(own.problem, own.methods, task)}
+    started = time.perf_counter()
+    problem, method = own.problem, own.methods[task.method]
+    splits, schedule = problem.load(), task.schedule.times(method.pace)
+    curves = [
+        {"candidate": asdict(candidate), "seed": seed}
+        | curve(problem, splits, method, candidate, seed, schedule, task.measure_every)
+        for candidate in task.candidates
+        for seed in task.seeds
+    ]
+    return {
+        "problem": problem.title,
+        "metric": problem.metric,
+        "method": asdict(method),
+        "curves": curves,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def next_tasks(options: argparse.Namespace, found: Sequence[Row]) -> list[Config | Timing]:
-    """The first stage, of the first problem, that is not whole."""
+    """The first stage that is not whole."""
     done = {result["name"] for result in found}
-    for problem in STUDIES[options.study].problems:
-        for tasks in _stages(options.study, problem, found):
-            if not {task.name for task in tasks} <= done:
-                return tasks
-    return []
+    stages = _stages(options.study, found)
+    return next((tasks for tasks in stages if not {task.name for task in tasks} <= done), [])
 
 
-def _stages(name: str, problem: str, found: Sequence[Row]) -> Iterator[list[Config | Timing]]:
+def _stages(name: str, found: Sequence[Row]) -> Iterator[list[Config | Timing]]:
     """The searches, the reference's seeds, the others' seeds: each needs the results before it."""
-    own, schedule = STUDIES[name], STUDIES[name].schedules[problem]
-    every = max(1, schedule.steps // 40)
-    config = partial(Config, name, problem, schedule=schedule, measure_every=every)
+    own = STUDIES[name]
+    every = max(1, own.schedule.steps // 40)
+    config = partial(Config, name, own.data, schedule=own.schedule, measure_every=every)
 
     def candidates(method: str) -> tuple[Candidate, ...]:
         points = quasi_random_search(own.lr[method], own.damping, own.trials)
@@ -193,47 +213,98 @@ def _stages(name: str, problem: str, found: Sequence[Row]) -> Iterator[list[Conf
         return points if is_kfac else tuple(Candidate(point.lr) for point in points)
 
     yield [config(m, "search", candidates(m), (0,)) for m in own.methods]
-    searches, seeds = _runs_of(found, problem, "search"), tuple(range(1, own.seeds + 1))
+    searches, seeds = _runs_of(found, "search"), tuple(range(1, own.seeds + 1))
     reference, *others = own.methods
     yield [config(reference, "seeds", (best_candidate(searches[reference]),), seeds)]
-    target = target_of(_runs_of(found, problem, "seeds")[reference])
+    target = target_of(_runs_of(found, "seeds")[reference])
     chosen = {method: best_candidate(searches[method], target) for method in others}
     yield [
         *(config(method, "seeds", (candidate,), seeds) for method, candidate in chosen.items()),
-        Timing(name, problem, tuple(own.methods), own.block),
+        Timing(name, own.data, tuple(own.methods), own.block),
     ]
+
+
+# The search
+
+
+def quasi_random_search(
+    lr: tuple[float, float], damping: tuple[float, float], trials: int
+) -> tuple[Candidate, ...]:
+    """Candidates, log-uniform in rate and damping; the same points for the same ranges.
+
+    They are scrambled Sobol points, which cover the ranges even with few trials. Six random points
+    may all lie in the lower half.
+    """
+    sequence = torch.quasirandom.SobolEngine(2, scramble=True, seed=0)
+    points = sequence.draw(trials).tolist()
+
+    def between(share: float, ends: tuple[float, float]) -> float:
+        low, high = map(math.log, ends)
+        return math.exp(low + share * (high - low))
+
+    return tuple(Candidate(between(u, lr), between(v, damping)) for u, v in points)
+
+
+def settled_at(curve: Row, metric: str, target: float) -> int | None:
+    """The step from which on the validation metric stays at the target or better, if any.
+
+    The first step at the target will not do: an untrained network's metric may jump above it for
+    a moment.
+    """
+    # A run that diverges before the first measurement has no values.
+    values = curve.get(metric, [])
+    sign = 1 if metric == "loss" else -1
+    first = len(values)
+    while first and sign * values[first - 1] <= sign * target:
+        first -= 1
+    settled = first < len(values) and curve["diverged"] is None
+    return curve["step"][first] if settled else None
+
+
+def best_candidate(found: Row, target: float | None = None) -> Candidate:
+    """The candidate whose run settles at the target first, or else whose last value is best.
+
+    Args:
+        found: results of a search.
+        target: of the metric; None compares last values alone.
+
+    Raises:
+        ValueError: all of its runs diverged.
+    """
+    metric = found["metric"]
+    sign = 1 if metric == "loss" else -1
+    curves = [curve for curve in found["curves"] if curve["diverged"] is None]
+    if not curves:
+        raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
+
+    def rank(curve: Row) -> tuple[float, float]:
+        step = None if target is None else settled_at(curve, metric, target)
+        return (math.inf if step is None else step, sign * curve[metric][-1])
+
+    return Candidate(**min(curves, key=rank)["candidate"])
+
+
+def target_of(reference: Row) -> float:
+    """Target: the median over seeds of the reference's last metric."""
+    return statistics.median(curve[reference["metric"]][-1] for curve in reference["curves"])
 
 
 # Tables, from JSON alone
 
 
-def tables(found: Sequence[Row]) -> str:
-    """A table for each study and problem that has results."""
-    return "\n\n".join(
-        table(found, own, problem)
-        for own in STUDIES.values()
-        for problem in own.problems
-        if own.reference in _runs_of(found, problem, "seeds")
-    )
-
-
-def table(found: Sequence[Row], own: Study, problem: str) -> str:
+def table(found: Sequence[Row]) -> str:
     """Steps and seconds to the target as Markdown, and what the searches found."""
-    seeds, searches = (_runs_of(found, problem, part) for part in ("seeds", "search"))
+    (own,) = (of for of in STUDIES.values() if of.data == found[0]["config"]["problem"])
+    seeds, searches = _runs_of(found, "seeds"), _runs_of(found, "search")
+    if own.reference not in seeds:
+        return ""
     reference = seeds[own.reference]
     metric, target = reference["metric"], target_of(reference)
-    timing = next(
-        (
-            result["step_seconds"]
-            for result in found
-            if "step_seconds" in result and result["config"]["problem"] == problem
-        ),
-        {},
-    )
+    timing = next((result["step_seconds"] for result in found if "step_seconds" in result), {})
     base = _steps(reference, target)
     rows = [
         ["", "reached by", "steps", "%", "time of a step", "time, %", "last value", "test",
-         "learning rate", "damping", *(["paper: steps", "%", "time, %"] if own.paper else [])]
+         "learning rate", "damping", "paper: steps", "%", "time, %"]
     ]  # fmt: skip
     of_search = [["search", "trials", "diverged", "reach the target", "best last value", "median"]]
     for name, method in own.methods.items():
@@ -257,7 +328,7 @@ def table(found: Sequence[Row], own: Study, problem: str) -> str:
                 _mean([c["test"][metric] for c in _whole(seeds[name])], "{:.4f}"),
                 f"{chosen['lr']:.3g}",
                 _or_dash(chosen["damping"], "{:.3g}"),
-                *(own.paper.get(name, NO_PAPER) if own.paper else ()),
+                *own.paper[name],
             ]
         )
         last, number = _last(searches[name]), len(searches[name]["curves"])
@@ -283,10 +354,9 @@ def table(found: Sequence[Row], own: Study, problem: str) -> str:
     )
 
 
-def _runs_of(found: Sequence[Row], problem: str, part: str) -> dict[str, Row]:
+def _runs_of(found: Sequence[Row], part: Part) -> dict[str, Row]:
     """Method -> its runs."""
-    own = (r for r in found if r["config"].get("part") == part)
-    return {r["config"]["method"]: r for r in own if r["config"]["problem"] == problem}
+    return {r["config"]["method"]: r for r in found if r["config"].get("part") == part}
 
 
 def _steps(result: Row, target: float) -> list[int]:
@@ -311,19 +381,15 @@ def _mean(values: Sequence[float], form: str) -> str:
     return mean_with_error(values, form) if values else "–"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, run the seeds, time, and write tables; returns the exit status."""
-    return study(
-        "{study}",
-        __doc__,
-        run_task,
-        lambda options: next_tasks(options, ()),
-        tables,
-        arguments,
-        extra={"--study": {"choices": STUDIES, "default": "graph_network_training"}},
-        then=next_tasks,
-    )
-
+main = study(
+    "{study}",
+    __doc__,
+    run_task,
+    lambda options: next_tasks(options, ()),
+    table,
+    extra={"--study": {"choices": STUDIES, "default": "graph_network_training"}},
+    then=next_tasks,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

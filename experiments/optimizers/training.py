@@ -1,7 +1,7 @@
 """Trainings by several optimisers: curves, the search for settings, seconds of a step.
 
 Shared by the studies that train with K-FAC. Curves count steps. Their seconds come from
-`run_timing`, which alternates the methods in one process, so that they meet the same load.
+`seconds_of_steps`, which alternates the methods in one process, so that they meet the same load.
 """
 
 import math
@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,27 +25,20 @@ from marglik.data.batches import split_batches
 from marglik.data.splits import SplitName, Splits
 from marglik.eval_mode import eval_mode
 from marglik.posterior.prior import parameter_kind
-from marglik.storage.provenance import environment
-
-__all__ = [
-    "Candidate",
-    "Config",
-    "Method",
-    "Problem",
-    "Schedule",
-    "Timing",
-    "Training",
-    "best_candidate",
-    "measure",
-    "quasi_random_search",
-    "run",
-    "run_timing",
-    "settled_at",
-]
 
 BaseName = Literal["nesterov", "adamw", "nadamw", "muon", "soap", "shampoo", "kfac"]
 Part = Literal["search", "seeds"]
 Row = dict[str, Any]
+
+
+def categorical_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over the labels that are not ignored; one label per example or per position."""
+    return cross_entropy(f.flatten(0, -2), y.flatten())
+
+
+def bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Mean over all examples, which have one target each."""
+    return binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype))
 
 
 @dataclass(frozen=True)
@@ -54,15 +47,15 @@ class Problem:
 
     title: str
     load: Callable[[], Splits]
-    make_model: Callable[[Splits], nn.Module]
+    make_model: Callable[[], nn.Module]
     likelihood: str
     batch_size: int
     metric: str = "loss"
     """Metric of the target: "loss", "accuracy" or "average precision" on validation data."""
     scalar_lr_factor: float = 1.0
     """Factor on the learning rate of parameters with a single entry."""
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Mean of −log p(y|f); None takes torch's, a mean over all labels that are not ignored."""
+    loss: Callable[[Tensor, Tensor], Tensor] = categorical_loss
+    """Mean of −log p(y|f)."""
 
 
 @dataclass(frozen=True)
@@ -116,106 +109,6 @@ class Schedule:
         return self.end + (1 - self.end) * left
 
 
-@dataclass(frozen=True)
-class Config:
-    """Trainings of one method on one problem: all candidates with all seeds, in one file."""
-
-    study: str
-    problem: str
-    method: str
-    part: Part
-    candidates: tuple[Candidate, ...]
-    seeds: tuple[int, ...]
-    schedule: Schedule
-    measure_every: int
-    """Steps between measurements of the validation data."""
-
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
-
-
-def quasi_random_search(
-    lr: tuple[float, float], damping: tuple[float, float], trials: int
-) -> tuple[Candidate, ...]:
-    """Candidates, log-uniform in rate and damping; the same points for the same ranges.
-
-    They are scrambled Sobol points, which cover the ranges even with few trials. Six random points
-    may all lie in the lower half.
-    """
-    sequence = torch.quasirandom.SobolEngine(2, scramble=True, seed=0)
-    points = sequence.draw(trials).tolist()
-
-    def between(share: float, ends: tuple[float, float]) -> float:
-        low, high = map(math.log, ends)
-        return math.exp(low + share * (high - low))
-
-    return tuple(Candidate(between(u, lr), between(v, damping)) for u, v in points)
-
-
-def run(problem: Problem, method: Method, config: Config) -> Row:
-    """Train all candidates with all seeds; returns their curves."""
-    torch.set_num_threads(1)
-    started = time.perf_counter()
-    splits = problem.load()
-    schedule = config.schedule.times(method.pace)
-    curves = [
-        {"candidate": asdict(candidate), "seed": seed}
-        | _curve(problem, splits, method, candidate, seed, schedule, config.measure_every)
-        for candidate in config.candidates
-        for seed in config.seeds
-    ]
-    return {
-        "config": asdict(config),
-        "problem": problem.title,
-        "metric": problem.metric,
-        "method": asdict(method),
-        "curves": curves,
-        "seconds": time.perf_counter() - started,
-        **environment(torch.device("cpu")),
-    }
-
-
-def settled_at(curve: Row, metric: str, target: float) -> int | None:
-    """The step from which on the validation metric stays at the target or better, if any.
-
-    The first step at the target will not do: an untrained network's metric may jump above it for
-    a moment.
-    """
-    # A run that diverges before the first measurement has no values.
-    values = curve.get(metric, [])
-    sign = 1 if metric == "loss" else -1
-    first = len(values)
-    while first and sign * values[first - 1] <= sign * target:
-        first -= 1
-    settled = first < len(values) and curve["diverged"] is None
-    return curve["step"][first] if settled else None
-
-
-def best_candidate(found: Row, target: float | None = None) -> Candidate:
-    """The candidate whose run settles at the target first, or else whose last value is best.
-
-    Args:
-        found: results of a search.
-        target: of the metric; None compares last values alone.
-
-    Raises:
-        ValueError: all of its runs diverged.
-    """
-    metric = found["metric"]
-    sign = 1 if metric == "loss" else -1
-    curves = [curve for curve in found["curves"] if curve["diverged"] is None]
-    if not curves:
-        raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
-
-    def rank(curve: Row) -> tuple[float, float]:
-        step = None if target is None else settled_at(curve, metric, target)
-        return (math.inf if step is None else step, sign * curve[metric][-1])
-
-    return Candidate(**min(curves, key=rank)["candidate"])
-
-
 # One training
 
 
@@ -232,15 +125,14 @@ class Training:
         schedule: Schedule,
     ) -> None:
         torch.manual_seed(seed)
-        self.model = problem.make_model(splits)
-        self.loss = problem.loss or _loss(problem.likelihood)
+        self.model = problem.make_model()
+        self.loss = problem.loss
         groups = _groups(self.model, candidate.lr, problem.scalar_lr_factor)
         if method.base == "kfac":
-            self.optimizer: Optimizer = KFAC(
-                self.model, problem.likelihood, candidate.lr, params=groups, seed=seed
-            )
+            kfac = KFAC(self.model, problem.likelihood, candidate.lr, params=groups, seed=seed)
+            self.optimizers: list[Optimizer] = [kfac]
         else:
-            self.optimizer = _optimizer(method, self.model, groups, candidate.lr)
+            self.optimizers = _optimizers(method, self.model, groups, candidate.lr)
         self.preconditioner = None
         if method.kfac_approx is not None:
             assert candidate.damping is not None
@@ -252,7 +144,7 @@ class Training:
                 seed=seed,
             )
         self.peak_lr = candidate.lr
-        self.scheduler = LambdaLR(self.optimizer, schedule.factor)
+        self.schedulers = [LambdaLR(of, schedule.factor) for of in self.optimizers]
         loader = split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed)
         self.batches = _full_batches(loader, problem.batch_size)
 
@@ -263,19 +155,22 @@ class Training:
             FloatingPointError: if factors or gradients are not finite.
         """
         x, y = next(self.batches)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss = self.loss(self.model(x), y)
         loss.backward()
         if self.preconditioner is not None:
             self.preconditioner.step(lr=self.peak_lr)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # SOAP's first step has no update
-            self.scheduler.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
         return loss.detach()
 
 
-def _curve(
+def curve(
     problem: Problem,
     splits: Splits,
     method: Method,
@@ -283,8 +178,13 @@ def _curve(
     seed: int,
     schedule: Schedule,
     measure_every: int,
+    validates: bool = True,
 ) -> Row:
-    """Lists over measurements: step, train loss since the last, validation loss and metrics."""
+    """Lists over measurements: step, train loss since the last, validation loss and metrics.
+
+    A training that diverges ends early. Unless it ``validates``, only the last measurement is on
+    validation data, too.
+    """
     started = time.process_time()
     training = Training(problem, splits, method, candidate, seed, schedule)
     found: dict[str, list[float]] = {"step": [], "train loss": []}
@@ -300,12 +200,14 @@ def _curve(
             if not math.isfinite(mean):
                 raise FloatingPointError(f"The loss is {mean}.")
             losses.clear()
-            measured = measure(problem, splits, training.model, "validation")
-            if not math.isfinite(measured["loss"]):
+            measured = {"step": step, "train loss": mean}
+            if validates or step == schedule.steps:
+                measured |= measure(problem, splits, training.model, "validation")
+            if not math.isfinite(measured.get("loss", 0.0)):
                 raise FloatingPointError(f"The validation loss is {measured['loss']}.")
-            for key, value in {"step": step, "train loss": mean, **measured}.items():
+            for key, value in measured.items():
                 found.setdefault(key, []).append(value)
-    except FloatingPointError as error:
+    except (FloatingPointError, torch.linalg.LinAlgError) as error:
         diverged = f"step {step}: {error}"
     test = None if diverged else measure(problem, splits, training.model, "test")
     # Processor seconds, measurements included: the cost of the study, not a comparison.
@@ -317,32 +219,18 @@ def measure(
     problem: Problem, splits: Splits, model: nn.Module, split: SplitName
 ) -> dict[str, float]:
     """Mean loss (nats), and accuracy or average precision."""
-    loss, pairs = problem.loss or _loss(problem.likelihood), []
+    pairs = []
     with torch.no_grad(), eval_mode(model):
         for x, y in split_batches(splits, split, 256):
             pairs.append((model(x), y))
     f, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    found = {"loss": loss(f, y).item()}
+    found = {"loss": problem.loss(f, y).item()}
     if problem.likelihood == "classification":
         counted = y >= 0
         found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
     elif problem.metric == "average precision" and torch.isfinite(f).all():
         found["average precision"] = float(average_precision_score(y.numpy(), f[:, 0].numpy()))
     return found
-
-
-def _loss(likelihood: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return _bernoulli_loss if likelihood == "bernoulli" else _categorical_loss
-
-
-def _categorical_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over the labels that are not ignored; one label per example or per position."""
-    return cross_entropy(f.flatten(0, -2), y.flatten())
-
-
-def _bernoulli_loss(f: Tensor, y: Tensor) -> Tensor:
-    """Mean over all examples, which have one target each."""
-    return binary_cross_entropy_with_logits(f[:, 0], y.to(f.dtype))
 
 
 def _full_batches(loader: Any, size: int) -> Iterator[Any]:
@@ -362,97 +250,76 @@ def _groups(model: nn.Module, lr: float, scalar_lr_factor: float) -> list[dict[s
     return [{"params": params, "lr": lr * factor} for params, factor in rates if params]
 
 
-def _optimizer(
+def _optimizers(
     method: Method, model: nn.Module, groups: list[dict[str, Any]], lr: float
-) -> Optimizer:
+) -> list[Optimizer]:
     decay = method.weight_decay
     if method.base == "nesterov":
-        return SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)
+        return [SGD(groups, lr, method.momentum, nesterov=True, weight_decay=decay)]
     if method.base == "adamw":
-        return AdamW(groups, lr, method.betas, weight_decay=decay)
+        return [AdamW(groups, lr, method.betas, weight_decay=decay)]
     if method.base == "nadamw":
-        return NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)
+        return [NAdam(groups, lr, method.betas, weight_decay=decay, decoupled_weight_decay=True)]
     if method.base == "muon":
-        return MuonAndAdamW(model, groups, lr, method.betas, decay)
+        # For weight matrices; embeddings, biases, norms and scalars are AdamW's, as Muon's
+        # documentation asks for.
+        embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        matrices = [p for p in model.parameters() if p.dim() > 1 and p not in embeddings]
+        left = [{**g, "params": [p for p in g["params"] if p not in set(matrices)]} for g in groups]
+        others = [group for group in left if group["params"]]
+        return [
+            MuonOfKernels(matrices, lr, decay),
+            AdamW(others, lr, method.betas, weight_decay=decay),
+        ]
     # Only these methods need it.
     import pytorch_optimizer  # pyright: ignore[reportMissingImports]
 
     if method.base == "soap":
-        return pytorch_optimizer.SOAP(
-            groups, lr, method.betas, weight_decay=decay, precondition_frequency=10
-        )
+        return [
+            pytorch_optimizer.SOAP(
+                groups, lr, method.betas, weight_decay=decay, precondition_frequency=10
+            )
+        ]
     # The norm of each layer's step is RMSProp's, as grafting in Anil et al. 2020 has it. The plain
     # Shampoo of the library has no such norm, and sums its statistics without forgetting.
-    return pytorch_optimizer.ScalableShampoo(
-        groups,
-        lr,
-        method.betas,
-        moving_average_for_momentum=True,
-        weight_decay=decay,
-        decoupled_weight_decay=True,
-        start_preconditioning_step=10,
-        preconditioning_compute_steps=10,
-        graft_type=3,
-    )
+    return [
+        pytorch_optimizer.ScalableShampoo(
+            groups,
+            lr,
+            method.betas,
+            moving_average_for_momentum=True,
+            weight_decay=decay,
+            decoupled_weight_decay=True,
+            start_preconditioning_step=10,
+            preconditioning_compute_steps=10,
+            graft_type=3,
+        )
+    ]
 
 
-class MuonAndAdamW(Optimizer):
-    """torch's Muon for weight matrices, AdamW for the rest, as Muon's documentation asks for.
+class MuonOfKernels(Muon):
+    """torch's Muon, for which a kernel (C_out, C_in, h, w) is the matrix (C_out, C_in h w).
 
-    Embeddings, biases, norms and scalars belong to the rest. torch's Muon takes two axes alone, so
-    that a convolution's kernel (C_out, C_in, h, w) is the matrix (C_out, C_in h w), as in Jordan's
-    own code. With adjust_lr_fn="match_rms_adamw" one learning rate serves both.
-
-    Args:
-        model: the model.
-        groups: of its parameters, with their learning rates.
-        lr: the highest learning rate.
-        betas: AdamW's.
-        weight_decay: of both.
+    As in Jordan's own code; torch's takes two axes alone. With adjust_lr_fn="match_rms_adamw" one
+    learning rate serves Muon and AdamW.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        self._matrices = {  # parameter -> a matrix in the same memory
-            p: nn.Parameter(p.detach().flatten(1))
-            for group in groups
-            for p in group["params"]
-            if p.dim() > 1 and p not in embeddings
-        }
-        others = [
-            {**group, "params": [p for p in group["params"] if p not in self._matrices]}
-            for group in groups
-        ]
+    def __init__(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        # parameter -> a matrix in the same memory
+        self._matrices = {p: nn.Parameter(p.detach().flatten(1)) for p in parameters}
         matrices = list(self._matrices.values())
-        self._muon = Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW(
-            [g for g in others if g["params"]], lr, betas, weight_decay=weight_decay
-        )
-        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
-        self._muon.param_groups, self._adamw.param_groups = (
-            self.param_groups[:1],
-            self.param_groups[1:],
-        )
-        self._all = [p for group in groups for p in group["params"]]
+        super().__init__(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's parameters."""
-        for p in self._all:
+        for p in self._matrices:
             p.grad = None
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A step of each."""
+        """A step on the matrices, by the gradients of the parameters."""
         for p, matrix in self._matrices.items():
             matrix.grad = None if p.grad is None else p.grad.flatten(1)
-        self._muon.step()
-        self._adamw.step()
+        super().step()
 
 
 # Time
@@ -475,9 +342,10 @@ class Timing:
         return f"{self.problem}_{self.methods[0]}_timing".replace(" ", "_")
 
 
-def run_timing(problem: Problem, methods: Mapping[str, Method], config: Timing) -> Row:
+def seconds_of_steps(
+    problem: Problem, methods: Mapping[str, Method], config: Timing
+) -> dict[str, dict[str, float]]:
     """Processor seconds of a step: median and quartiles over blocks; the methods take turns."""
-    torch.set_num_threads(1)
     splits = problem.load()
     # The settings do not matter for time; small ones cannot diverge.
     candidate, schedule = Candidate(1e-6, 1.0), Schedule(10**6, 0)
@@ -494,12 +362,7 @@ def run_timing(problem: Problem, methods: Mapping[str, Method], config: Timing) 
             if number:  # the first warms up
                 each[name].append((time.process_time() - started) / config.block)
     quartiles = ("low", "median", "high")
-    found = {
+    return {
         name: dict(zip(quartiles, statistics.quantiles(s, n=4), strict=True))
         for name, s in each.items()
-    }
-    return {
-        "config": asdict(config),
-        "step_seconds": found,
-        **environment(torch.device("cpu")),
     }

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from experiments.data import archive, data_file
 from experiments.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from experiments.data.image_archive import ImageArchive
-from experiments.studies import markdown, mean_with_error, of_each_problem, study
+from experiments.studies import markdown, mean_with_error, recorded, study
 from experiments.weight_decay.presets import PRESETS
 from marglik.cli import main as marglik
 from marglik.data import (
@@ -48,10 +48,7 @@ from marglik.prediction.links import Calibration, Prediction, predict_from_gauss
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
 from marglik.runs.build import build_from_spec
-from marglik.storage.provenance import environment
 from marglik.storage.run_folder import read_posterior
-
-__all__ = ["PROBLEMS", "Config", "Row", "predict_rows", "rows_of", "run", "table"]
 
 BATCH_SIZE = 50
 SCORES = ("entropy", "epistemic")
@@ -151,9 +148,9 @@ class Row:
     calibration: Calibration
 
 
+@recorded
 def run(config: Config) -> dict[str, Any]:
     """Train, or read a finished training, and evaluate all rows."""
-    torch.set_num_threads(1)
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
     posterior, splits = _trained(config, problem)
@@ -198,13 +195,11 @@ def run(config: Config) -> dict[str, Any]:
             }
     now = time.perf_counter()
     return {
-        "config": asdict(config),
         "problem": {"title": problem.title},
         "num_examples": sizes,
         "rows": found,
         "features": distances,
         "seconds": {"training": predicted - started, "predictions": now - predicted},
-        **environment(torch.device("cpu")),
     }
 
 
@@ -317,6 +312,12 @@ def _spread(length: int, number: int) -> Tensor:
 # Tables and figures, from JSON alone
 
 
+def tables(found: Sequence[dict[str, Any]]) -> str:
+    """Those of each problem that has results."""
+    own = ([run for run in found if run["config"]["data"] == name] for name in PROBLEMS)
+    return "\n\n".join(table(runs) for runs in own if runs)
+
+
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """One problem as Markdown: means over seeds, with standard errors if there are several."""
     first = runs[0]
@@ -394,23 +395,19 @@ def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
     return mean_with_error(values, f"{{:{sign}.{digits}f}}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing seeds, and write tables; returns the exit status."""
-    return study(
-        "out_of_distribution",
-        __doc__,
-        run,
-        lambda options: [
-            Config(data, seed, corrupted=PROBLEMS[data].corrupted)
-            for data in options.data
-            for seed in range(min(options.seeds, PROBLEMS[data].seeds))
-        ],
-        of_each_problem(table, PROBLEMS),
-        arguments,
-        problems=PROBLEMS,
-        seeds=3,
-    )
-
+main = study(
+    "out_of_distribution",
+    __doc__,
+    run,
+    lambda options: [
+        Config(data, seed, corrupted=PROBLEMS[data].corrupted)
+        for data in options.data
+        for seed in range(min(options.seeds, PROBLEMS[data].seeds))
+    ],
+    tables,
+    problems=PROBLEMS,
+    seeds=3,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

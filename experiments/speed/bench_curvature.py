@@ -53,8 +53,6 @@ from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.storage.provenance import environment
 from marglik.training.learner import update_prior
 
-__all__ = ["PARTS", "Config", "Part", "batch_table", "main", "run_part"]
-
 MODES: tuple[Mode, ...] = get_args(Mode)
 GROWTH = {
     "batch_size": ("batch size", (8, 32, 128, 256)),
@@ -383,24 +381,20 @@ def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
     return {"growth": figure}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the tables; returns the exit status."""
-    return study(
-        "bench_curvature_{device}",
-        __doc__,
-        run_part,
-        lambda options: [
-            Part(name, options.device)
-            for name in options.data
-            if options.device != "cpu" or name not in ON_GPU
-        ],
-        tables,
-        arguments,
-        problems=PARTS,
-        extra={"--device": {"default": "cpu", "help": "cpu or cuda; default: cpu"}},
-        figures=figures,
-    )
-
+main = study(
+    "bench_curvature_{device}",
+    __doc__,
+    run_part,
+    lambda options: [
+        Part(name, options.device)
+        for name in options.data
+        if options.device != "cpu" or name not in ON_GPU
+    ],
+    tables,
+    problems=PARTS,
+    extra={"--device": {"default": "cpu", "help": "cpu or cuda; default: cpu"}},
+    figures=figures,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -37,8 +37,6 @@ from marglik import marglik_training
 from marglik.data.batches import split_batches
 from marglik.storage.provenance import environment
 
-__all__ = ["main", "run", "table"]
-
 CPU = torch.device("cpu")
 
 
@@ -70,7 +68,7 @@ def run_batch(
     N: int, repetitions: int = 5, epochs: int = 4, num_train: int = 2000
 ) -> dict[str, Any]:
     """Median seconds of a batch, their ratios to the limit, and memory."""
-    splits = images("jpeg", max_train=num_train).load()
+    splits = images(max_train=num_train).load()
     test: Any = next(iter(split_batches(splits, "test", N)))
     train: Any = split_batches(splits, "train", 64)
     x, y = test
@@ -137,10 +135,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{markdown(rows)}\n\n{markdown(others)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the table; returns the exit status."""
-    return study("bench_predictive_cpu", __doc__, run, lambda options: PARTS, table, arguments)
-
+main = study("bench_predictive_cpu", __doc__, run, lambda options: PARTS, table)
 
 if __name__ == "__main__":
     sys.exit(main())

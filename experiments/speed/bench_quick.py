@@ -17,12 +17,12 @@ import argparse
 import copy
 import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.models import GPT, VisionTransformer
 from experiments.speed.contenders import (
@@ -42,11 +42,8 @@ from marglik.data import Batches
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader
 from marglik.training.loop import OnlineTraining
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
-
-__all__ = ["compare", "measure"]
 
 TOLERANCE = 0.05
 """Relative change of a ratio above which a warning is printed."""
@@ -85,18 +82,12 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     laplace = KronLaplace(new(), "classification", prior_precision=50.0, kfac_approx="reduce")
     laplace.fit([(x, y)])
     add("covariances, all layers", 10, lambda: laplace.output_distribution(x))
-    step = training_step(new(), x, y)
-    found["training step"] = step
+    found["training step"] = training_step(new(), x, y)
     model = new()
     options = PreconditionerOptions(factor_every=10, update_every=10)
     optimizer = KFAC(model, "classification", 1e-3, options=options, kfac_approx="reduce")
-
-    def kfac_step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    found["K-FAC step, reduce"], limits["K-FAC step, reduce"] = kfac_step, "training step"
+    found["K-FAC step, reduce"] = training_step(model, x, y, optimizer)
+    limits["K-FAC step, reduce"] = "training step"
     _add_epochs(found, limits, 4 * batch_size, width)
     _add_transformers(found, limits, 4 * batch_size)
     return found, limits
@@ -122,20 +113,15 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
         limits[f"GPT, {mode}, mc"] = "GPT: limit of 1"
 
 
-def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Work:
-    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay.
-
-    Args:
-        model: in channels_last.
-        batches: makes an epoch's batches.
-    """
+def plain_epoch(model: nn.Module, loader: Batches) -> Work:
+    """An epoch of a loop written by hand: fused SGD with Nesterov's momentum and weight decay."""
     optimizer = torch.optim.SGD(
         model.parameters(), 1e-6, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
     )
 
     def epoch() -> None:
         model.train()
-        for x, y in batches():
+        for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -143,16 +129,9 @@ def plain_epoch(model: nn.Module, batches: Callable[[], Iterable[tuple[Tensor, T
     return epoch
 
 
-def online_epoch(model: nn.Module, loader: Loader, batches: int) -> Work:
-    """An epoch of the online loop between two updates, a weight decay for each tensor.
-
-    Args:
-        model: in channels_last.
-        loader: yields the batches.
-        batches: their number in an epoch, for the schedule.
-    """
-    config = OptimizerConfig(lr=1e-6)
-    optimizer, scheduler = build_optimizer(model, config, 1000 * batches)
+def online_epoch(model: nn.Module, loader: Batches) -> Work:
+    """An epoch of the online loop between two updates, a weight decay for each tensor."""
+    optimizer, scheduler = build_optimizer(model, OptimizerConfig(lr=1e-6), 1000 * len(loader))
     learner = PriorLearner("classification", curvature_from="pass", epochs=1000)
     training = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler)
     return lambda: training.train_epoch()
@@ -175,8 +154,8 @@ def _add_epochs(
     def new() -> nn.Module:
         return network(torch.device("cpu"), width, channels_last=True)
 
-    found["epoch of a plain loop"] = plain_epoch(new(), loader().__iter__)
-    found["epoch of the online loop"] = online_epoch(new(), loader(), 2)
+    found["epoch of a plain loop"] = plain_epoch(new(), loader())
+    found["epoch of the online loop"] = online_epoch(new(), loader())
     limits["epoch of the online loop"] = "epoch of a plain loop"
 
 
@@ -230,15 +209,14 @@ def compare(now: dict[str, Any], before: dict[str, Any] | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--repetitions", type=int, default=4)
     parser.add_argument("--write", action="store_true", help="replace the committed ratios")
-    parser.add_argument("--committed", type=Path, default=SHIPPED / "bench_quick_cpu.json")
     options = parser.parse_args(arguments)
-    before = json.loads(options.committed.read_text()) if options.committed.exists() else None
-    now = measure(options.repetitions)
+    committed = SHIPPED / "bench_quick_cpu.json"
+    before = json.loads(committed.read_text()) if committed.exists() else None
+    now = measure()
     print(compare(now, before))
     if options.write:
-        write_json(options.committed, now)
+        write_json(committed, now)
 
 
 if __name__ == "__main__":

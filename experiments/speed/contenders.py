@@ -16,19 +16,8 @@ from experiments.models import GPT
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.interface import KfacGGN
+from kfac_backend.model.calls import logits_of
 from marglik.models import WideResNetFixup
-
-__all__ = [
-    "PEERS",
-    "Work",
-    "language_limit",
-    "limit",
-    "network",
-    "one_batch_alone",
-    "ours",
-    "peer",
-    "training_step",
-]
 
 Work = Callable[[], object]
 
@@ -63,13 +52,24 @@ def network(
     return model.to(device).to(memory_format=memory_format).eval()  # pyright: ignore
 
 
-def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Work:
-    """A training step: loss, backward pass and a step of SGD."""
-    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+def training_step(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    optimizer: torch.optim.Optimizer | None = None,
+    precondition: Work = lambda: None,
+) -> Work:
+    """A training step: loss, backward pass, preconditioning, and a step of SGD if not of another.
+
+    With labels for each position, the loss is their mean.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-6)
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        logits = logits_of(model(x))
+        nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
+        precondition()
         optimizer.step()
 
     return step

@@ -13,11 +13,10 @@ takes six minutes of one core.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from experiments.models import GPT
 from experiments.speed.contenders import (
@@ -27,14 +26,11 @@ from experiments.speed.contenders import (
     one_batch_alone,
     training_step,
 )
-from experiments.studies import markdown, study
+from experiments.studies import markdown, recorded, study
 from experiments.timing import interleaved, median_ratios, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.options import Mode
-from marglik.storage.provenance import environment
-
-__all__ = ["Config", "main", "run", "table"]
 
 CPU = torch.device("cpu")
 
@@ -55,15 +51,15 @@ class Config:
     repetitions: int = 3
 
 
+@recorded
 def run(config: Config) -> dict[str, Any]:
     """All cases of a part."""
-    torch.set_num_threads(1)
     modes: tuple[Mode, ...] = ("expand", "reduce")
     if config.name == "exact":
         cases = [exact(config, C, mode) for C in config.classes for mode in modes]
     else:
         cases = [vocabulary(config, tied, mode) for tied in (True, False) for mode in modes]
-    return {"config": asdict(config), "cases": cases, **environment(CPU)}
+    return {"cases": cases}
 
 
 def exact(config: Config, C: int, mode: Mode) -> dict[str, Any]:
@@ -100,10 +96,9 @@ def vocabulary(config: Config, tied: bool, mode: Mode) -> dict[str, Any]:
         curvature.add(x, y)
         return curvature.factors()
 
-    step_model = nn.Sequential(model(), nn.Flatten(0, 1))  # logits (N·R, C)
     work = {
         "limit": language_limit(model(), x, part=1),  # in a cache, as the pass does it
-        "training step": training_step(step_model, x, y.flatten()),
+        "training step": training_step(model(), x, y),
         "pass": batch,
     }
     first = peak_memory(batch, CPU)
@@ -140,11 +135,13 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{markdown(rows)}\n\n{markdown(others)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the tables; returns the exit status."""
-    parts = [Config("exact"), Config("vocabulary")]
-    return study("large_classes", __doc__, run, lambda options: parts, table, arguments)
-
+main = study(
+    "large_classes",
+    __doc__,
+    run,
+    lambda options: [Config("exact"), Config("vocabulary")],
+    table,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

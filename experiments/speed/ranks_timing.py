@@ -32,8 +32,6 @@ from kfac_backend.curvature import CurvaturePass
 from kfac_backend.ranks import Ranks
 from marglik.storage.provenance import environment
 
-__all__ = ["Config", "main", "run", "table"]
-
 RANKS = {"two": 2, "four": 4}
 
 
@@ -149,19 +147,15 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the tables; returns the exit status."""
-    return study(
-        "ranks_timing",
-        __doc__,
-        run,
-        lambda options: [Config(name) for name in options.data],
-        table,
-        arguments,
-        problems=RANKS,
-        default=["two"],
-    )
-
+main = study(
+    "ranks_timing",
+    __doc__,
+    run,
+    lambda options: [Config(name) for name in options.data],
+    table,
+    problems=RANKS,
+    default=["two"],
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,24 +22,19 @@ one thread.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from experiments.data.dart import DART, IGNORED
 from experiments.models import GPT, VisionTransformer
-from experiments.speed.contenders import Work, one_batch_alone
-from experiments.studies import markdown, study
+from experiments.speed.contenders import Work, one_batch_alone, training_step
+from experiments.studies import markdown, recorded, study
 from experiments.timing import interleaved, median_ratios, medians
-from kfac_backend.model.calls import logits_of
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
-from marglik.storage.provenance import environment
-
-__all__ = ["Config", "Shape", "main", "run", "table"]
 
 
 @dataclass(frozen=True)
@@ -78,14 +73,10 @@ class Config:
         return torch.device(self.name.partition("_")[2])
 
 
+@recorded
 def run(config: Config) -> dict[str, Any]:
     """Seconds of all contenders at each size, and the ratios of the modes."""
-    torch.set_num_threads(1)
-    return {
-        "config": asdict(config),
-        "sizes": [_size(config, R, N) for R, N in config.shape.sizes],
-        **environment(config.device),
-    }
+    return {"sizes": [_size(config, R, N) for R, N in config.shape.sizes]}
 
 
 def _size(config: Config, R: int, N: int) -> dict[str, Any]:
@@ -113,22 +104,14 @@ def _size(config: Config, R: int, N: int) -> dict[str, Any]:
 
 def _step(model: nn.Module, x: Tensor, y: Tensor, mode: Mode | None) -> Work:
     """A step of AdamW; with a mode, behind new factors and a new preconditioner."""
-    preconditioner = None
-    if mode is not None:
-        options = PreconditionerOptions(factor_every=1, update_every=1, ema_decay=0.0, kl_clip=None)
-        preconditioner = KfacPreconditioner(
-            model, "classification", options, kfac_approx=mode, fisher="mc"
-        )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(logits_of(model(x)).flatten(0, -2), y.flatten()).backward()
-        if preconditioner is not None:
-            preconditioner.step()
-        optimizer.step()
-
-    return step
+    if mode is None:
+        return training_step(model, x, y, optimizer)
+    options = PreconditionerOptions(factor_every=1, update_every=1, ema_decay=0.0, kl_clip=None)
+    preconditioner = KfacPreconditioner(
+        model, "classification", options, kfac_approx=mode, fisher="mc"
+    )
+    return training_step(model, x, y, optimizer, preconditioner.step)
 
 
 def _model(config: Config, R: int) -> nn.Module:
@@ -221,19 +204,15 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the tables; returns the exit status."""
-    return study(
-        "transformer_timing",
-        __doc__,
-        run,
-        lambda options: [Config(name, SHAPES[name]) for name in options.data],
-        table,
-        arguments,
-        problems=SHAPES,
-        default=["gpt_cpu", "vit_cpu"],
-    )
-
+main = study(
+    "transformer_timing",
+    __doc__,
+    run,
+    lambda options: [Config(name, SHAPES[name]) for name in options.data],
+    table,
+    problems=SHAPES,
+    default=["gpt_cpu", "vit_cpu"],
+)
 
 if __name__ == "__main__":
     sys.exit(main())

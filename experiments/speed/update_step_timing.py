@@ -18,51 +18,47 @@ gradients; ours has a block for each.
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.speed.contenders import Work, network
+from experiments.speed.contenders import Work, network, training_step
 from experiments.studies import markdown, study
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Fisher, Mode
 from marglik.storage.provenance import environment
 
-__all__ = ["Config", "amortised", "main", "run", "table"]
-
 Contender = Callable[[nn.Module, Tensor, Tensor], Work]
 
 DAMPING = 1e-2
 
+MODES: tuple[Mode, ...] = get_args(Mode)
 NEVER = 10**9
 """An interval so long that only the first step is due."""
 
 
 def sgd(model: nn.Module, x: Tensor, y: Tensor) -> Work:
     """A step with Nesterov momentum, which all contenders take after the preconditioning."""
-    optimizer = _nesterov(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
+    return training_step(model, x, y, _nesterov(model.parameters()))
 
 
 def marglik(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
     kfac_approx: Mode,
     fisher: Fisher = "mc",
     factor_every: int = 1,
     update_every: int = 1,
     counts_anew: bool = False,
-) -> Contender:
+) -> Work:
     """K-FAC, with new factors and a new preconditioner in each step unless said otherwise.
 
     ``counts_anew`` begins each step as the first, in which inverses are made for later ones, too.
@@ -74,24 +70,16 @@ def marglik(
         ema_decay=0.0,
         kl_clip=None,
     )
+    preconditioner = KfacPreconditioner(
+        model, "classification", options, kfac_approx=kfac_approx, fisher=fisher
+    )
 
-    def contender(model: nn.Module, x: Tensor, y: Tensor) -> Work:
-        preconditioner = KfacPreconditioner(
-            model, "classification", options, kfac_approx=kfac_approx, fisher=fisher
-        )
-        optimizer = _nesterov(model)
+    def precondition() -> None:
+        preconditioner.step()
+        if counts_anew:
+            preconditioner._step = 0
 
-        def step() -> None:
-            optimizer.zero_grad()
-            if counts_anew:
-                preconditioner._step = 0
-            F.cross_entropy(model(x), y).backward()
-            preconditioner.step()
-            optimizer.step()
-
-        return step
-
-    return contender
+    return training_step(model, x, y, _nesterov(model.parameters()), precondition)
 
 
 def asdl(model: nn.Module, x: Tensor, y: Tensor) -> Work:
@@ -102,7 +90,7 @@ def asdl(model: nn.Module, x: Tensor, y: Tensor) -> Work:
         warnings.simplefilter("ignore")  # it warns of each scalar that it does not support
         config = PreconditioningConfig(damping=DAMPING, data_size=len(x))
         maker = KfacGradientMaker(model, config, FISHER_MC)
-    optimizer = _nesterov(model)
+    optimizer = _nesterov(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
@@ -114,86 +102,79 @@ def asdl(model: nn.Module, x: Tensor, y: Tensor) -> Work:
     return step
 
 
-def curvlinops(kfac_approx: str) -> Contender:
+def curvlinops(model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str) -> Work:
     """K-FAC of curvlinops and its inverse, one Monte Carlo sample, after a plain backward pass."""
+    from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 
-    def contender(model: nn.Module, x: Tensor, y: Tensor) -> Work:
-        from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
+    parameters = _without_scalars(model)
 
-        layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-        parameters = [p for layer in layers for p in layer.parameters()]
-        optimizer = _nesterov(model)
+    def precondition() -> None:
+        kfac = KFACLinearOperator(
+            model,
+            nn.CrossEntropyLoss(),
+            parameters,
+            [(x, y)],
+            kfac_approx=kfac_approx,
+            check_deterministic=False,
+            num_per_example_loss_terms=1,
+            num_data=len(x),
+        )
+        inverse = KFACInverseLinearOperator(kfac, damping=DAMPING, use_heuristic_damping=True)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        natural: Any = inverse @ gradients
+        for p, of_p in zip(parameters, natural, strict=True):
+            p.grad = of_p
 
-        def step() -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            kfac = KFACLinearOperator(
-                model,
-                nn.CrossEntropyLoss(),
-                parameters,
-                [(x, y)],
-                kfac_approx=kfac_approx,
-                check_deterministic=False,
-                num_per_example_loss_terms=1,
-                num_data=len(x),
-            )
-            inverse = KFACInverseLinearOperator(kfac, damping=DAMPING, use_heuristic_damping=True)
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            natural: Any = inverse @ gradients
-            for p, of_p in zip(parameters, natural, strict=True):
-                p.grad = of_p
-            optimizer.step()
-
-        return step
-
-    return contender
+    return training_step(model, x, y, _nesterov(model.parameters()), precondition)
 
 
-def singd(kfac_approx: str) -> Contender:
+def singd(model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str) -> Work:
     """Inverse-free K-FAC (Lin et al. 2023): dense factors, empirical Fisher, an update each step.
 
     It takes no sample and no backward pass of its own; it has its own step with momentum.
     """
+    from singd.optim.optimizer import SINGD  # pyright: ignore[reportMissingImports]
 
-    def contender(model: nn.Module, x: Tensor, y: Tensor) -> Work:
-        from singd.optim.optimizer import SINGD  # pyright: ignore[reportMissingImports]
+    parameters = _without_scalars(model)
+    natural = SINGD(
+        model, parameters, lr=1e-4, damping=DAMPING, T=1, lr_cov=1e-4, kfac_approx=kfac_approx
+    )
+    known = {id(p) for p in parameters}
+    plain = _nesterov(p for p in model.parameters() if id(p) not in known)
 
-        layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-        parameters = [p for layer in layers for p in layer.parameters()]
-        natural = SINGD(
-            model, parameters, lr=1e-4, damping=DAMPING, T=1, lr_cov=1e-4, kfac_approx=kfac_approx
-        )
-        known = {id(p) for p in parameters}
-        scalars = [p for p in model.parameters() if id(p) not in known]
-        plain = torch.optim.SGD(scalars, 1e-4, momentum=0.9, nesterov=True)
+    def step() -> None:
+        natural.zero_grad()
+        plain.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        natural.step()
+        plain.step()
 
-        def step() -> None:
-            natural.zero_grad()
-            plain.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            natural.step()
-            plain.step()
+    return step
 
-        return step
 
-    return contender
+def _without_scalars(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of convolutions and linear layers, for which the peers have blocks."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    return [p for layer in layers for p in layer.parameters()]
 
 
 OURS: dict[str, Contender] = {
-    "marglik, expand": marglik("expand"),
-    "marglik, reduce": marglik("reduce"),
-    "marglik, expand, empirical": marglik("expand", "empirical"),
-    "marglik, reduce, empirical": marglik("reduce", "empirical"),
+    **{f"marglik, {mode}": partial(marglik, kfac_approx=mode) for mode in MODES},
+    **{
+        f"marglik, {mode}, empirical": partial(marglik, kfac_approx=mode, fisher="empirical")
+        for mode in MODES
+    },
 }
 """New factors and a new preconditioner in each step; one Monte Carlo sample unless empirical."""
 
 
+old_inverses = partial(marglik, factor_every=NEVER, update_every=NEVER)
+new_factors = partial(marglik, factor_every=1, update_every=NEVER)
+new_inverses = partial(marglik, factor_every=1, update_every=2, counts_anew=True)
 PARTS: dict[str, Contender] = {
-    "old inverses": marglik("reduce", "mc", NEVER, NEVER),
-    "new factors, expand": marglik("expand", "mc", 1, NEVER),
-    "new factors, reduce": marglik("reduce", "mc", 1, NEVER),
-    "new inverses, expand": marglik("expand", "mc", 1, 2, counts_anew=True),
-    "new inverses, reduce": marglik("reduce", "mc", 1, 2, counts_anew=True),
+    "old inverses": partial(old_inverses, kfac_approx="reduce"),
+    **{f"new factors, {mode}": partial(new_factors, kfac_approx=mode) for mode in MODES},
+    **{f"new inverses, {mode}": partial(new_inverses, kfac_approx=mode) for mode in MODES},
 }
 """Kinds of steps of a run that renews factors and inverses less often than each step."""
 
@@ -202,10 +183,9 @@ def _peers() -> dict[str, Contender]:
     peers: dict[str, Contender] = {}
     if find_spec("asdl"):
         peers["ASDL, expand"] = asdl
-    if find_spec("curvlinops"):
-        peers |= {f"curvlinops, {mode}": curvlinops(mode) for mode in ("expand", "reduce")}
-    if find_spec("singd"):
-        peers |= {f"singd, {mode}": singd(mode) for mode in ("expand", "reduce")}
+    for name, contender in (("curvlinops", curvlinops), ("singd", singd)):
+        if find_spec(name):
+            peers |= {f"{name}, {mode}": partial(contender, kfac_approx=mode) for mode in MODES}
     return peers
 
 
@@ -213,16 +193,15 @@ PEERS = _peers()
 """The installed peers. kfac-pytorch (KAISA) is left out: no package index has it."""
 
 
-def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
+def _nesterov(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     # The step is so small that the network hardly changes over the repetitions.
-    return torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, nesterov=True)
+    return torch.optim.SGD(parameters, 1e-4, momentum=0.9, nesterov=True)
 
 
 # The study
 
 BATCHES = {"cpu": (128, 512), "cuda": (128, 256, 512, 1024, 2048)}
 CONTENDERS: dict[str, Contender] = {"SGD": sgd, **OURS, **PARTS, **PEERS}
-MODES = ("expand", "reduce")
 PAPER = {
     "expand": {128: 0.24, 256: 0.38, 512: 0.75, 1024: 1.36},
     "reduce": {128: 0.17, 256: 0.24, 512: 0.43, 1024: 0.63, 2048: 1.17},
@@ -307,18 +286,14 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join([markdown(rows), markdown(seconds), *missing])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and write the table; returns the exit status."""
-    return study(
-        "update_step_timing_{device}",
-        __doc__,
-        run,
-        lambda options: [Config(size, options.device) for size in BATCHES[options.device]],
-        table,
-        arguments,
-        extra={"--device": {"choices": BATCHES, "default": "cpu"}},
-    )
-
+main = study(
+    "update_step_timing_{device}",
+    __doc__,
+    run,
+    lambda options: [Config(size, options.device) for size in BATCHES[options.device]],
+    table,
+    extra={"--device": {"choices": BATCHES, "default": "cpu"}},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,17 +18,15 @@ Each run keeps its state in ``runs/table2`` and resumes when the command is give
 
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.data import default_source, specification
+from experiments.data import specification
 from experiments.studies import markdown, mean_with_error, study
 from marglik.cli import main as marglik
 from marglik.storage.run_folder import RESULTS, read_log, read_record
-
-__all__ = ["PROTOCOLS", "Config", "Protocol", "gains", "main", "run", "table"]
 
 # Eschenhagen et al. 2023, Table 2: test NLL and accuracy (%) of three seeds, by approach and
 # augmentation; and seconds per update on an A100.
@@ -40,6 +38,7 @@ PAPER = {
 }
 PAPER_UPDATE = {"expand": "196 ± 22", "reduce": "99 ± 23"}
 NLL, ACCURACY, ECE = "test/cls/NLL", "test/cls/accuracy", "test/cal/ECE"
+SCALED = "MAP, temperature-scaled"
 RUNS = {
     f"{approach}_{'augmented' if augment else 'plain'}": (approach, augment)
     for approach in ("expand", "fixed", "reduce")
@@ -91,7 +90,7 @@ class Config:
     def options(self) -> list[str]:
         """Those of ``marglik train``."""
         size, fixed = PROTOCOLS[self.protocol], self.approach == "fixed"
-        images = specification(default_source(), max_train=size.max_train, max_test=size.max_test)
+        images = specification(max_train=size.max_train, max_test=size.max_test)
         pairs: dict[str, Any] = {
             "config": "cifar10_paper",
             "model.depth": size.depth,
@@ -173,22 +172,15 @@ def _cells(setting: tuple[str, bool]) -> tuple[str, str]:
     return setting[0], "yes" if setting[1] else "no"
 
 
-def _of(own: Sequence[Result], name: Callable[[Result], str], key: str, form: str) -> str:
+def _metric(found: Result, predictive: str, key: str) -> float:
+    """A metric of a predictive; "Laplace" is the preset's, whose name goes on with its method."""
+    names = [predictive] if predictive in found["metrics"] else found["metrics"]
+    return found["metrics"][next(n for n in names if n.startswith(predictive))][key]
+
+
+def _of(own: Sequence[Result], predictive: str, key: str, form: str) -> str:
     factor = 1 if key == NLL else 100
-    return mean_with_error([factor * r["metrics"][name(r)][key] for r in own], form)
-
-
-def _map(_: Result) -> str:
-    return "MAP"
-
-
-def _scaled(_: Result) -> str:
-    return "MAP, temperature-scaled"
-
-
-def _laplace(found: Result) -> str:
-    """The name of the preset's Laplace predictive."""
-    return next(name for name in found["metrics"] if name.startswith("Laplace"))
+    return mean_with_error([factor * _metric(r, predictive, key) for r in own], form)
 
 
 def _main_table(runs: Runs) -> str:
@@ -199,7 +191,7 @@ def _main_table(runs: Runs) -> str:
     for setting, own in runs.items():
         cells = [
             _of(own, name, key, "{:.3f}" if key == NLL else "{:.2f}")
-            for name in (_map, _laplace)
+            for name in ("MAP", "Laplace")
             for key in (NLL, ACCURACY)
         ]
         evidence = mean_with_error([r["evidence_per_example"] for r in own])
@@ -210,13 +202,13 @@ def _main_table(runs: Runs) -> str:
 
 def _calibrated(runs: Runs) -> str:
     """The calibrated predictive beside the MAP at its best temperature."""
-    names = (_map, _scaled, _laplace)
+    names = ("MAP", SCALED, "Laplace")
     rows: list[Sequence[str]] = [
         ("weight decay", "augmented", "NLL, MAP", "NLL, temperature-scaled", "NLL, Laplace",
          "Laplace - temperature-scaled", "ECE, %: MAP", "temperature-scaled", "Laplace")
     ]  # fmt: skip
     for setting, own in runs.items():
-        gain = [r["metrics"][_laplace(r)][NLL] - r["metrics"][_scaled(r)][NLL] for r in own]
+        gain = [_metric(r, "Laplace", NLL) - _metric(r, SCALED, NLL) for r in own]
         rows.append(
             (
                 *_cells(setting),
@@ -236,7 +228,7 @@ def gains(runs: Runs) -> str:
     for (approach, augment), own in runs.items():
         fixed = {r["config"]["seed"]: r for r in runs.get(("fixed", augment), ())}
         differences = [
-            r["metrics"]["MAP"][NLL] - fixed[r["config"]["seed"]]["metrics"]["MAP"][NLL]
+            _metric(r, "MAP", NLL) - _metric(fixed[r["config"]["seed"]], "MAP", NLL)
             for r in own
             if r["config"]["seed"] in fixed and approach != "fixed"
         ]
@@ -259,28 +251,24 @@ def _updates(runs: Runs) -> str:
     return markdown(rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and write the tables; returns the exit status."""
-    return study(
-        "table2/{protocol}",
-        __doc__,
-        run,
-        lambda options: [
-            Config(options.protocol, *RUNS[name], seed, options.device, options.compile)
-            for seed in range(options.seeds)
-            for name in options.data
-        ],
-        table,
-        arguments,
-        problems=RUNS,
-        seeds=3,
-        extra={
-            "--protocol": {"choices": PROTOCOLS, "default": "scaled"},
-            "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},
-            "--compile": {"help": "torch.compile's mode"},
-        },
-    )
-
+main = study(
+    "table2/{protocol}",
+    __doc__,
+    run,
+    lambda options: [
+        Config(options.protocol, *RUNS[name], seed, options.device, options.compile)
+        for seed in range(options.seeds)
+        for name in options.data
+    ],
+    table,
+    problems=RUNS,
+    seeds=3,
+    extra={
+        "--protocol": {"choices": PROTOCOLS, "default": "scaled"},
+        "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+        "--compile": {"help": "torch.compile's mode"},
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -41,27 +41,24 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from experiments.data import data_file
-from experiments.data.uci import FILE, UCI
+from experiments.data.uci import UCI
 from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
 )
-from experiments.uci.regression import FOLDERS, LR, Gaussian, Training, metrics_of
+from experiments.uci.regression import FOLDERS, Gaussian, metrics_of, training_of
 from marglik import OnlineTraining, PriorLearner, laplace_predictive, settling_rate
 from marglik.models import MLP
-from marglik.storage.provenance import environment
-
-__all__ = ["Config", "main", "report", "run"]
 
 STEPS = 5000
 """Steps of Adam for every network."""
@@ -86,30 +83,23 @@ class Config:
         """The name of its file, without its ending."""
         return slug(self.data)
 
-    @property
-    def training(self) -> Training:
-        """As in `experiments.uci.regression`; protein is large and has a wider network."""
-        large = self.data == "protein"
-        return Training(100 if large else 50, self.steps, 512 if large else 128, LR[self.data])
 
-
+@recorded
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Both networks on all splits; metrics in the target's units, nats per example."""
-    torch.set_num_threads(1)
-    splits = [run_split(config, k) for k in range(config.splits)]
-    return {"config": asdict(config), "splits": splits, **environment(torch.device("cpu"))}
+    return {"splits": [run_split(config, k) for k in range(config.splits)]}
 
 
 def run_split(config: Config, k: int) -> dict[str, Any]:
     """Both networks on split k."""
-    splits = UCI(FOLDERS[config.data], k, data_file(FILE)).load()
+    splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
+    training = training_of(config.data, config.steps)
     found: dict[str, Any] = {"num_data": len(y), "methods": {}, "learned": {}}
     for outputs, method in enumerate(METHODS, start=1):
         start = time.process_time()
         torch.manual_seed(k)
-        training = config.training
         model = MLP(x.shape[1], (training.hidden,), outputs, "tanh").double()
         loader = training.batches((x, y), k)
         epochs = math.ceil(training.steps / len(loader))
@@ -175,19 +165,15 @@ def report(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing sets, and write the table; returns the exit status."""
-    return study(
-        "uci_heteroscedastic",
-        __doc__,
-        run,
-        lambda options: [Config(name, min(options.seeds, SPLITS[name])) for name in options.data],
-        report,
-        arguments,
-        problems=FOLDERS,
-        seeds=3,
-    )
-
+main = study(
+    "uci_heteroscedastic",
+    __doc__,
+    run,
+    lambda options: [Config(name, min(options.seeds, SPLITS[name])) for name in options.data],
+    report,
+    problems=FOLDERS,
+    seeds=3,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

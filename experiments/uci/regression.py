@@ -48,12 +48,12 @@ from torch import Tensor, nn
 from torch.func import stack_module_state
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.data import data_file
-from experiments.data.uci import FILE, UCI
+from experiments.data.uci import UCI
 from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
@@ -63,12 +63,6 @@ from marglik.data import Batches, Splits
 from marglik.models import MLP
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import compute_metrics
-from marglik.storage.provenance import environment
-
-__all__ = [
-    "Config", "Gaussian", "Task", "Training", "grid_and_ensemble", "main", "metrics_of",
-    "report", "run", "run_split", "train_side_by_side",
-]  # fmt: skip
 
 FOLDERS = {
     "concrete": "concrete",
@@ -87,10 +81,9 @@ STEPS = dict.fromkeys(FOLDERS, 5000) | {
 }
 """Steps of Adam. By their training errors, larger sets' networks still underfit at 5,000 steps."""
 LR = dict.fromkeys(FOLDERS, 0.03) | {"protein": 0.1}
-"""Adam's first learning rate. Protein's was set before any of its test parts was seen: on a
-held-out fifth of split 0's training part, 0.1 has a log likelihood of -2.834, 0.03 of -2.881."""
-
-
+"""Adam's first learning rate, which falls to 0 by a cosine. Protein's was set before any of its
+test parts was seen: on a held-out fifth of split 0's training part, 0.1 has a log likelihood of
+-2.834, 0.03 of -2.881."""
 GRID = tuple(10 ** (-7 + 0.75 * k) for k in range(9))
 """Weight decays of the grid search, 1e-7 to 0.1."""
 VALIDATION = 0.15
@@ -127,6 +120,12 @@ class Training:
         return Batches(*data, min(self.batch_size, len(data[1])), shuffle=True, seed=seed)
 
 
+def training_of(dataset: str, steps: int) -> Training:
+    """That of each network on a set; protein is large and has a wider network."""
+    large = dataset == "protein"
+    return Training(100 if large else 50, steps, 512 if large else 128, LR[dataset])
+
+
 @dataclass(frozen=True)
 class Gaussian:
     """A method's predictions for the test inputs, standardised, and its cost."""
@@ -148,27 +147,15 @@ class Config:
 
     dataset: str
     split: int
+    """Its number, which is the seed of networks and batches, too."""
     steps: int
     """Steps of Adam for every network; see `STEPS`."""
-    lr: float
-    """Adam's first learning rate, which falls to 0 by a cosine; see `LR`."""
     updates: int = 10
     """Updates of the hyperparameters, spread evenly over training. Each is one step of MacKay's
     fixed point, so that the network follows one step before the next is taken."""
     sigma_noise: float = 0.1
     """Initial σ; precisions start at 1. It is small, so that the network fits before it is
     regularised."""
-
-    @property
-    def training(self) -> Training:
-        """Settings that train each network; protein is large and has a wider network."""
-        large = self.dataset == "protein"
-        return Training(100 if large else 50, self.steps, 512 if large else 128, self.lr)
-
-    @property
-    def seed(self) -> int:
-        """Seed of the network and the batches."""
-        return self.split
 
 
 @dataclass(frozen=True)
@@ -184,29 +171,24 @@ class Task:
         return slug(self.data)
 
 
+@recorded
 @quiet_training()
 def run(task: Task) -> dict[str, Any]:
     """Run the splits of a set, one after the other."""
-    torch.set_num_threads(1)
     started = time.perf_counter()
-    configs = [
-        Config(task.data, split, STEPS[task.data], LR[task.data]) for split in range(task.splits)
-    ]
-    return {
-        "config": asdict(task),
-        "splits": [run_split(config) for config in configs],
-        "seconds": time.perf_counter() - started,
-        **environment(torch.device("cpu")),
-    }
+    configs = [Config(task.data, split, STEPS[task.data]) for split in range(task.splits)]
+    splits = [run_split(config) for config in configs]
+    return {"splits": splits, "seconds": time.perf_counter() - started}
 
 
 def run_split(config: Config) -> dict[str, Any]:
     """Train ours and the rivals on a split; metrics in the target's units, nats per example."""
-    splits = UCI(FOLDERS[config.dataset], config.split, data_file(FILE)).load()
+    splits = UCI(FOLDERS[config.dataset], config.split).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
-    found, learned = ours(config, (x, y), x_test)
-    found["laplace-torch, post hoc"] = post_hoc(config.training, (x, y), x_test, config.seed)
-    rivals, chosen = grid_and_ensemble(config.training, (x, y), x_test, config.seed)
+    training = training_of(config.dataset, config.steps)
+    found, learned = ours(config, training, (x, y), x_test)
+    found["laplace-torch, post hoc"] = post_hoc(training, (x, y), x_test, config.split)
+    rivals, chosen = grid_and_ensemble(training, (x, y), x_test, config.split)
     return {
         "config": asdict(config),
         "num_data": len(y),
@@ -217,14 +199,15 @@ def run_split(config: Config) -> dict[str, Any]:
     }
 
 
-def ours(config: Config, data: Pair, x_test: Tensor) -> tuple[dict[str, Gaussian], dict[str, Any]]:
+def ours(
+    config: Config, training: Training, data: Pair, x_test: Tensor
+) -> tuple[dict[str, Gaussian], dict[str, Any]]:
     """The linearised predictive and the MAP of one online run, and the learned hyperparameters."""
     start = time.process_time()
-    training = config.training
-    model = training.network(data[0].shape[1], config.seed)
-    loader = training.batches(data, config.seed)
-    epochs = math.ceil(config.steps / len(loader))
-    optimizer = torch.optim.Adam(model.parameters(), config.lr, fused=True)
+    model = training.network(data[0].shape[1], config.split)
+    loader = training.batches(data, config.split)
+    epochs = math.ceil(training.steps / len(loader))
+    optimizer = torch.optim.Adam(model.parameters(), training.lr, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
     hyperparameters = Hyperparameters(
         PriorGroups.from_model(model),
@@ -515,21 +498,17 @@ def _gains(own: Sequence[dict[str, Any]], other: str) -> list[float]:
     return [a["log_likelihood"] - b["log_likelihood"] for a, b in pairs]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing sets, and write the tables; returns the exit status."""
-    return study(
-        "uci",
-        __doc__,
-        run,
-        lambda options: [
-            Task(name, min(options.seeds, 5 if name == "protein" else 20)) for name in options.data
-        ],
-        report,
-        arguments,
-        problems=FOLDERS,
-        seeds=20,
-    )
-
+main = study(
+    "uci",
+    __doc__,
+    run,
+    lambda options: [
+        Task(name, min(options.seeds, 5 if name == "protein" else 20)) for name in options.data
+    ],
+    report,
+    problems=FOLDERS,
+    seeds=20,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

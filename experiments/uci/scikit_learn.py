@@ -17,8 +17,8 @@ and the activation were chosen on parts of the training part of another seed, of
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from experiments.data.uci import UCI
-from experiments.studies import markdown, mean_with_error, quiet_training, slug, study
+from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
 from marglik import MarglikClassifier, MarglikRegressor
-from marglik.storage.provenance import environment
-
-__all__ = ["main", "run"]
 
 Table = tuple[np.ndarray, np.ndarray]
 
@@ -90,10 +87,10 @@ class Task:
         return f"{slug(self.data)}_{self.seed}"
 
 
+@recorded
 @quiet_training()
 def run(task: Task) -> dict[str, Any]:
     """NLL (nats, in the targets' units), and accuracy or RMSE, on the test part, of each way."""
-    torch.set_num_threads(1)
     is_classes = task.data in CLASSES
     x, y = (CLASSES | NUMBERS)[task.data]()
     parts: Any = train_test_split(
@@ -114,8 +111,7 @@ def run(task: Task) -> dict[str, Any]:
             scores = {"nll": nll.mean(), "rmse": np.mean((y_test - mean) ** 2) ** 0.5}
         found[name] = {k: float(v) for k, v in scores.items()}
         found[name]["seconds"] = time.perf_counter() - started
-    of_machine = environment(torch.device("cpu"))
-    return {"config": asdict(task), "examples": len(y), "ways": found, **of_machine}
+    return {"examples": len(y), "ways": found}
 
 
 def _gaussian(model: Any, x: np.ndarray, y: np.ndarray, x_test: np.ndarray) -> Table:
@@ -149,15 +145,12 @@ def table(found: list[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def tasks(options: argparse.Namespace) -> list[Task]:
+    """All seeds of a set, then those of the next."""
+    return [Task(data, seed) for data in options.data for seed in range(options.seeds)]
 
-    def tasks(options: argparse.Namespace) -> list[Task]:
-        return [Task(data, seed) for data in options.data for seed in range(options.seeds)]
 
-    sets = CLASSES | NUMBERS
-    return study("scikit_learn", __doc__, run, tasks, table, arguments, problems=sets, seeds=5)
-
+main = study("scikit_learn", __doc__, run, tasks, table, problems=CLASSES | NUMBERS, seeds=5)
 
 if __name__ == "__main__":
     sys.exit(main())

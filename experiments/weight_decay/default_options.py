@@ -14,8 +14,8 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,9 +24,9 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from experiments.studies import markdown, mean_with_error, quiet_training, slug, study
+from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
 from experiments.weight_decay.training import (
-    Training,
+    Problem,
     convolutions,
     digits,
     mlp,
@@ -35,7 +35,6 @@ from experiments.weight_decay.training import (
     small_images,
     with_wrong_labels,
 )
-from marglik.storage.provenance import environment
 
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SMALLEST = 1e-12
@@ -86,39 +85,28 @@ def cancer() -> tuple[Tensor, Tensor]:
     return (x - x.mean(0)) / x.std(0), torch.tensor(found.target)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A network and its data."""
-
-    make: Callable[[], nn.Module]
-    data: Callable[[], tuple[Tensor, Tensor]]
-    examples: int
-    epochs: int = 40
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    lr: float = 0.05
-
-    @property
-    def training(self) -> Training:
-        """How its network is trained."""
-        return Training(self.make, self.epochs, self.optimizer, self.lr)
-
-
+of_digits = partial(Problem, data=digits)
 PROBLEMS = {
-    "BatchNorm, pooled": Problem(lambda: convolutions(nn.BatchNorm2d, "pooled"), digits, 300),
-    "BatchNorm, flattened": Problem(lambda: convolutions(nn.BatchNorm2d, "flattened"), digits, 300),
-    "MLP": Problem(lambda: mlp(64, 10, no_norm), digits, 1000, epochs=20),
-    "convolutions": Problem(lambda: convolutions(no_norm, "flattened"), digits, 1000, epochs=20),
-    "MLP, LayerNorm": Problem(lambda: mlp(64, 10, nn.LayerNorm), digits, 400),
-    "transformer": Problem(lambda: Pooled(8, 8, 10), rows_of_digits, 600, 40, "adam", 3e-3),
-    "weight norm": Problem(normed_weights, digits, 400),
+    "BatchNorm, pooled": of_digits(lambda: convolutions(nn.BatchNorm2d, "pooled"), examples=300),
+    "BatchNorm, flattened": of_digits(
+        lambda: convolutions(nn.BatchNorm2d, "flattened"), examples=300
+    ),
+    "MLP": of_digits(lambda: mlp(64, 10, no_norm), 20, examples=1000),
+    "convolutions": of_digits(lambda: convolutions(no_norm, "flattened"), 20, examples=1000),
+    "MLP, LayerNorm": of_digits(lambda: mlp(64, 10, nn.LayerNorm), examples=400),
+    "transformer": Problem(
+        lambda: Pooled(8, 8, 10), 40, "adam", 3e-3, data=rows_of_digits, examples=600
+    ),
+    "weight norm": of_digits(normed_weights, examples=400),
     # The last three were not looked at before the defaults were chosen, but for the limit of
     # scale-invariant weights' decays: GroupNorm showed that 5e-3 was too large.
-    "GroupNorm": Problem(
-        lambda: convolutions(lambda c: nn.GroupNorm(4, c), "pooled"), digits, 500
+    "GroupNorm": of_digits(
+        lambda: convolutions(lambda c: nn.GroupNorm(4, c), "pooled"), examples=500
     ),
-    "vectors, BatchNorm": Problem(lambda: mlp(30, 2, nn.BatchNorm1d), cancer, 300),
+    "vectors, BatchNorm": Problem(lambda: mlp(30, 2, nn.BatchNorm1d), data=cancer, examples=300),
     "CIFAR-10 (JPEG), BatchNorm": Problem(
-        lambda: convolutions(nn.BatchNorm2d, "flattened", 3, 16), small_images, 4000, epochs=15
+        lambda: convolutions(nn.BatchNorm2d, "flattened", 3, 16), 15,
+        data=small_images, examples=4000,
     ),
 }  # fmt: skip
 
@@ -138,9 +126,10 @@ class Config:
         return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.part}_{self.seed}"
 
 
+@recorded
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Train the networks of a part, and test them."""
-    torch.set_num_threads(1)
     problem = PROBLEMS[config.problem]
     train_split, held_out, test = with_wrong_labels(
         *problem.data(), problem.examples, 100 if problem.examples <= 400 else 200,
@@ -154,22 +143,14 @@ def run(config: Config) -> dict[str, Any]:
     if config.part == "grid":
         ways = {f"{decay:g}": (decay, "settling") for decay in GRID}
     found = {}
-    with quiet_training():
-        problem.training.warm_up(train_split)
-        for way, (decay, rate) in ways.items():
-            trained = problem.training.run(
-                train_split, config.seed, decay, rate, evidence=config.part == "grid"
-            )
-            with torch.no_grad():
-                f_held_out, f = trained.model(held_out[0])[None], trained.model(test[0])[None]
-            found[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
-            found[way] |= {"seconds": trained.seconds} | trained.record
-    return {
-        "config": asdict(config),
-        "results": found,
-        "seconds": sum(of["seconds"] for of in found.values()),
-        **environment(torch.device("cpu")),
-    }
+    problem.warm_up(train_split)
+    for way, (decay, rate) in ways.items():
+        trained = problem.run(train_split, config.seed, decay, rate)
+        with torch.no_grad():
+            f_held_out, f = trained.model(held_out[0])[None], trained.model(test[0])[None]
+        found[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        found[way] |= {"seconds": trained.seconds} | trained.record
+    return {"results": found, "seconds": sum(of["seconds"] for of in found.values())}
 
 
 def shares(problem: str) -> tuple[float, ...]:
@@ -247,12 +228,7 @@ def is_worse(differences: list[float]) -> bool:
     return statistics.fmean(differences) > 2 * error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, and report."""
-    return study(
-        "default_options", __doc__, run, tasks, table, arguments, problems=PROBLEMS, seeds=3
-    )
-
+main = study("default_options", __doc__, run, tasks, table, problems=PROBLEMS, seeds=3)
 
 if __name__ == "__main__":
     sys.exit(main())

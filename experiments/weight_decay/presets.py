@@ -93,20 +93,6 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all presets and seeds, and write the table; returns the exit status."""
-    return study(
-        "presets",
-        __doc__,
-        run,
-        lambda options: [Config(p, seed) for p in options.data for seed in range(options.seeds)],
-        table,
-        arguments,
-        problems=NAMES,
-        seeds=3,
-    )
-
-
 def _metric(run: dict[str, Any], who: str, name: str = "cls/NLL") -> float:
     # The Laplace predictive's name goes on with its method.
     (key,) = [
@@ -139,6 +125,16 @@ def _pair(runs: Sequence[dict[str, Any]], which: str, name: str, form: str) -> s
     ]
     return " / ".join(form.format(mean) for mean in means)
 
+
+main = study(
+    "presets",
+    __doc__,
+    run,
+    lambda options: [Config(p, seed) for p in options.data for seed in range(options.seeds)],
+    table,
+    problems=NAMES,
+    seeds=3,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,31 +16,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from experiments.data import archive
 from kfac_backend import CurvatureOptions
-from marglik import (
-    Hyperparameters,
-    OnlineTraining,
-    Posterior,
-    PriorGroups,
-    PriorLearner,
-    settling_rate,
-    weight_decay_to_precision,
-)
+from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner, settling_rate
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
-from marglik.training.learner import update_prior
-
-__all__ = [
-    "Batches",
-    "Split",
-    "Trained",
-    "Training",
-    "convolutions",
-    "digits",
-    "mlp",
-    "no_norm",
-    "scaled_scores",
-    "small_images",
-    "with_wrong_labels",
-]
 
 CURVATURE = CurvatureOptions(unsupported="diagonal")
 DEFAULT = 5e-4
@@ -153,19 +130,25 @@ class Batches:
 
 @dataclass
 class Trained:
-    """A network, its cost, and what learned its weight decays."""
+    """A network, its cost, and what was learned of its weight decays."""
 
     model: nn.Module
     seconds: float
     """CPU time."""
     record: dict[str, Any] = field(default_factory=dict)
-    learner: PriorLearner | None = None
-    """Where the decays were learned."""
+    result: OnlineResult | None = None
+    """Where the decays were learned, or those of another training were taken."""
+
+    @property
+    def learner(self) -> PriorLearner:
+        """What learned the decays."""
+        assert self.result is not None and self.result.learner is not None
+        return self.result.learner
 
     @property
     def posterior(self) -> Posterior:
         """At the network, where its decays were learned."""
-        assert self.learner is not None and self.learner.posterior is not None
+        assert self.learner.posterior is not None
         return self.learner.posterior
 
 
@@ -190,7 +173,7 @@ class Training:
         decays: float | PriorLearner | None,
         rate: str = "settling",
         after_epoch: Callable[[int, nn.Module], None] | None = None,
-        evidence: bool = False,
+        loader: Any = None,
     ) -> Trained:
         """Train once.
 
@@ -202,13 +185,12 @@ class Training:
             rate: "settling", our default rates with averaged parameters; or "cosine", to zero,
                 without an average, for fixed decays.
             after_epoch: called with the number of an epoch that has ended, and the network.
-            evidence: whether to record, of fixed decays, the evidence of the network that they
-                lead to, at the decays that maximise it there.
+            loader: of the training data, in place of `Batches`.
         """
         torch.manual_seed(seed)
         model = self.make()
-        loader = Batches(*split, self.batch_size)
-        N, steps = len(split[1]), self.epochs * len(loader)
+        loader = loader or Batches(*split, self.batch_size)
+        steps = self.epochs * len(loader)
         optimizer = self._optimizer(model)
         scheduler = settling_rate(optimizer, steps)
         if rate == "cosine":
@@ -216,20 +198,13 @@ class Training:
         started = time.process_time()
         if isinstance(decays, (int, float)):
             self._train(model, loader, optimizer, scheduler, decays, rate != "cosine", after_epoch)
-            trained = Trained(model.eval(), time.process_time() - started)
-            if evidence:
-                delta = weight_decay_to_precision(decays, N)
-                hyper = Hyperparameters(PriorGroups.from_model(model), delta)
-                laplace = _posterior(model, hyper.prior_precision)
-                found, _ = update_prior(hyper, laplace, loader, N, steps=200)
-                trained.record["evidence_per_example"] = [found[0] / N, found[-1] / N]
-            return trained
+            return Trained(model.eval(), time.process_time() - started)
         learner = PriorLearner("classification", CURVATURE, epochs=self.epochs)
         learner = learner if decays is None else decays.replay()
         result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
         seconds = time.process_time() - started
         if decays is not None:
-            return Trained(model.eval(), seconds)
+            return Trained(model.eval(), seconds, result=result)
         updates = [record for record in result.records if record["kind"] == "update"]
         record = {
             "weight_decay": updates[-1]["weight_decay"],
@@ -237,7 +212,7 @@ class Training:
         }
         if "ranges" in updates[0]:
             record["path"] = [of["ranges"] for of in updates]
-        return Trained(model.eval(), seconds, record, learner)
+        return Trained(model.eval(), seconds, record, result)
 
     def warm_up(self, split: Split) -> None:
         """Train for a moment, so that no timed training loads code first."""
@@ -279,8 +254,13 @@ class Training:
             update_bn(loader, model)
 
 
-def _posterior(model: nn.Module, prior_precision: Tensor) -> Posterior:
-    return Posterior(model, "classification", CURVATURE, prior_precision=prior_precision)
+@dataclass(frozen=True, kw_only=True)
+class Problem(Training):
+    """A network, how it is trained, and the data."""
+
+    data: Callable[[], tuple[Tensor, Tensor]]
+    examples: int
+    """For training."""
 
 
 # Scores

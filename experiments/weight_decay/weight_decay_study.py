@@ -30,7 +30,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.data import data_file
 from experiments.data.nci1 import NCI1
 from experiments.models import GraphNetwork
 from experiments.studies import (
     markdown,
     mean_with_error,
     quiet_training,
+    recorded,
     slug,
     standard_error,
     study,
@@ -66,7 +66,6 @@ from experiments.weight_decay.training import (
 from marglik.models import LeNet
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import Layers, PredictiveConfig, laplace_predictive
-from marglik.storage.provenance import environment
 
 DEFAULT = 5e-4
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -86,7 +85,7 @@ class Problem:
 
 def molecules() -> tuple[Any, Tensor]:
     """4,070 molecules of NCI1, two classes."""
-    return NCI1(data_file("NCI1.tar.gz"), test=0.01).load().train
+    return NCI1(test=0.01).load().train
 
 
 PROBLEMS = {
@@ -177,12 +176,9 @@ class Ways:
         others = [
             self.way(self.fixed(decay, rate, self.seed + 1000 * i)) for i in range(1, MEMBERS)
         ]
-        held_out, test = (
-            torch.cat([getattr(way, part) for way in (first, *others)])
-            for part in ("held_out", "test")
-        )
+        outputs = [(way.held_out, way.test) for way in (first, *others)]
         seconds = first.seconds + sum(of.seconds for of in others)
-        return Way(held_out, test, seconds, first.trainings + len(others))
+        return Way(*together(outputs), seconds, first.trainings + len(others))
 
     def dropout(self, decay: float, p: float) -> Way:
         """A network with dropout before each linear map but the first, which stays on."""
@@ -220,8 +216,7 @@ class Ways:
             sample = mean + (variance.sqrt() * torch.randn_like(mean) + low_rank) / 2**0.5
             nn.utils.vector_to_parameters(sample, trained.model.parameters())
             found.append(self.outputs(trained.model))
-        held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Way(held_out, test, trained.seconds + time.process_time() - started)
+        return Way(*together(found), trained.seconds + time.process_time() - started)
 
     def laplace(self, learned: Trained, layers: Layers, calibrated: bool = True) -> Way:
         """The posterior's predictive by probit, as log probabilities."""
@@ -283,8 +278,13 @@ class Ways:
         for _ in range(SAMPLES):
             with optimizer.sampled_params():
                 found.append(self.outputs(model))
-        held_out, test = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Way(held_out, test, time.process_time() - started)
+        return Way(*together(found), time.process_time() - started)
+
+
+def together(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The outputs of all networks on held-out and on test data, (S, N, C) each."""
+    held_out, test = zip(*outputs, strict=True)
+    return torch.cat(held_out), torch.cat(test)
 
 
 def with_dropout(model: nn.Module, p: float) -> nn.Module:
@@ -310,42 +310,39 @@ def splits_of(config: Config) -> tuple[Split, Split, Split]:
     return with_wrong_labels(x, y, config.examples, problem.held_out, config.wrong, config.seed)
 
 
+@recorded
+@quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Try all ways, and test them."""
-    torch.set_num_threads(1)
     of = Ways(config)
-    with quiet_training():
-        of.training.warm_up(of.train_split)
-        default = of.way(of.fixed(DEFAULT))
-        cosine = {decay: of.way(of.fixed(decay)) for decay in GRID}
-        unit = statistics.median(way.seconds for way in cosine.values())
-        ways = {"default": default, "grid": of.best(cosine)}
-        settling = {decay: of.way(of.fixed(decay, "settling")) for decay in GRID}
-        ways["grid, averaged"] = of.best(settling)
-        learned = of.fixed(None, "settling")
-        ways["learned"] = of.way(learned)
-        if config.everything:
-            grid = ways["grid"]
-            ways["ensemble, grid's decay"] = of.ensemble(grid, grid.chosen, "cosine")
-            ways["ensemble, learned decays"] = of.ensemble(
-                ways["learned"], learned.learner, "settling"
-            )
-            ways["dropout"] = of.best({p: of.dropout(grid.chosen, p) for p in DROPOUT})
-            ways["SWAG"] = of.swag(ways["grid, averaged"].chosen)
-            ways["IVON"] = of.best({pair: of.ivon(*pair) for pair in IVON})
-            ways["Laplace, uncalibrated"] = of.laplace(learned, "all", calibrated=False)
-            ways["Laplace"] = of.laplace(learned, "all")
-            ways["Laplace, last layer"] = of.laplace(learned, "last")
-            after_search = ["dropout", "SWAG"]
-            if isinstance(of.test[0], Tensor):  # of no graphs
-                ways["laplace-torch"] = of.laplace_torch(grid.chosen)
-                after_search.append("laplace-torch")
-            for name in after_search:  # for the decay
-                search = ways["grid, averaged"] if name == "SWAG" else grid
-                ways[name].seconds += search.seconds
-                ways[name].trainings += search.trainings
+    of.training.warm_up(of.train_split)
+    default = of.way(of.fixed(DEFAULT))
+    cosine = {decay: of.way(of.fixed(decay)) for decay in GRID}
+    unit = statistics.median(way.seconds for way in cosine.values())
+    ways = {"default": default, "grid": of.best(cosine)}
+    settling = {decay: of.way(of.fixed(decay, "settling")) for decay in GRID}
+    ways["grid, averaged"] = of.best(settling)
+    learned = of.fixed(None, "settling")
+    ways["learned"] = of.way(learned)
+    if config.everything:
+        grid = ways["grid"]
+        ways["ensemble, grid's decay"] = of.ensemble(grid, grid.chosen, "cosine")
+        ways["ensemble, learned decays"] = of.ensemble(ways["learned"], learned.learner, "settling")
+        ways["dropout"] = of.best({p: of.dropout(grid.chosen, p) for p in DROPOUT})
+        ways["SWAG"] = of.swag(ways["grid, averaged"].chosen)
+        ways["IVON"] = of.best({pair: of.ivon(*pair) for pair in IVON})
+        ways["Laplace, uncalibrated"] = of.laplace(learned, "all", calibrated=False)
+        ways["Laplace"] = of.laplace(learned, "all")
+        ways["Laplace, last layer"] = of.laplace(learned, "last")
+        after_search = ["dropout", "SWAG"]
+        if isinstance(of.test[0], Tensor):  # of no graphs
+            ways["laplace-torch"] = of.laplace_torch(grid.chosen)
+            after_search.append("laplace-torch")
+        for name in after_search:  # for the decay
+            search = ways["grid, averaged"] if name == "SWAG" else grid
+            ways[name].seconds += search.seconds
+            ways[name].trainings += search.trainings
     return {
-        "config": asdict(config),
         "ways": {
             name: of.scores(way)
             | {
@@ -357,7 +354,6 @@ def run(config: Config) -> dict[str, Any]:
         },
         "decays": learned.record["weight_decay"],
         "seconds": sum(way.seconds for way in ways.values()),
-        **environment(torch.device("cpu")),
     }
 
 
@@ -464,13 +460,9 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     return {"summary": figure}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing tasks, and report."""
-    return study(
-        "weight_decay_study", __doc__, run, tasks, table, arguments,
-        problems=PROBLEMS, seeds=5, figures=figures,
-    )  # fmt: skip
-
+main = study(
+    "weight_decay_study", __doc__, run, tasks, table, problems=PROBLEMS, seeds=5, figures=figures
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -97,11 +97,12 @@ def test_tables_and_figures_are_made_from_the_json_alone(name, tmp_path, capsys)
 
 
 def command(tasks, then, folder, *options):
-    return studies.study(
+    main = studies.study(
         "study", "A study.", run_task, lambda _: [Task(name) for name in tasks],
-        lambda found: " ".join(run["name"] for run in found), ["--results", str(folder), *options],
+        lambda found: " ".join(run["name"] for run in found),
         then=lambda _, found: [Task(name) for name in then if len(found) > 1],
     )  # fmt: skip
+    return main(["--results", str(folder), *options])
 
 
 def test_what_is_missing_is_run_and_a_run_that_fails_is_named(tmp_path, capsys, in_this_process):
@@ -190,7 +191,7 @@ def small_table2(patch):
 
 
 def small_uci(patch):
-    splits = [regression.run_split(regression.Config("yacht", 0, 40, 0.03, updates=4))]
+    splits = [regression.run_split(regression.Config("yacht", 0, 40, updates=4))]
     ours, single = (splits[0]["methods"][name] for name in ("ours", "MAP, learned σ"))
     assert ours["rmse"] == single["rmse"] and ours["log_likelihood"] != single["log_likelihood"]
     return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
@@ -265,7 +266,7 @@ def small_learned_ranges(patch):
             images = lambda: (few_digits()[0].expand(-1, 3, -1, -1), few_digits()[1])  # noqa: E731
         small = replace(
             data, examples=50, held_out=20, epochs=2, data=images,
-            network=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.network,
+            make=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.make,
         )  # fmt: skip
         patch.setitem(learned_ranges.PROBLEMS, name, small)
     patch.setattr(learned_ranges, "SHARES", (0.5,))
@@ -362,20 +363,21 @@ def test_two_ranks_find_the_bytes_of_the_formula():
 
 
 TINY = steps_to_target.Study(
-    {"tiny": Problem("tiny", Blobs().load, lambda _: MLP(2, (5,), 3), "classification", 8)},
+    "tiny",
+    Problem("tiny", Blobs().load, lambda: MLP(2, (5,), 3), "classification", 8),
     {
         "sgd": Method("SGD", "nesterov"),
         "adamw": Method("AdamW", "nadamw"),
         "reduce": Method("K-FAC-reduce", "nesterov", "reduce", pace=0.75),
         "diverges": Method("K-FAC, plain", "nesterov", "expand", {"kl_clip": None}),
     },
-    {"tiny": Schedule(12, 2)},
+    Schedule(12, 2),
     {"sgd": (1e-2, 1e-1), "adamw": (1e-3, 1e-2), "reduce": (1e-3, 1e-2), "diverges": (0.1, 1e4)},
     damping=(1e-2, 1.0),
     block=2,
     trials=3,
     seeds=2,
-    paper={"sgd": ("100", "100", "100")},
+    paper=dict.fromkeys(("sgd", "adamw", "reduce", "diverges"), ("100", "100", "100")),
 )
 
 

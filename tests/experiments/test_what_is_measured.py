@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from experiments.exactness import modes
 from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
-from experiments.optimizers.training import best_candidate, settled_at
+from experiments.optimizers.steps_to_target import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
 from experiments.speed.update_step_timing import amortised
 from experiments.table2 import marglik_cifar10 as table2
