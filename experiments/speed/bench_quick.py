@@ -39,6 +39,7 @@ from kfac_backend import CurvatureOptions, kronecker_factors
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import KronLaplace, Posterior
 from marglik.data import Batches
+from marglik.models import MLP
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner
@@ -89,12 +90,12 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     found["K-FAC step, reduce"] = training_step(model, x, y, optimizer)
     limits["K-FAC step, reduce"] = "training step"
     _add_epochs(found, limits, 4 * batch_size, width)
-    _add_transformers(found, limits, 4 * batch_size)
+    _add_small_networks(found, limits, 4 * batch_size)
     return found, limits
 
 
-def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
-    """A batch of the unchanged transformers of the presets ``vit_cifar10`` and ``gpt_dart``."""
+def _add_small_networks(found: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
+    """A batch of the presets' transformers, and a pass over 16 batches through an MLP."""
     images, classes = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     tokens = torch.randint(256, (batch_size, 64))
 
@@ -106,6 +107,13 @@ def _add_transformers(found: dict[str, Work], limits: dict[str, str], batch_size
 
     found["ViT: limit of 9"] = limit(vit(), images, 9)
     found["GPT: limit of 1"] = language_limit(gpt(), tokens, part=batch_size)
+    # A small network in small batches, which a pass joins: it waits for Python and not for numbers.
+    digits = [(torch.randn(32, 1, 8, 8), torch.randint(10, (32,))) for _ in range(16)]
+    of_batch = limit(MLP(64, (128, 128), 10), digits[0][0], 9)
+    found["MLP: limit of 9"] = lambda: [of_batch() for _ in digits]
+    known = Posterior(MLP(64, (128, 128), 10), "classification", CurvatureOptions())
+    found["MLP, small batches, exact"] = lambda: known.fit(digits)
+    limits["MLP, small batches, exact"] = "MLP: limit of 9"
     for mode in ("expand", "reduce"):
         found[f"ViT, {mode}, exact"] = ours(vit(), images, classes, kfac_approx=mode)
         limits[f"ViT, {mode}, exact"] = "ViT: limit of 9"
