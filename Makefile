@@ -93,6 +93,7 @@ gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed o
 	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --data update_50000 sizes
 	$(BIN)/python -m experiments.speed.update_step_timing --device cuda
 	$(BIN)/python -m experiments.speed.transformer_timing --data gpt_cuda vit_cuda
+	$(BIN)/python -m experiments.speed.ekfac_timing --data resnet9_cuda gpt2_cuda
 	$(BIN)/python -m experiments.table2.marglik_cifar10 --protocol full --data reduce_augmented fixed_augmented --seeds 1 --device cuda --jobs 2 --compile reduce-overhead
 
 transformer-timing: $(INSTALLED)  ## K-FAC of a GPT and a ViT, expand against reduce: a quarter of an hour

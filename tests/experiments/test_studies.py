@@ -21,6 +21,7 @@ from experiments.speed import (
     bench_curvature,
     bench_predictive,
     bench_quick,
+    ekfac_timing,
     transformer_timing,
 )
 from experiments.speed import large_classes as classes
@@ -236,6 +237,14 @@ def small_transformer_timing(patch):
         for name, shape in shapes.items()
     ]
     return found, transformer_timing.table
+
+
+def small_ekfac_timing(patch):
+    small = ekfac_timing.Size("gpt2", 4, 2, tokens=6, dim=64, depth=1, vocabulary=11)
+    sizes = {"resnet9_cpu": ekfac_timing.Size("resnet9", 4, 2), "gpt2_cpu": small}
+    found = [ekfac_timing.run(ekfac_timing.Config(name, size)) for name, size in sizes.items()]
+    assert all(run["seconds"]["factors"] > 0 for run in found)
+    return found, ekfac_timing.table
 
 
 def small_update_step_timing(patch):
