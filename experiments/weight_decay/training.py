@@ -162,10 +162,6 @@ class Training:
     lr: float = 0.05
     batch_size: int = 50
 
-    def but(self, make: Callable[[], nn.Module]) -> "Training":
-        """The same training of another network."""
-        return replace(self, make=make)
-
     def run(
         self,
         split: Split,

@@ -182,7 +182,7 @@ class Ways:
 
     def dropout(self, decay: float, p: float) -> Way:
         """A network with dropout before each linear map but the first, which stays on."""
-        training = self.training.but(lambda: with_dropout(self.training.make(), p))
+        training = replace(self.training, make=lambda: with_dropout(self.training.make(), p))
         trained = training.run(self.train_split, self.seed, decays=decay, rate="cosine")
         trained.model.eval()
         for module in trained.model.modules():

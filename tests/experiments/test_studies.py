@@ -191,7 +191,7 @@ def small_table2(patch):
 
 
 def small_uci(patch):
-    splits = [regression.run_split(regression.Config("yacht", 0, 40, updates=4))]
+    splits = [regression.run_split(regression.Config("yacht", 1, 40, updates=4), 0)]
     ours, single = (splits[0]["methods"][name] for name in ("ours", "MAP, learned σ"))
     assert ours["rmse"] == single["rmse"] and ours["log_likelihood"] != single["log_likelihood"]
     return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
