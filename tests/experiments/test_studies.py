@@ -314,8 +314,8 @@ def small_weight_decay_study(patch):
     }.items():
         patch.setattr(weight_decay_study, name, value)
     network = lambda: mlp(64, 10, no_norm, hidden=8)  # noqa: E731
-    training = replace(weight_decay_study.PROBLEMS["digits, MLP"].training, make=network, epochs=6)
-    small = weight_decay_study.Problem(few_digits, training, held_out=60)
+    problem = weight_decay_study.PROBLEMS["digits, MLP"]
+    small = replace(problem, make=network, epochs=6, data=few_digits, held_out=60)
     patch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
     # IVON's package comes with [bench] alone.
     patch.setattr(weight_decay_study.Ways, "ivon", lambda ways, *pair: ways.swag(1e-3))
