@@ -205,6 +205,19 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
+def metric_of(found: Result, predictive: str, key: str) -> float:
+    """A metric of a predictive, of those that ``marglik train`` reports.
+
+    Args:
+        found: with the "metrics" of a run.
+        predictive: its name, or the beginning of it: a Laplace predictive's goes on with its
+            method, and the preset's is the first.
+        key: the metric's name.
+    """
+    names = [predictive] if predictive in found["metrics"] else found["metrics"]
+    return found["metrics"][next(n for n in names if n.startswith(predictive))][key]
+
+
 @contextmanager
 def quiet_training() -> Iterator[None]:
     """Silence the line that training logs after each epoch, for many short epochs."""

@@ -47,7 +47,7 @@ from experiments.weight_decay.training import (
     convolutions,
     digits,
     no_norm,
-    scaled_scores,
+    scores_of,
     small_images,
     with_wrong_labels,
 )
@@ -67,7 +67,6 @@ DECAY = 5e-4
 class Problem(training.Problem):
     """A network, how it is trained, the data, and what was done to it."""
 
-    held_out: int
     done: dict[str, float] = field(default_factory=dict)
     """The ranges of an affine transform that each image was put through once, by name."""
     colour: bool = False
@@ -213,13 +212,9 @@ def run(config: Config) -> dict[str, Any]:
         score(name, trained)
         return trained
 
-    @torch.no_grad()
     def score(name: str, trained: Trained) -> None:
         model = trained.model.eval()
-        outputs = (torch.cat([model(part) for part in of.split(500)])[None] for of in
-                   (held_out[0], test[0]))  # fmt: skip
-        f_held_out, f = outputs
-        found[name] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        found[name] = scores_of(model, held_out, test, at_a_time=500)
         found[name] |= {"seconds": trained.seconds} | trained.record
         if isinstance(model, LearnedAugmentation):
             found[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))

@@ -10,7 +10,6 @@ from torch.nn.functional import one_hot
 from experiments.data.archives import members
 from marglik.data.splits import DataSource, Splits, check_fraction, stratified
 from marglik.graphs import Graphs
-from marglik.sizes import check_sizes
 
 FILE = "NCI1.tar.gz"
 ORIGIN = "from the TUDataset collection, chrsmrrs.github.io/datasets, as a tar archive"
@@ -29,7 +28,6 @@ class NCI1(DataSource):
             NCI1_node_labels.txt; if not given, NCI1.tar.gz in the folder of the data.
         test: share of all graphs that become the test set, in (0, 1).
         validation: share of the training graphs that become the validation set, in [0, 1).
-        num_train: number of training graphs to use, including validation; all if not given.
         seed: seed of the choice of graphs.
     """
 
@@ -38,16 +36,13 @@ class NCI1(DataSource):
         path: str | Path | None = None,
         test: float = 0.2,
         validation: float = 0.0,
-        num_train: int | None = None,
         seed: int = 0,
     ) -> None:
         check_fraction("test", test, zero=False)
         check_fraction("validation", validation)
-        check_sizes(num_train=num_train)
         self.path = path
         self.test = test
         self.validation = validation
-        self.num_train = num_train
         self.seed = seed
 
     def load(self) -> Splits:
@@ -65,8 +60,6 @@ class NCI1(DataSource):
 
         every = torch.arange(len(labels))
         test, train = divide(every, round(self.test * len(every)), f"test={self.test}")
-        if self.num_train not in (None, len(train)):
-            train, _ = divide(train, self.num_train, f"num_train={self.num_train}")
         validation = None
         if self.validation:
             size = round(self.validation * len(train))

@@ -35,7 +35,7 @@ from experiments.weight_decay.training import (
     digits,
     mlp,
     no_norm,
-    scaled_scores,
+    scores_of,
     small_images,
 )
 from marglik import PriorLearner, suspicious_labels
@@ -51,7 +51,7 @@ PROBLEMS = {
 NOISES: tuple[tuple[Literal["flipped", "structured"], float], ...] = (
     ("flipped", 0.2), ("structured", 0.2), ("flipped", 0.4),
 )  # fmt: skip
-FOLDS, HELD_OUT = 5, 200
+FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
     shift = torch.randint(1, classes, (size,), generator=generator)
     shift = shift if config.noise == "flipped" else torch.ones_like(shift)
     given = torch.where(wrong, (y[:size] + shift) % classes, y[:size])
-    end = size + HELD_OUT
+    end = size + problem.held_out
     test = x[end:][:3000], y[end:][:3000]
     return (x[:size], given), y[:size], (x[size:end], y[size:end]), test
 
@@ -180,10 +180,7 @@ def run(config: Config) -> dict[str, Any]:
     }
     tests = {}
     for way, data in cleaned.items():
-        again = train(config, data, seed=1000).model
-        with torch.no_grad():
-            f_held_out, f = again(held_out[0])[None], again(test[0])[None]
-        tests[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        tests[way] = scores_of(train(config, data, seed=1000).model, held_out, test)
         took(way)
     return {
         "found": {name: ranked(score, wrong) for name, score in scores.items()},

@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from experiments.timing import interleaved
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
 from marglik.data.batches import split_batches
@@ -353,16 +354,14 @@ def seconds_of_steps(
         name: Training(problem, splits, methods[name], candidate, 0, schedule)
         for name in config.methods
     }
-    each: dict[str, list[float]] = {name: [] for name in trainings}
-    for number in range(config.blocks + 1):
-        for name, training in trainings.items():
-            started = time.process_time()
-            for _ in range(config.block):
-                training.step()
-            if number:  # the first warms up
-                each[name].append((time.process_time() - started) / config.block)
-    quartiles = ("low", "median", "high")
-    return {
-        name: dict(zip(quartiles, statistics.quantiles(s, n=4), strict=True))
-        for name, s in each.items()
-    }
+
+    def block(training: Training) -> Callable[[], object]:
+        return lambda: [training.step() for _ in range(config.block)]
+
+    blocks = {name: block(training) for name, training in trainings.items()}
+    measured = interleaved(blocks, config.blocks, torch.device("cpu"), "processor")
+    found = {}
+    for name, of_blocks in measured.items():
+        low, median, high = statistics.quantiles([s / config.block for s in of_blocks], n=4)
+        found[name] = {"low": low, "median": median, "high": high}
+    return found

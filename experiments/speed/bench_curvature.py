@@ -138,7 +138,7 @@ def run_growth(config: Config) -> dict[str, Any]:
                 work[f"curvlinops, {mode}, exact"] = batch.of(peer, PEERS["curvlinops"], **options)
             seconds = _measured(batch.config, work)["median_seconds"]
             growth[axis].append({axis: value, "median_seconds": seconds})
-    return {"config": asdict(config), "growth": growth, **environment(torch.device(config.device))}
+    return {"growth": growth}
 
 
 STEPS = 100
@@ -235,8 +235,7 @@ def run_sizes(config: Config) -> dict[str, Any]:
         seconds[name] = medians(interleaved({name: work}, config.repetitions, device))[name]
         seconds[name] *= 500 / N
         peak[name] = peak_memory(work, device) / 2**20
-    found = {"seconds_of_500_images": seconds, "peak_mebibytes": peak}
-    return {"config": asdict(config), **found, **environment(device)}
+    return {"seconds_of_500_images": seconds, "peak_mebibytes": peak}
 
 
 PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
@@ -265,7 +264,8 @@ def run_part(part: Part) -> dict[str, Any]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module="laplace")
     function, differs = PARTS[part.name]
-    return function(replace(Config(device=part.device), **differs))
+    config = replace(Config(device=part.device), **differs)
+    return {"config": asdict(config), **function(config), **environment(torch.device(part.device))}
 
 
 def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
@@ -277,13 +277,7 @@ def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
         for name, value in median.items()
         if f"limit, {(fisher := name.rsplit(', ')[-1])}" in median
     }
-    return {
-        "config": asdict(config),
-        "median_seconds": median,
-        "times_the_limit": ratios,
-        "seconds": measured,
-        **environment(device),
-    }
+    return {"median_seconds": median, "times_the_limit": ratios, "seconds": measured}
 
 
 # Tables and the figure, from JSON alone

@@ -16,9 +16,7 @@ Each part is a JSON file in ``results/bench_predictive_cpu/``:
 """
 
 import resource
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,13 +109,10 @@ def run_jacobians(N: int, gibibytes: int = 24, repetitions: int = 1) -> dict[str
     x, y = torch.randn(N, 3, 32, 32), torch.arange(N) % 10
     laplace: Any = Laplace(model, "classification", "all", "kron", backend=CurvlinopsGGN)
     laplace.fit(DataLoader(TensorDataset(x[:4], y[:4]), batch_size=4))
-    seconds = []
-    for _ in range(repetitions + 1):
-        start = time.perf_counter()
-        laplace._glm_predictive_distribution(x)
-        seconds.append(time.perf_counter() - start)
+    work = {"covariances": lambda: laplace._glm_predictive_distribution(x)}
+    seconds = medians(interleaved(work, repetitions, CPU))["covariances"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-    return {"batch_size": N, "seconds": statistics.median(seconds[1:]), "peak_gibibytes": peak}
+    return {"batch_size": N, "seconds": seconds, "peak_gibibytes": peak}
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:

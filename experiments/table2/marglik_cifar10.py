@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data import specification
-from experiments.studies import markdown, mean_with_error, study
+from experiments.studies import markdown, mean_with_error, metric_of, study
 from marglik.cli import main as marglik
 from marglik.storage.run_folder import RESULTS, read_log, read_record
 
@@ -172,15 +172,9 @@ def _cells(setting: tuple[str, bool]) -> tuple[str, str]:
     return setting[0], "yes" if setting[1] else "no"
 
 
-def _metric(found: Result, predictive: str, key: str) -> float:
-    """A metric of a predictive; "Laplace" is the preset's, whose name goes on with its method."""
-    names = [predictive] if predictive in found["metrics"] else found["metrics"]
-    return found["metrics"][next(n for n in names if n.startswith(predictive))][key]
-
-
 def _of(own: Sequence[Result], predictive: str, key: str, form: str) -> str:
     factor = 1 if key == NLL else 100
-    return mean_with_error([factor * _metric(r, predictive, key) for r in own], form)
+    return mean_with_error([factor * metric_of(r, predictive, key) for r in own], form)
 
 
 def _main_table(runs: Runs) -> str:
@@ -208,7 +202,7 @@ def _calibrated(runs: Runs) -> str:
          "Laplace - temperature-scaled", "ECE, %: MAP", "temperature-scaled", "Laplace")
     ]  # fmt: skip
     for setting, own in runs.items():
-        gain = [_metric(r, "Laplace", NLL) - _metric(r, SCALED, NLL) for r in own]
+        gain = [metric_of(r, "Laplace", NLL) - metric_of(r, SCALED, NLL) for r in own]
         rows.append(
             (
                 *_cells(setting),
@@ -228,7 +222,7 @@ def gains(runs: Runs) -> str:
     for (approach, augment), own in runs.items():
         fixed = {r["config"]["seed"]: r for r in runs.get(("fixed", augment), ())}
         differences = [
-            _metric(r, "MAP", NLL) - _metric(fixed[r["config"]["seed"]], "MAP", NLL)
+            metric_of(r, "MAP", NLL) - metric_of(fixed[r["config"]["seed"]], "MAP", NLL)
             for r in own
             if r["config"]["seed"] in fixed and approach != "fixed"
         ]

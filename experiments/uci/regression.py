@@ -38,7 +38,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -143,11 +143,10 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of one split of one set."""
+    """The first splits of one set."""
 
-    dataset: str
-    split: int
-    """Its number, which is the seed of networks and batches, too."""
+    data: str
+    splits: int
     steps: int
     """Steps of Adam for every network; see `STEPS`."""
     updates: int = 10
@@ -157,14 +156,6 @@ class Config:
     """Initial σ; precisions start at 1. It is small, so that the network fits before it is
     regularised."""
 
-
-@dataclass(frozen=True)
-class Task:
-    """The first splits of one set."""
-
-    data: str
-    splits: int
-
     @property
     def name(self) -> str:
         """The name of its file, without its ending."""
@@ -173,24 +164,25 @@ class Task:
 
 @recorded
 @quiet_training()
-def run(task: Task) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any]:
     """Run the splits of a set, one after the other."""
     started = time.perf_counter()
-    configs = [Config(task.data, split, STEPS[task.data]) for split in range(task.splits)]
-    splits = [run_split(config) for config in configs]
+    splits = [run_split(config, k) for k in range(config.splits)]
     return {"splits": splits, "seconds": time.perf_counter() - started}
 
 
-def run_split(config: Config) -> dict[str, Any]:
-    """Train ours and the rivals on a split; metrics in the target's units, nats per example."""
-    splits = UCI(FOLDERS[config.dataset], config.split).load()
+def run_split(config: Config, k: int) -> dict[str, Any]:
+    """Train ours and the rivals on split k; metrics in the target's units, nats per example.
+
+    Its number is the seed of networks and batches, too.
+    """
+    splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
-    training = training_of(config.dataset, config.steps)
-    found, learned = ours(config, training, (x, y), x_test)
-    found["laplace-torch, post hoc"] = post_hoc(training, (x, y), x_test, config.split)
-    rivals, chosen = grid_and_ensemble(training, (x, y), x_test, config.split)
+    training = training_of(config.data, config.steps)
+    found, learned = ours(config, training, (x, y), x_test, k)
+    found["laplace-torch, post hoc"] = post_hoc(training, (x, y), x_test, k)
+    rivals, chosen = grid_and_ensemble(training, (x, y), x_test, k)
     return {
-        "config": asdict(config),
         "num_data": len(y),
         "num_test": len(y_test),
         "methods": {name: metrics_of(g, splits, y_test) for name, g in (found | rivals).items()},
@@ -200,12 +192,12 @@ def run_split(config: Config) -> dict[str, Any]:
 
 
 def ours(
-    config: Config, training: Training, data: Pair, x_test: Tensor
+    config: Config, training: Training, data: Pair, x_test: Tensor, seed: int
 ) -> tuple[dict[str, Gaussian], dict[str, Any]]:
     """The linearised predictive and the MAP of one online run, and the learned hyperparameters."""
     start = time.process_time()
-    model = training.network(data[0].shape[1], config.split)
-    loader = training.batches(data, config.split)
+    model = training.network(data[0].shape[1], seed)
+    loader = training.batches(data, seed)
     epochs = math.ceil(training.steps / len(loader))
     optimizer = torch.optim.Adam(model.parameters(), training.lr, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
@@ -503,7 +495,8 @@ main = study(
     __doc__,
     run,
     lambda options: [
-        Task(name, min(options.seeds, 5 if name == "protein" else 20)) for name in options.data
+        Config(name, min(options.seeds, 5 if name == "protein" else 20), STEPS[name])
+        for name in options.data
     ],
     report,
     problems=FOLDERS,

@@ -31,7 +31,7 @@ from experiments.weight_decay.training import (
     digits,
     mlp,
     no_norm,
-    scaled_scores,
+    scores_of,
     small_images,
     with_wrong_labels,
 )
@@ -146,9 +146,7 @@ def run(config: Config) -> dict[str, Any]:
     problem.warm_up(train_split)
     for way, (decay, rate) in ways.items():
         trained = problem.run(train_split, config.seed, decay, rate)
-        with torch.no_grad():
-            f_held_out, f = trained.model(held_out[0])[None], trained.model(test[0])[None]
-        found[way] = scaled_scores(f_held_out, held_out[1], f, test[1])
+        found[way] = scores_of(trained.model, held_out, test)
         found[way] |= {"seconds": trained.seconds} | trained.record
     return {"results": found, "seconds": sum(of["seconds"] for of in found.values())}
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from experiments.studies import markdown, mean_with_error, study
+from experiments.studies import markdown, mean_with_error, metric_of, study
 from marglik.cli import main as marglik
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import RESULTS, read_record
 
+NLL = "test/cls/NLL"
 PRESETS = Path(__file__).parents[1] / "presets"
 NAMES = {
     "vit_cifar10": "VisionTransformer, CIFAR-10 (JPEG)",
@@ -76,31 +77,23 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     ]  # fmt: skip
     for preset, name in NAMES.items():
         if own := [r for r in runs if r["config"]["preset"] == preset]:
-            learned, initial = ([_metric(r, f"{w}, MAP") for r in own] for w in _compared(own))
+            learned, initial = (
+                [metric_of(r, f"{w}, MAP", NLL) for r in own] for w in _compared(own)
+            )
             gains = [a - b for a, b in zip(learned, initial, strict=True)]
             rows.append(
                 [
                     name,
-                    _pair(own, "MAP", "cls/NLL", "{:.3f}"),
+                    _pair(own, "MAP", NLL, "{:.3f}"),
                     mean_with_error(gains, "{:+.3f}"),
                     f"{sum(gain < 0 for gain in gains)} of {len(gains)}",
-                    _pair(own, "MAP", "cls/accuracy", "{:.1%}").replace("%", " %"),
-                    _pair(own, "MAP, temperature-scaled", "cls/NLL", "{:.3f}"),
-                    _pair(own, "Laplace", "cls/NLL", "{:.3f}"),
+                    _pair(own, "MAP", "test/cls/accuracy", "{:.1%}").replace("%", " %"),
+                    _pair(own, "MAP, temperature-scaled", NLL, "{:.3f}"),
+                    _pair(own, "Laplace", NLL, "{:.3f}"),
                     f"{statistics.mean(r['seconds'] for r in own) / 60:.0f}",
                 ]
             )
     return markdown(rows)
-
-
-def _metric(run: dict[str, Any], who: str, name: str = "cls/NLL") -> float:
-    # The Laplace predictive's name goes on with its method.
-    (key,) = [
-        label
-        for label in run["metrics"]
-        if label == who or (who.endswith("Laplace") and label.startswith(who))
-    ]
-    return run["metrics"][key][f"test/{name}"]
 
 
 def _compared(runs: Sequence[dict[str, Any]], which: str = "MAP") -> list[str]:
@@ -120,7 +113,7 @@ def _compared(runs: Sequence[dict[str, Any]], which: str = "MAP") -> list[str]:
 def _pair(runs: Sequence[dict[str, Any]], which: str, name: str, form: str) -> str:
     """Means over seeds, learned / initial."""
     means = [
-        statistics.mean(_metric(run, f"{network}, {which}", name) for run in runs)
+        statistics.mean(metric_of(run, f"{network}, {which}", name) for run in runs)
         for network in _compared(runs, which)
     ]
     return " / ".join(form.format(mean) for mean in means)

@@ -162,10 +162,6 @@ class Training:
     lr: float = 0.05
     batch_size: int = 50
 
-    def but(self, make: Callable[[], nn.Module]) -> "Training":
-        """The same training of another network."""
-        return replace(self, make=make)
-
     def run(
         self,
         split: Split,
@@ -258,9 +254,10 @@ class Training:
 class Problem(Training):
     """A network, how it is trained, and the data."""
 
-    data: Callable[[], tuple[Tensor, Tensor]]
-    examples: int
-    """For training."""
+    data: Callable[[], tuple[Any, Tensor]]
+    examples: int = 0
+    """For training; 0 where a study has several numbers of them."""
+    held_out: int = 200
 
 
 # Scores
@@ -290,6 +287,17 @@ def scaled_scores(f_held_out: Tensor, y_held_out: Tensor, f: Tensor, y: Tensor) 
         "held_out_nll": losses.min().item(),
         "tau": tau.item(),
     }
+
+
+@torch.no_grad()
+def scores_of(
+    model: nn.Module, held_out: Split, test: Split, at_a_time: int = 3000
+) -> dict[str, float]:
+    """Those of `scaled_scores` for one network, which sees so many examples at a time."""
+    f_held_out, f = (
+        torch.cat([model(part) for part in x.split(at_a_time)])[None] for x, _ in (held_out, test)
+    )
+    return scaled_scores(f_held_out, held_out[1], f, test[1])
 
 
 def mixture_nll(f: Tensor, y: Tensor) -> Tensor:

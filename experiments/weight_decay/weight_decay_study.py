@@ -52,9 +52,9 @@ from experiments.studies import (
 )
 from experiments.weight_decay.training import (
     Batches,
+    Problem,
     Split,
     Trained,
-    Training,
     convolutions,
     digits,
     mlp,
@@ -74,38 +74,22 @@ IVON = tuple((decay, lr) for decay in (1e-4, 1e-3, 1e-2) for lr in (0.05, 0.2))
 MEMBERS, SAMPLES = 5, 20
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Data, a network, and how it is trained."""
-
-    data: Callable[[], tuple[Any, Tensor]]
-    training: Training
-    held_out: int = 200
-
-
 def molecules() -> tuple[Any, Tensor]:
     """4,070 molecules of NCI1, two classes."""
     return NCI1(test=0.01).load().train
 
 
 PROBLEMS = {
-    "digits, MLP": Problem(digits, Training(lambda: mlp(64, 10, no_norm, hidden=100), epochs=60)),
-    "digits, convolutions": Problem(
-        digits, Training(lambda: convolutions(no_norm, "flattened"), epochs=40)
-    ),
-    "digits, LeNet": Problem(digits, Training(lambda: LeNet(10, 1, 8), epochs=40)),
+    "digits, MLP": Problem(lambda: mlp(64, 10, no_norm, hidden=100), 60, data=digits),
+    "digits, convolutions": Problem(lambda: convolutions(no_norm, "flattened"), data=digits),
+    "digits, LeNet": Problem(lambda: LeNet(10, 1, 8), data=digits),
     "CIFAR-10 (JPEG), convolutions": Problem(
-        small_images,
-        Training(lambda: convolutions(no_norm, "flattened", 3, 16), epochs=20, lr=0.02),
-        held_out=1000,
+        lambda: convolutions(no_norm, "flattened", 3, 16), 20, lr=0.02,
+        data=small_images, held_out=1000,
     ),
     "NCI1, GraphNetwork": Problem(
-        molecules,
-        Training(
-            lambda: GraphNetwork(37, 2, edge_features=1, dim=32, depth=2),
-            epochs=30, optimizer="adam", lr=2e-3,
-        ),
-        held_out=500,
+        lambda: GraphNetwork(37, 2, edge_features=1, dim=32, depth=2), 30, "adam", 2e-3,
+        data=molecules, held_out=500,
     ),
 }  # fmt: skip
 
@@ -144,7 +128,6 @@ class Ways:
     def __init__(self, config: Config) -> None:
         self.problem, self.seed = PROBLEMS[config.problem], config.seed
         self.train_split, self.held_out, self.test = splits_of(config)
-        self.training = self.problem.training
 
     def outputs(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Of one network on held-out and test data, (1, N, C) each."""
@@ -169,7 +152,7 @@ class Ways:
     def fixed(self, decay: Any, rate: str = "cosine", seed: int | None = None) -> Trained:
         """A training with fixed decays."""
         seed = self.seed if seed is None else seed
-        return self.training.run(self.train_split, seed, decays=decay, rate=rate)
+        return self.problem.run(self.train_split, seed, decays=decay, rate=rate)
 
     def ensemble(self, first: Way, decay: Any, rate: str) -> Way:
         """The first network and four others with its decay, or with the course of its decays."""
@@ -182,8 +165,8 @@ class Ways:
 
     def dropout(self, decay: float, p: float) -> Way:
         """A network with dropout before each linear map but the first, which stays on."""
-        training = self.training.but(lambda: with_dropout(self.training.make(), p))
-        trained = training.run(self.train_split, self.seed, decays=decay, rate="cosine")
+        problem = replace(self.problem, make=lambda: with_dropout(self.problem.make(), p))
+        trained = problem.run(self.train_split, self.seed, decays=decay, rate="cosine")
         trained.model.eval()
         for module in trained.model.modules():
             module.training = isinstance(module, nn.Dropout)
@@ -196,14 +179,14 @@ class Ways:
 
     def swag(self, decay: float) -> Way:
         """Twenty networks of the Gaussian of the last third of the epochs (SWAG, algorithm 1)."""
-        epochs = self.training.epochs
+        epochs = self.problem.epochs
         seen: list[Tensor] = []
 
         def keep(epoch: int, model: nn.Module) -> None:
             if epoch > epochs - epochs // 3:
                 seen.append(nn.utils.parameters_to_vector(model.parameters()).detach())
 
-        trained = self.training.run(
+        trained = self.problem.run(
             self.train_split, self.seed, decays=decay, rate="settling", after_epoch=keep
         )
         started = time.process_time()
@@ -235,7 +218,7 @@ class Ways:
 
         trained = self.fixed(decay)
         started = time.process_time()
-        loader = DataLoader(TensorDataset(*self.train_split), self.training.batch_size)
+        loader = DataLoader(TensorDataset(*self.train_split), self.problem.batch_size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             laplace: Any = Laplace(trained.model, "classification", "all", "kron")
@@ -260,14 +243,14 @@ class Ways:
 
         torch.manual_seed(self.seed)
         started = time.process_time()
-        model = self.training.make()
-        loader = Batches(*self.train_split, self.training.batch_size)
+        model = self.problem.make()
+        loader = Batches(*self.train_split, self.problem.batch_size)
         optimizer = Ivon(
             model.parameters(), lr, ess=len(self.train_split[1]), hess_init=0.5, weight_decay=decay
         )
-        steps = self.training.epochs * len(loader)
+        steps = self.problem.epochs * len(loader)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for _ in range(self.training.epochs):
+        for _ in range(self.problem.epochs):
             for x, y in loader:
                 with optimizer.sampled_params(train=True):
                     optimizer.zero_grad()
@@ -315,7 +298,7 @@ def splits_of(config: Config) -> tuple[Split, Split, Split]:
 def run(config: Config) -> dict[str, Any]:
     """Try all ways, and test them."""
     of = Ways(config)
-    of.training.warm_up(of.train_split)
+    of.problem.warm_up(of.train_split)
     default = of.way(of.fixed(DEFAULT))
     cosine = {decay: of.way(of.fixed(decay)) for decay in GRID}
     unit = statistics.median(way.seconds for way in cosine.values())

@@ -192,7 +192,7 @@ def small_table2(patch):
 
 
 def small_uci(patch):
-    splits = [regression.run_split(regression.Config("yacht", 0, 40, updates=4))]
+    splits = [regression.run_split(regression.Config("yacht", 1, 40, updates=4), 0)]
     ours, single = (splits[0]["methods"][name] for name in ("ours", "MAP, learned σ"))
     assert ours["rmse"] == single["rmse"] and ours["log_likelihood"] != single["log_likelihood"]
     return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
@@ -323,8 +323,8 @@ def small_weight_decay_study(patch):
     }.items():
         patch.setattr(weight_decay_study, name, value)
     network = lambda: mlp(64, 10, no_norm, hidden=8)  # noqa: E731
-    training = replace(weight_decay_study.PROBLEMS["digits, MLP"].training, make=network, epochs=6)
-    small = weight_decay_study.Problem(few_digits, training, held_out=60)
+    problem = weight_decay_study.PROBLEMS["digits, MLP"]
+    small = replace(problem, make=network, epochs=6, data=few_digits, held_out=60)
     patch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
     # IVON's package comes with [bench] alone.
     patch.setattr(weight_decay_study.Ways, "ivon", lambda ways, *pair: ways.swag(1e-3))

@@ -110,7 +110,7 @@ def test_the_temperature_is_that_of_the_mixtures_held_out_nll():
 
 def test_predictives_and_dropout_are_scored_as_the_probabilities_that_they_give(monkeypatch):
     problem = weight_decay_study.PROBLEMS["digits, MLP"]
-    small = replace(problem, training=replace(problem.training, epochs=2), held_out=40)
+    small = replace(problem, epochs=2, held_out=40)
     monkeypatch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
     monkeypatch.setattr(weight_decay_study, "SAMPLES", 3)
     ways = weight_decay_study.Ways(weight_decay_study.Config("digits, MLP", 60, 0.0, 0))
