@@ -13,7 +13,7 @@ from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, randomize
-from tests.kfac_backend.layers.exact_models import CASES
+from tests.kfac_backend.layers.test_exactness import CASES
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.random_numbers import error, normal
 
