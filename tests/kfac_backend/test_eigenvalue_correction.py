@@ -161,23 +161,6 @@ def test_little_memory_changes_nothing(product):
         assert_close(found.blocks[name].eigenvalues(), block.eigenvalues())
 
 
-def test_exact_blocks_do_not_change():
-    model = nn.Sequential(nn.Linear(3, 2)).double()
-    x, y = normal(1, 3), torch.tensor([1])  # one example with one position
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    found = corrected_factors(factors, model, [(x, y)])
-    for name, block in found.blocks.items():
-        assert isinstance(block, CorrectedBlock)
-        assert_close(block.to_dense(), factors.to_dense(name))
-        assert_close(block.eigenvalues(), factors.eigenvalues()[name], rtol=1e-10, atol=1e-12)
-    scales = nn.Sequential(nn.LayerNorm(3)).double()
-    factors = kronecker_factors(scales, [(x, y)], "classification")
-    found = corrected_factors(factors, scales, [(x, y)])
-    assert not found.is_corrected and torch.equal(
-        found.to_dense("0.weight"), factors.to_dense("0.weight")
-    )
-
-
 def test_corrected_again():
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification")
@@ -200,19 +183,3 @@ def test_what_does_not_fit_is_said():
         corrected_factors(factors, model, [(x, y)], fisher="empirical")
     with pytest.raises(ValueError, match="it belongs to another model"):
         corrected_factors(factors, nn.Linear(2, 3), [(x, y)])
-
-
-def test_rows_must_be_told_their_examples():
-    class Folds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 3)
-
-        def forward(self, x):
-            return self.layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, -1)).transpose(0, 1)
-
-    model, x = Folds().double(), normal(4, 3, 2)
-    batches = [(x, torch.zeros(4, 3).long())]
-    factors = kronecker_factors(model, batches, "classification")
-    with pytest.raises(NotImplementedError, match="'layer'.*12 rows in a batch of 4 examples"):
-        corrected_factors(factors, model, batches)

@@ -15,6 +15,7 @@ from tests.kfac_backend.covariance.posteriors import (
     covariance_parts,
     posterior,
 )
+from tests.kfac_backend.networks import OwnNorm
 from tests.random_numbers import error
 
 
@@ -59,8 +60,11 @@ def test_large_elementwise_parameters(monkeypatch, name):
     assert_close(OutputCovariance(model, blocks)(x)[1], expected, rtol=1e-9, atol=1e-11)
 
 
-def test_a_graph_without_edges_alone():
+@pytest.mark.parametrize("has_diagonal", [False, True])
+def test_a_graph_without_edges_alone(has_diagonal):
     model, batch = layer_cases.case("graphs")
+    if has_diagonal:
+        model.head = nn.Sequential(OwnNorm(4).double(), model.head)
     blocks, dense = posterior(model, batch)
     expected = brute_force(model, batch, dense)
     alone = {key: value[2:] for key, value in batch.items()}

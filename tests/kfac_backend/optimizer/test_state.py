@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.ranks import Ranks
-from tests.kfac_backend.networks import Functional
+from tests.kfac_backend.networks import with_an_unseen_weight
 from tests.random_numbers import normal
 
 OPTIONS = {"factor_every": 1, "update_every": 1}
@@ -157,7 +157,7 @@ def assert_equal(found, expected):
 
 def test_resumes_with_parameters_that_turn_out_to_have_no_block():
     """Their names are in `names` until the first batch, and in no state's blocks."""
-    model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
+    model, x, y = with_an_unseen_weight(), normal(4, 3), torch.tensor([0, 1, 1, 0])
     options = PreconditionerOptions(**OPTIONS, kl_clip=None)
     state = None
     for _ in range(2):

@@ -20,7 +20,7 @@ from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, randomize
-from tests.kfac_backend.networks import Functional, convolution_flops, data, network
+from tests.kfac_backend.networks import convolution_flops, data, network, with_an_unseen_weight
 from tests.random_numbers import error, normal
 
 
@@ -466,7 +466,7 @@ def test_the_network_is_freed_with_its_optimiser(make, backward):
 
 
 def test_what_no_hook_sees_keeps_its_plain_gradient_and_is_named():
-    model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
+    model, x, y = with_an_unseen_weight(), normal(4, 3), torch.tensor([0, 1, 1, 0])
     with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight: .*plain gradient"):
         blocks = in_training(model, x, y)
     assert list(blocks) == ["first.weight", "first.bias"]
