@@ -15,9 +15,16 @@ from tests.kfac_backend.layers import (
     attention_models,
     padded_models,
     recurrent_models,
-    tied_models,
 )
-from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
+from tests.kfac_backend.layers import tied_models as tied
+from tests.kfac_backend.layers.attention_models import (
+    CAUSAL,
+    PADDING,
+    Attending,
+    Layered,
+    Stack,
+    WeightsToo,
+)
 from tests.kfac_backend.layers.expert_models import Routed, routed_batch
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
@@ -27,6 +34,7 @@ from tests.kfac_backend.layers.padded_models import (
     PaddedTransformer,
 )
 from tests.kfac_backend.layers.recurrent_models import Cells, Reading, packed_batch
+from tests.kfac_backend.networks import Model
 from tests.marglik.some_graphs import some_graphs
 from tests.random_numbers import normal
 
@@ -79,63 +87,33 @@ class Own(nn.Module):
         return self.head(torch.tanh(x * self.scale + self.gain).sum(1)) * self.gain[..., 0]
 
 
-class TwoNorms(nn.Module):
+def two_norms():
     """Two norms with one weight, and biases of their own."""
+    model = Model(
+        lambda m, x: m.head(m.second(m.first(x).sin()).flatten(1)),
+        first=nn.LayerNorm(3),
+        second=nn.LayerNorm(3),
+        head=nn.Linear(9, 3),
+    )
+    model.second.weight = model.first.weight
+    return model
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.head = nn.LayerNorm(3), nn.LayerNorm(3), nn.Linear(9, 3)
-        self.second.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x).sin()).flatten(1))
-
-
-class Bilinear(nn.Module):
-    """A layer without a rule, whose block is a diagonal."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Bilinear(3, 3, 2), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x, x.sin()).tanh())
+def scalar_of_two_widths(scalar):
+    """A scalar between layers of different widths."""
+    return Model(
+        lambda m, x: m.head(m.layer(m.second(m.layer(m.first(x)).tanh())).tanh().mean((2, 3))),
+        layer=scalar,
+        first=nn.Conv2d(2, 4, 2),
+        second=nn.Conv2d(4, 6, 2),
+        head=nn.Linear(6, 3),
+    )
 
 
 class OfGraphs(GraphNetwork):
     """Ours; reduce scales what it does to nodes and edges."""
 
     ragged = ("node_encoder", "edge_encoder", "blocks.0.edge_update", "blocks.0.node_update")
-
-
-class Adaptive(nn.Module):
-    """The logarithms of probabilities of clustered classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer.log_prob(x)
-
-
-class EncoderDecoder(nn.Module):
-    """Torch's whole transformer, of a sequence and itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = (
-            nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True),
-            nn.Linear(4, 3),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x, x.sin()).mean(1))
-
-
-def pooled(model: nn.Module) -> nn.Module:
-    model.pool = True
-    return model
 
 
 def tokens(*shape: int) -> Tensor:
@@ -152,11 +130,6 @@ def attention(**options):
     return lambda: (Attending(True, **options), attention_models.batch_of(True, d=d, **more))
 
 
-def tied(cls, *shape: int):
-    inputs = tokens(*shape) if issubclass(cls, tied_models.LanguageModel) else normal(*shape)
-    return lambda: (pooled(cls()), inputs)
-
-
 def embedding(*shape: int, **options):
     return lambda: (
         nn.Sequential(nn.Embedding(5, 3, **options), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
@@ -171,6 +144,8 @@ CASES = {
     "scalars of images": layer(
         lambda: nn.Sequential(nn.Conv2d(2, 2, 2), Bias(), nn.Tanh(), Scale()), 3, 2, 2, 3
     ),
+    "one Bias, two widths": lambda: (scalar_of_two_widths(Bias()), normal(3, 2, 5, 5)),
+    "one Scale, two widths": lambda: (scalar_of_two_widths(Scale()), normal(3, 2, 5, 5)),
     "Conv1d": layer(lambda: nn.Conv1d(2, 4, 2, stride=2, padding=1, groups=2), 3, 2, 5),
     "Conv3d": layer(lambda: nn.Conv3d(2, 3, (1, 2, 2), dilation=(1, 1, 2)), 3, 2, 2, 3, 4),
     "Conv1d twice": layer(lambda: nn.Conv1d(2, 2, 3, padding=1), 3, 2, 4, times=2),
@@ -205,8 +180,14 @@ CASES = {
     "PReLU, one slope": layer(nn.PReLU, 3, 2, 2, 2),
     "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
     "own parameters": lambda: (Own(), normal(4, 2, 3)),
-    "two norms, one weight": lambda: (TwoNorms(), normal(4, 3, 3)),
-    "no rule": lambda: (Bilinear(), normal(4, 3)),
+    "two norms, one weight": lambda: (two_norms(), normal(4, 3, 3)),
+    "no rule": lambda: (
+        Model(
+            lambda m, x: m.head(m.layer(x, x.sin()).tanh()),
+            layer=nn.Bilinear(3, 3, 2), head=nn.Linear(2, 3),
+        ),
+        normal(4, 3),
+    ),
     "attention": attention(attn_mask=CAUSAL),
     "attention, mask per head": lambda: (
         Attending(True, bias=False),
@@ -215,6 +196,8 @@ CASES = {
     "attention, sequence first": attention(batch_first=False),
     "attention, separate projections": attention(kdim=3, vdim=2),
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
+    "attention, its weights": lambda: (WeightsToo(True), attention_models.batch_of(True)),
+    "attention, weights of heads": lambda: (WeightsToo(False), attention_models.batch_of(True)),
     "transformer": lambda: (
         Layered(True, causal=True, batch_first=False),
         attention_models.batch_of(True, d=(4, 4, 4), padding_mask=PADDING),
@@ -223,23 +206,35 @@ CASES = {
         Layered(True, norm_first=True, activation="gelu", bias=False),
         attention_models.batch_of(True, d=(4, 4, 4)),
     ),
-    "encoder and decoder": lambda: (EncoderDecoder(), normal(3, 2, 4)),
-    "adaptive softmax": lambda: (Adaptive(), normal(3, 4)),
+    "encoder and decoder": lambda: (
+        Model(
+            lambda m, x: m.head(m.layer(x, x.sin()).mean(1)),
+            layer=nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True), head=nn.Linear(4, 3),
+        ),
+        normal(3, 2, 4),
+    ),
+    "adaptive softmax": lambda: (
+        Model(
+            lambda m, x: m.layer.log_prob(x),  # of clustered classes
+            layer=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0),
+        ),
+        normal(3, 4),
+    ),
     "stack of encoder layers": lambda: (
         Stack(), attention_models.batch_of(True, padding_mask=PADDING)
     ),
-    "one layer for two halves": tied(tied_models.CalledTwice, 3, 3, 3),
-    "one layer for positions and their mean": tied(tied_models.PositionsThenMean, 3, 3, 3),
-    "two linear layers": tied(tied_models.TwoLayers, 3, 3, 3),
-    "two linear layers, one bias": tied(tied_models.TiedBias, 3, 3, 3),
-    "one layer, two names": tied(tied_models.TwoNames, 3, 3, 3),
-    "recurrent": tied(tied_models.Recurrent, 3, 3, 3),
-    "encoder layer twice": tied(tied_models.EncoderTwice, 3, 3, 3),
-    "grouped convolution twice": tied(tied_models.GroupsTwice, 3, 4, 3),
-    "language model": tied(tied_models.LanguageModel, 4, 3),
-    "language model with padding": tied(tied_models.PaddedLanguageModel, 4, 3),
-    "embedded twice, read twice": tied(tied_models.EmbeddedTwice, 4, 3),
-    "autoencoder": tied(tied_models.Autoencoder, 3, 4, 3),
+    "one layer for two halves": lambda: (tied.called_twice(), normal(3, 3, 3)),
+    "one layer for positions and their mean": lambda: (tied.positions_then_mean(), normal(3, 3, 3)),
+    "two linear layers": lambda: (tied.two_layers(), normal(3, 3, 3)),
+    "two linear layers, one bias": lambda: (tied.tied_bias(), normal(3, 3, 3)),
+    "one layer, two names": lambda: (tied.two_names(), normal(3, 3, 3)),
+    "recurrent": lambda: (tied.recurrent(), normal(3, 3, 3)),
+    "encoder layer twice": lambda: (tied.encoder_twice(), normal(3, 3, 3)),
+    "grouped convolution twice": lambda: (tied.groups_twice(), normal(3, 4, 3)),
+    "language model": lambda: (tied.language_model(), tokens(4, 3)),
+    "language model with padding": lambda: (tied.language_model(padding_idx=0), tokens(4, 3)),
+    "embedded twice, read twice": lambda: (tied.embedded_twice(), tokens(4, 3)),
+    "autoencoder": lambda: (tied.autoencoder(), normal(3, 4, 3)),
     "counted positions": lambda: (Padded("mean", "counted"), padded_models.batch_of()),
     "positions by their index": lambda: (Padded("mean", "index"), padded_models.batch_of()),
     "means of rows": lambda: (Padded("mean", "rows, means"), padded_models.batch_of()),

@@ -38,6 +38,16 @@ def batch_of(pool: bool, N: int = 3, R: int = 3, S: int = 4, d=(4, 4, 4), **more
     return {**batch, "labels": labels}
 
 
+class WeightsToo(Attending):
+    """The attention weights are outputs, too."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = (batch["query"], batch["key"], batch["key"])
+        x, weights = self.attention(*inputs, average_attn_weights=self.pool)
+        weights = weights if self.pool else weights.mean(1)
+        return self.head(x.mean(1)) + weights.mean(1)[:, :3]
+
+
 PADDING = torch.tensor([[False] * 2 + [True] * 2, [False, True, False, False], [False] * 4])
 CAUSAL = torch.ones(3, 4).triu(1).bool()
 

@@ -121,26 +121,6 @@ def test_reduce_sees_no_curvature_of_the_key_weight(zero_attention):
         assert exact["attention.in_proj_weight"][keys, keys].abs().max() > 1e-3
 
 
-class WeightsToo(Attending):
-    """The attention weights are outputs, too."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        inputs = (batch["query"], batch["key"], batch["key"])
-        x, weights = self.attention(*inputs, average_attn_weights=self.pool)
-        weights = weights if self.pool else weights.mean(1)
-        return self.head(x.mean(1)) + weights.mean(1)[:, :3]
-
-
-@pytest.mark.parametrize("average", [True, False])
-def test_gradients_that_come_through_the_weights(average):
-    # One query of one example: exact, if the weights' part is not lost.
-    model, batch = randomize(WeightsToo(average)), batch_of(True, N=1, R=1)
-    exact = ggn_blocks(model, lambda run: run(batch), "classification")
-    factors = factors_of(model, [batch], "expand")
-    name, query = "attention.in_proj_weight", slice(0, 16)
-    assert error(factors.to_dense(name)[query, query], exact[name][query, query]) < 1e-10
-
-
 def test_a_stack_that_takes_a_fast_path_without_gradients():
     model, batch = randomize(Stack()), batch_of(True, padding_mask=PADDING)
     expected = factors_of(model, [batch], "reduce")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors, register_parameters
-from kfac_backend.layers import Bias, Scale, gram, registry
+from kfac_backend.layers import gram, registry
 from tests.kfac_backend.block_checks import assert_blocks, randomize, with_statistics
 from tests.kfac_backend.layer_cases import case
 from tests.oracles import dense_ggn_blocks, ggn_blocks
@@ -30,26 +30,6 @@ def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
         assert_close(factors.to_dense(parameter), block.diagonal().diag(), rtol=1e-9, atol=1e-12)
         # Control: off the diagonal the block is not zero; of BatchNorm2d it is small, 0.019.
         assert error(factors.to_dense(parameter), block) > 0.015
-
-
-class OneScalar(nn.Module):
-    """A scalar between layers of different widths."""
-
-    def __init__(self, scalar: nn.Module):
-        super().__init__()
-        self.layer, self.head = scalar, nn.Linear(6, 3)
-        self.first, self.second = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layer(self.first(x)))
-        return self.head(torch.tanh(self.layer(self.second(x))).mean((2, 3)))
-
-
-@pytest.mark.parametrize("scalar", [Bias, Scale])
-def test_a_scalar_between_layers_of_different_widths(scalar):
-    model, x = randomize(OneScalar(scalar())), normal(3, 2, 5, 5)
-    exact = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
-    assert_blocks(kronecker_factors(model, [(x, LABELS)], "classification"), exact)
 
 
 # --- rows whose examples the model tells ---
