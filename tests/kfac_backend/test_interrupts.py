@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_backend import corrected_factors, kronecker_factors
-from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.model.calls import call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from tests.kfac_backend.covariance.posteriors import precision_of
+from tests.kfac_backend.model.test_calls import LABELS, WAYS
+from tests.random_numbers import normal
 
 
 def everything_of(model: nn.Module) -> dict[str, Any]:
@@ -46,26 +45,27 @@ def model():
     return model
 
 
-X, Y = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(3, 2, 3), torch.tensor([0, 1, 2])
+X = normal(6, 2, 3)
 
 
-def test_an_interrupted_step_of_kfac_is_forgotten_by_the_next_forward(model):
-    """Torch calls no hook when Ctrl-C comes in a forward pass."""
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_step_of_kfac_is_forgotten_by_the_next_forward(model, error):
+    """Torch calls no hook when Ctrl-C comes in a forward pass, but after an error."""
     model = model.train()
     options = PreconditionerOptions(factor_every=1)
     optimizer = KFAC(model, "classification", lr=0.1, options=options)
-    nn.functional.cross_entropy(model(X), Y).backward()  # its hooks are proved to see all
+    nn.functional.cross_entropy(model(X), LABELS).backward()  # its hooks are proved to see all
     optimizer.step()
     before = everything_of(model)
 
     def interrupts(*_):
-        raise KeyboardInterrupt
+        raise error
 
     handle = model[2].register_forward_hook(interrupts)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         model(X)
     handle.remove()
-    assert everything_of(model) != before  # negative control: there was something to forget
+    assert (everything_of(model) != before) == (error is KeyboardInterrupt)
     with torch.no_grad():
         model(X)
     assert everything_of(model) == before
@@ -85,21 +85,9 @@ class Fails(nn.Module):
         return x
 
 
-def corrected(model):
-    factors = kronecker_factors(model, [(X, Y)], "classification")
-    return lambda: corrected_factors(factors, model, [(X, Y)])
-
-
-def covariance(model):
-    factors = kronecker_factors(model, [(X, Y)], "classification")
-    return lambda: OutputCovariance(model, precision_of(factors))(X)
-
-
 USES = {
-    "pass": lambda model: lambda: kronecker_factors(model, [(X, Y)], "classification"),
-    "correction": corrected,
-    "covariance": covariance,
-    "call": lambda model: lambda: call_with(model, {"4.weight": model[4].weight * 0}, X),
+    **{name: way for name, way in WAYS.items() if name != "optimiser"},  # see above
+    "call": lambda model, x: call_with(model, {"4.weight": model[4].weight * 0}, x),
 }
 
 
@@ -109,13 +97,12 @@ def test_a_forward_that_fails(model, use, error):
     """At each forward pass of a proof and of what follows it."""
     fails = Fails()
     model.insert(2, fails)
-    use, fails.calls = USES[use](model), 0
     before = everything_of(model)
-    use()
+    USES[use](model, X)
     for at in range(1, fails.calls + 1):
         fails.calls, fails.at, fails.error = 0, at, error
         try:
-            use()
+            USES[use](model, X)
         except error:
             pass
         assert fails.calls >= at and everything_of(model) == before

@@ -1,9 +1,7 @@
 """Factors of a step of training are those of a pass over the same batch."""
 
 import copy
-import gc
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from experiments.models import GPT
 from kfac_backend import kronecker_factors
 from kfac_backend.layers import Scale
-from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
-from tests import oracles
 from tests.kfac_backend.block_checks import MODES, randomize
 from tests.kfac_backend.networks import convolution_flops, data, network, with_an_unseen_weight
 from tests.random_numbers import error, normal
@@ -359,28 +355,6 @@ def test_a_pass_of_its_own_compiles_nothing(compiling):
     assert compiling.compiled == compiling.runs == 1  # and what there was is there again
 
 
-class Partly(nn.Module):
-    """A parameter without a rule in front of the layers, and one behind."""
-
-    def __init__(self):
-        super().__init__()
-        self.mixing = nn.Parameter(torch.eye(3).double())
-        self.first, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-        self.temperature = nn.Parameter(torch.tensor(1.0).double())
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.first(x @ self.mixing))) * self.temperature
-
-
-def test_parameters_without_a_rule_take_no_part():
-    model, x, y = Partly(), normal(5, 3), torch.tensor([0, 1, 1, 0, 0])
-    blocks = in_training(model, x, y)
-    assert list(blocks) == ["first.weight", "first.bias", "head.weight", "head.bias"]
-    ggn = oracles.dense_ggn_blocks(model.head, torch.tanh(model.first(x)), "classification")
-    assert_close(blocks["head.bias"].to_dense(), ggn["bias"] / 5)
-    assert blocks["first.weight"].B.any()
-
-
 def test_frozen_and_left_out_parameters_have_no_block():
     model, (x, y) = network(), data()
     model[0].requires_grad_(False)
@@ -428,16 +402,6 @@ def test_two_losses_of_one_output():
         loss_of(f, y).backward()
 
 
-def test_an_error_in_the_forward_pass_leaves_no_hooks():
-    model, (x, y) = network(), data()
-    curvature = training_pass(model)
-    with pytest.raises(RuntimeError):
-        model(x[:, :1])  # too few channels
-    assert not any(layer._forward_hooks for layer in model)
-    loss_of(model(x), y).backward()
-    assert curvature.mean_blocks()["0.weight"].B.any()
-
-
 def test_detach_and_copies():
     model, (x, y) = network(), data()
     curvature = training_pass(model)
@@ -448,21 +412,6 @@ def test_detach_and_copies():
             curvature.mean_blocks()
     curvature.detach()
     assert not model._forward_hooks and not model._forward_pre_hooks
-
-
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("make", [network, lambda: nn.Linear(4, 3).double()])
-def test_the_network_is_freed_with_its_optimiser(make, backward):
-    """A forward pass that no backward pass follows holds a graph, whose hooks know the network."""
-    model = make()
-    optimizer = KFAC(model, "classification")
-    f = model(data()[0]).flatten(0, -2)
-    if backward:
-        loss_of(f, torch.zeros(len(f)).long()).backward()
-    alive = weakref.ref(model), weakref.ref(f)
-    del model, f, optimizer
-    gc.collect()
-    assert [one() for one in alive] == [None, None]
 
 
 def test_what_no_hook_sees_keeps_its_plain_gradient_and_is_named():
