@@ -13,9 +13,10 @@ from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.eigen import eigenvalues, eigh
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.layers import Bias, Scale, patch_gram
+from kfac_backend.layers import patch_gram
 from kfac_backend.layers.window import windows
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
+from tests.kfac_backend import networks
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.layer_cases import CASES, case
@@ -25,17 +26,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), Bias(), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, groups=2),
-        Scale(), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
-    )  # fmt: skip
+    return networks.network().float()
 
 
 def data():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(6, 3, 8, 8, generator=generator)
-    return x, torch.randint(4, (6,), generator=generator)
+    x, y = networks.data()
+    return x.float(), y
 
 
 def assert_same(factors, reference, tolerance):

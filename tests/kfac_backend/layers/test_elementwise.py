@@ -9,6 +9,7 @@ from kfac_backend import counted_positions, examples_of_rows, kronecker_factors,
 from kfac_backend.layers import gram, registry
 from tests.kfac_backend.block_checks import assert_blocks, randomize, with_statistics
 from tests.kfac_backend.layer_cases import case
+from tests.kfac_backend.networks import Model, random_model
 from tests.oracles import dense_ggn_blocks, ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -35,21 +36,19 @@ def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
 # --- rows whose examples the model tells ---
 
 
-class Nodes(nn.Module):
+def on_nodes(layer: nn.Module, index: Tensor, is_declared: bool = True) -> nn.Module:
     """A layer on rows (V, d) of examples with different numbers of them, which are summed."""
 
-    def __init__(self, layer: nn.Module, index: Tensor, declared: bool = True):
-        super().__init__()
-        self.layer, self.head, self.index = layer, nn.Linear(4, 3), index
-        self.declared = declared
-
-    def forward(self, x: Tensor) -> Tensor:
-        N, index = len(x), self.index
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)[: len(index)]  # (V, d)
-        with examples_of_rows(index if self.declared else None, N):
-            rows = torch.tanh(self.layer(rows))
+        with examples_of_rows(index if is_declared else None, len(x)):
+            rows = torch.tanh(m.layer(rows))
         counted = rows * (index >= 0)[:, None]
-        return self.head(torch.zeros_like(x[:, 0]).index_add(0, index.clamp(min=0), counted))
+        return m.head(torch.zeros_like(x[:, 0]).index_add(0, index.clamp(min=0), counted))
+
+    model = random_model(forward, layer=layer, head=nn.Linear(4, 3))
+    with_statistics(model)
+    return model
 
 
 LAYERS_ON_ROWS = {
@@ -62,27 +61,13 @@ LAYERS_ON_ROWS = {
 @pytest.mark.parametrize("name", LAYERS_ON_ROWS)
 def test_rows_of_examples(name):
     index = torch.tensor([2, 0, 2, -1, 2, 0])  # example 1 has no row
-    model = randomize(Nodes(LAYERS_ON_ROWS[name](), index))
-    with_statistics(model)
+    model = on_nodes(LAYERS_ON_ROWS[name](), index)
     x, y = normal(3, 2, 4), torch.tensor([0, 1, 2])
     expected = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
     assert_blocks(kronecker_factors(model, [(x, y)], "classification"), expected)
-    model.declared = False
+    untold = on_nodes(LAYERS_ON_ROWS[name](), index, is_declared=False)
     with pytest.raises(NotImplementedError, match="got 6 rows in a batch of 3 examples"):
-        kronecker_factors(model, [(x, y)], "classification")
-
-
-class Masked(nn.Module):
-    """A layer on (N, R, d), whose first two axes are rows."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with counted_positions(torch.ones(x.shape[:2], dtype=torch.bool)):
-            x = torch.tanh(self.layer(x))
-        return self.head(x.mean(1))
+        kronecker_factors(untold, [(x, y)], "classification")
 
 
 @pytest.mark.parametrize(
@@ -91,8 +76,15 @@ class Masked(nn.Module):
     ids=lambda layer: type(layer).__name__,
 )
 def test_parameters_of_an_axis_of_rows_are_a_named_error(layer):
-    # As many rows as features, so that all shapes would fit.
-    model, x, y = randomize(Masked(layer)), normal(4, 4, 4), torch.tensor([0, 1, 2, 0])
+    """As many rows as features, so that all shapes would fit."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        with counted_positions(torch.ones(x.shape[:2], dtype=torch.bool)):
+            x = torch.tanh(m.layer(x))
+        return m.head(x.mean(1))
+
+    model = random_model(forward, layer=layer, head=nn.Linear(4, 3))
+    x, y = normal(4, 4, 4), torch.tensor([0, 1, 2, 0])
     message = (
         rf"{type(layer).__name__}\(.* has separate parameters .*counted_positions.* the first 2"
     )
@@ -115,15 +107,18 @@ def test_a_view_that_does_not_begin_with_one(view):
         register_parameters(scale=view)
 
 
-class Uses(nn.Module):
-    """One own parameter, used as a function says."""
+class Uses(Model):
+    """Has one own parameter, used as a function says."""
 
-    def __init__(self, use, shape=(1, 2, 3)):
-        super().__init__()
-        self.p, self.head, self.use = nn.Parameter(torch.ones(shape)), nn.Linear(3, 2), use
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.use(x, self.p)).mean(1))
+def using(use, shape=(1, 2, 3)) -> nn.Module:
+    return randomize(
+        Uses(
+            lambda m, x: m.head(torch.tanh(use(x, m.p)).mean(1)),
+            p=torch.ones(shape),
+            head=nn.Linear(3, 2),
+        )
+    )
 
 
 ELEMENTWISE = {
@@ -149,7 +144,7 @@ NOT_ELEMENTWISE = {
 @pytest.mark.parametrize("use", ELEMENTWISE)
 def test_elementwise_uses(use):
     register_parameters("p")(Uses)
-    model, x = randomize(Uses(ELEMENTWISE[use])), normal(4, 2, 3)
+    model, x = using(ELEMENTWISE[use]), normal(4, 2, 3)
     exact = {"p": dense_ggn_blocks(model, x, "classification")["p"]}
     y = torch.tensor([0, 1, 1, 0])
     for batches in ([(x, y)], [(x[:1], y[:1]), (x[1:], y[1:])]):
@@ -160,7 +155,7 @@ def test_elementwise_uses(use):
 @pytest.mark.parametrize("use", NOT_ELEMENTWISE)
 def test_other_uses_are_a_named_error(use, first):
     register_parameters("p")(Uses)
-    model, x, y = randomize(Uses(NOT_ELEMENTWISE[use])), normal(4, 2, 3), torch.arange(4) % 2
+    model, x, y = using(NOT_ELEMENTWISE[use]), normal(4, 2, 3), torch.arange(4) % 2
     batches = [(x[:first], y[:first]), (x, y)]  # one example mixes with none
     with pytest.raises(NotImplementedError, match="a copy for each example of 'p'.*elementwise"):
         kronecker_factors(model, batches, "classification")
@@ -168,7 +163,7 @@ def test_other_uses_are_a_named_error(use, first):
 
 def test_shapes_that_need_a_view_or_do_not_fit_theirs():
     x, y = normal(4, 2, 3), torch.arange(4) % 2
-    model = randomize(Uses(lambda x, p: x * p, (3,)))
+    model = using(lambda x, p: x * p, (3,))
     register_parameters("p")(Uses)
     with pytest.raises(NotImplementedError, match=r"'p' of Uses has shape \(3,\).*p=\(1, ...\)"):
         kronecker_factors(model, [(x, y)], "classification")
@@ -187,17 +182,14 @@ def test_examples_that_cannot_be_counted(N):
         def __init__(self, x):
             self.x = x
 
-    class Wrapped(Uses):
-        def forward(self, opaque):
-            return super().forward(opaque.x)
+        def to(self, device):
+            return self
 
-    register_parameters("p")(Wrapped)
-    model = randomize(Wrapped(lambda x, p: x + p))
+    register_parameters("p")(Uses)
+    model = using(lambda opaque, p: opaque.x + p)
     data = [(Opaque(normal(N, 2, 3)), torch.arange(N) % 2)]
     with pytest.raises(NotImplementedError, match="'p' needs a copy .* of type Opaque.*__len__"):
         kronecker_factors(model, data, "classification")
     Opaque.__len__ = lambda self: len(self.x)
-    Opaque.to = lambda self, device: self
-    factors = kronecker_factors(model, data, "classification")
     exact = ggn_blocks(model, lambda run: run(data[0][0]), "classification")
-    assert_blocks(factors, {"p": exact["p"]})
+    assert_blocks(kronecker_factors(model, data, "classification"), {"p": exact["p"]})
