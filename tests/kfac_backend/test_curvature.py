@@ -11,12 +11,12 @@ from kfac_backend.curvature import CurvaturePass
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import (
-    OwnNorm,
     assert_same_factors,
     convolution_flops,
     data,
     images,
     network,
+    random_model,
     wide_resnet,
 )
 
@@ -103,16 +103,7 @@ def test_monte_carlo_fisher_converges_to_the_exact_one():
 
 
 def test_mappings_and_any_iterable():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2).double()
-
-        def forward(self, batch):
-            return self.layer(batch["features"])
-
-    torch.manual_seed(0)
-    model = Named()
+    model = random_model(lambda m, batch: m.layer(batch["features"]), layer=nn.Linear(3, 2))
     x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
     mapping = {"features": x, "target": y}
     expected = kronecker_factors(nn.Sequential(model.layer), [(x, y)], "classification")
@@ -124,23 +115,6 @@ def test_mappings_and_any_iterable():
     )
     with pytest.raises(KeyError, match="features, target, but no .*; pass .* as dict_key_y"):
         kronecker_factors(model, [mapping], "classification")
-
-
-class WithAffineNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 4), OwnNorm(4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-
-def test_unsupported_freeze_leaves_out_with_a_warning():
-    model = WithAffineNorm().double()
-    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 2, 0])
-    with pytest.warns(UserWarning, match="having no K-FAC rule: norm.weight, norm.bias"):
-        factors = kronecker_factors(model, [(x, y)], "classification", unsupported="freeze")
-    assert list(factors.blocks) == ["first.weight", "first.bias", "last.weight", "last.bias"]
 
 
 def test_layers_that_take_no_part_have_a_zero_block():
@@ -165,17 +139,9 @@ def test_factors_are_float32_at_least(dtype):
         assert block.A is None or block.A.dtype == expected
 
 
-def test_a_batch_that_fails_halfway_cannot_be_skipped_in_silence():
-    model, (x, y) = network(), data()
-    curvature = CurvaturePass(model, "classification")
-    curvature.add(x, y)
-    with pytest.raises(ValueError, match="Label 3 is out of range"):
-        curvature.add(x, torch.full_like(y, 3))
-    for use in (lambda: curvature.add(x, y), curvature.factors):
-        with pytest.raises(RuntimeError, match="The last batch of this curvature pass failed"):
-            use()
-    curvature.reset()
-    curvature.add(x, y)
-    assert_same_factors(curvature.factors(), kronecker_factors(model, [(x, y)], "classification"))
+def test_factors_are_asked_for_once():
+    curvature = CurvaturePass(network(), "classification")
+    curvature.add(*data())
+    curvature.factors()
     with pytest.raises(ValueError, match="since the last factors"):
         curvature.factors()

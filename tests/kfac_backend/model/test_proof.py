@@ -326,6 +326,7 @@ def test_constant_runs_beside_a_layer_without_a_rule(unsupported):
     model = random_model(over_a_constant(None), **children)
     alone = random_model(over_a_constant(model.fc(EYE).norm().detach()), **children)
     found, expected = (factors(m, x, unsupported=unsupported) for m in (model, alone))
+    assert ("gain.weight" in found.blocks) == (unsupported == "diagonal")
     assert_same_blocks(found, expected)
 
 
@@ -501,7 +502,7 @@ def test_a_tensor_that_a_layer_without_a_rule_shares():
     for name in ("fc.bias", "b.weight"):
         assert_close(found.to_dense(name), exact[name].diagonal().diag())
     with (
-        pytest.warns(UserWarning),
+        pytest.warns(UserWarning, match="having no K-FAC rule: b.weight, b.bias"),
         pytest.raises(ValueError, match="No trainable parameter of the"),
     ):
         factors(
