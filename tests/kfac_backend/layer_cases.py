@@ -28,10 +28,10 @@ from tests.kfac_backend.layers.attention_models import (
 from tests.kfac_backend.layers.expert_models import Routed, routed_batch
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
-    Folded,
     Padded,
-    PaddedTokens,
-    PaddedTransformer,
+    on_images,
+    padded_tokens,
+    padded_transformer,
 )
 from tests.kfac_backend.layers.recurrent_models import Cells, Reading, packed_batch
 from tests.kfac_backend.networks import Model
@@ -240,10 +240,10 @@ CASES = {
     "means of rows": lambda: (Padded("mean", "rows, means"), padded_models.batch_of()),
     "rows in another order": lambda: (Padded("root", "rows"), padded_models.batch_of()),
     "sequence first": lambda: (Padded("sum", "sequence first"), padded_models.batch_of()),
-    "padded transformer": lambda: (PaddedTransformer(), padded_models.batch_of()),
-    "padded tokens": lambda: (PaddedTokens(None), {**padded_models.batch_of(), "x": TOKENS}),
+    "padded transformer": lambda: (padded_transformer(), padded_models.batch_of()),
+    "padded tokens": lambda: (padded_tokens(None), {**padded_models.batch_of(), "x": TOKENS}),
     "padded tokens, one of them padding": lambda: (
-        PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}
+        padded_tokens(0), {**padded_models.batch_of(), "x": TOKENS}
     ),
     "graphs": lambda: (padded_models.Graphs(), padded_models.graphs()),
     "graph network": lambda: (OfGraphs(3, 2, 2, 3, 1), some_graphs()),
@@ -267,7 +267,15 @@ CASES = {
     "experts, inputs first": lambda: (
         Routed(has_gate=False, has_bias=True, is_transposed=True), routed_batch()
     ),
-    "rows of images": lambda: (Folded(nn.Conv2d(2, 4, 2)), normal(3, 2, 2, 3, 3)),
+    "rows of images": lambda: (
+        on_images(nn.Conv2d(2, 4, 2, padding=1, groups=2)), normal(3, 2, 2, 3, 3)
+    ),
+    "means of images": lambda: (
+        on_images(nn.Conv2d(2, 4, 2), by_roots=False), normal(3, 2, 2, 3, 3)
+    ),
+    "rows of transposed images": lambda: (
+        on_images(nn.ConvTranspose2d(2, 4, 2, 2, groups=2)), normal(3, 2, 2, 2, 2)
+    ),
 }  # fmt: skip
 
 
