@@ -243,11 +243,6 @@ def test_fabric_with_accumulation_and_clipping(precision):
         assert_close(p, q, **rough)
 
 
-def test_parameters_in_place_of_the_model_are_named():
-    with pytest.raises(TypeError, match="The model is <generator .*; a torch.nn.Module is needed"):
-        KFAC(network().parameters(), "classification")  # pyright: ignore[reportArgumentType]
-
-
 def test_averaged_factors_are_not_those_of_the_first_batches_rows():
     """Eight rows of 64 inputs are few, and their inner products stand for A until it changes."""
     torch.manual_seed(0)
