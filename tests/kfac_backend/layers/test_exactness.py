@@ -8,24 +8,12 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from tests import oracles
 from tests.kfac_backend.block_checks import OTHER
+from tests.kfac_backend.networks import Model
 
 
-class PixelsLast(nn.Module):
+def pixels_last():
     """Outputs per pixel, (N, ..., C), of images (N, C, ...)."""
-
-    def forward(self, x):
-        return x.movedim(1, -1)
-
-
-class ScaledSum(nn.Module):
-    """c Σ_r x_r over all axes between batch and features."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.c = c
-
-    def forward(self, x):
-        return self.c * x.flatten(1, -2).sum(1)
+    return Model(lambda m, x: x.movedim(1, -1))
 
 
 def linear_layers(depth, bias=False):
@@ -33,7 +21,9 @@ def linear_layers(depth, bias=False):
 
 
 def summed(depth, c):
-    return [*linear_layers(depth, bias=True), ScaledSum(c)]
+    """C Σ_r f_r over all axes between batch and features."""
+    scaled_sum = Model(lambda m, x: c * x.flatten(1, -2).sum(1))
+    return [*linear_layers(depth, bias=True), scaled_sum]
 
 
 def pooled_convolution():
@@ -63,7 +53,7 @@ def pooled_volumes():
 
 def upsampled_images():
     """An output per pixel, made of one input pixel as the kernel is the stride."""
-    return [nn.Conv2d(2, 3, 1), nn.ConvTranspose2d(3, 2, 2, stride=2), PixelsLast()]
+    return [nn.Conv2d(2, 3, 1), nn.ConvTranspose2d(3, 2, 2, stride=2), pixels_last()]
 
 
 def averaged_lines():
@@ -73,7 +63,7 @@ def averaged_lines():
 
 
 def pointwise_convolutions():
-    return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), PixelsLast()]
+    return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), pixels_last()]
 
 
 SINGLE, DEEP = 0, 2

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.model import batches
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.networks import assert_same_factors, data, network
+from tests.kfac_backend.networks import Model, assert_same_factors, data, network, random_model
 from tests.uses import kfac_blocks
 
 
@@ -27,32 +27,24 @@ def test_parts_of_a_batch_give_what_the_batch_gives(kfac_approx, monkeypatch):
 
 
 def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 3)
-
-        def forward(self, x):
-            assert len(x) == 6
-            return self.fc(x.reshape(6, 4))
+    def forward(m, x):
+        assert len(x) == 6
+        return m.fc(x.reshape(6, 4))
 
     monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
+    model = Model(forward, fc=nn.Linear(4, 3))
     x, y = torch.randn(6, 2, 2), torch.zeros(6, dtype=torch.long)
-    assert kronecker_factors(Fixed(), [(x, y)], "classification").num_data == 6
+    assert kronecker_factors(model, [(x, y)], "classification").num_data == 6
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_model_that_views_its_images_runs_in_their_own_memory_format(memory_format):
-    class Viewing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.fc = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(48, 3)
-
-        def forward(self, x):
-            return self.fc(torch.tanh(self.conv(x)).view(len(x), -1))
-
-    torch.manual_seed(0)
-    model, (x, y) = Viewing().double(), data()
+    model = random_model(
+        lambda m, x: m.fc(torch.tanh(m.conv(x)).view(len(x), -1)),
+        conv=nn.Conv2d(2, 3, 3, padding=1),
+        fc=nn.Linear(48, 3),
+    )
+    x, y = data()
     if memory_format == torch.channels_last:
         x = x.contiguous(memory_format=memory_format)
         with pytest.raises(RuntimeError, match="view size is not compatible"):

@@ -17,6 +17,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
 from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.networks import Model
 
 V = 7
 IGNORED = -100
@@ -91,15 +92,9 @@ class Transformer(nn.Module):
         )
 
 
-class Plain(nn.Module):
+def plain(model):
     """The logits as a function of the tokens alone."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x).logits
+    return Model(lambda m, x: m.model(x).logits, model=model)
 
 
 LENGTHS = [5, 3, 2, 4]
@@ -166,7 +161,7 @@ def assert_same_loss_and_blocks(first, second, prefix=""):
 def test_a_batch_with_padding_is_its_examples_alone(kind, mode):
     model = Transformer(kind)
     expected = factors(
-        Plain(model),
+        plain(model),
         alone(kind),
         mode,
         ignore_index=IGNORED if kind in ("causal", "masked") else None,
@@ -281,7 +276,7 @@ def test_rows_of_which_a_mask_does_not_tell_are_a_named_error():
 def test_labels_of_models_without_a_loss_are_taken_as_they_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model, (pair, *_) = Plain(Transformer("causal")), alone("causal")
+        model, (pair, *_) = plain(Transformer("causal")), alone("causal")
         ids = pair[0]
         f = factors(model, [(ids, ids)])
     own = F.cross_entropy(model(ids)[0], ids[0], reduction="sum")
