@@ -54,18 +54,6 @@ def test_loss_hessians_by_hand():
         loss_hessian(f, "poisson")
 
 
-def test_single_linear_layer_without_sharing_by_hand():
-    model, x = nn.Linear(2, 2), tensor([1, 2], [3, -1])
-    exact = dense_ggn_blocks(model, x, "regression")
-    gram = tensor([10, -1], [-1, 5])  # Σ_n x xᵀ
-    close(exact["weight"], torch.block_diag(gram, gram))
-    close(exact["bias"], 2 * torch.eye(2).double())
-    cross = dense_ggn(model, x, "regression")[:4, 4:]
-    close(cross, tensor([4, 0], [1, 0], [0, 4], [0, 1]))  # Σ_n x between a row of W and its bias
-    for approx in ("expand", "reduce"):
-        close(kfac_blocks(model, x, "regression", approx), exact)
-
-
 def test_shared_positions_by_hand():
     layer, x = nn.Linear(1, 1), tensor([[1], [3]])  # N = 1, R = 2, d_in = 1
     pooled = nn.Sequential(layer, Mean(1))

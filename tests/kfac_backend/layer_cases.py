@@ -11,11 +11,7 @@ from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
 from marglik.graphs import Graphs
 from tests.kfac_backend.block_checks import randomize, with_statistics
-from tests.kfac_backend.layers import (
-    attention_models,
-    padded_models,
-    recurrent_models,
-)
+from tests.kfac_backend.layers import attention_models, padded_models, recurrent_models
 from tests.kfac_backend.layers import tied_models as tied
 from tests.kfac_backend.layers.attention_models import (
     CAUSAL,

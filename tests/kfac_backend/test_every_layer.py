@@ -17,12 +17,7 @@ from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
 from tests.kfac_backend.block_checks import MODES, assert_blocks
 from tests.kfac_backend.layer_cases import CASES, case, runs
-from tests.oracles import (
-    empirical_fisher_blocks,
-    ggn_blocks,
-    kfac_blocks_from_uses,
-    loss_hessians,
-)
+from tests.oracles import empirical_fisher_blocks, ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.random_numbers import error
 from tests.uses import uses_of
 

@@ -93,14 +93,7 @@ def test_batches_that_cannot_be_taken_apart():
     _, x, _ = sequences("linear")
     blocks, dense = posterior(model, x)
     expected = brute_force(model, x, dense)
-    covariance = OutputCovariance(model, blocks)
-    assert_close(covariance(Whole(x))[1], expected)
-    mask = torch.tensor([[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]).bool()
-    assert_close(covariance(Whole(x), mask)[1], expected[mask])
-    classes = torch.tensor([[0, 1], [2, 3], [3, 1], [0, 3], [1, 2]])
-    found, rows = covariance(Whole(x), mask, classes)[1], torch.arange(5)[:, None]
-    wanted = expected[mask][rows[..., None], classes[:, :, None], classes[:, None]]
-    assert_close(found, wanted)
+    assert_choices(OutputCovariance(model, blocks), Whole(x), model(x).detach(), expected)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.block_checks import (
-    MODES,
-    OTHER,
-    assert_same,
-    factors_of,
-    randomize,
-)
+from tests.kfac_backend.block_checks import MODES, OTHER, assert_same, factors_of, randomize
 from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Stack, batch_of
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.block_checks import (
-    MODES,
-    assert_blocks,
-    randomize,
-)
+from tests.kfac_backend.block_checks import MODES, assert_blocks, randomize
 from tests.kfac_backend.layers import tied_models
 from tests.kfac_backend.networks import Model
 from tests.oracles import ggn_blocks

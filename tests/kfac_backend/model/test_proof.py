@@ -18,7 +18,6 @@ from kfac_backend import (
     corrected_factors,
     counted_positions,
     kronecker_factors,
-    register_parameters,
 )
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
@@ -135,18 +134,6 @@ def turned(fc, x):
     return fc(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x))).transpose(0, 1)
 
 
-@register_parameters(weight=(1, 1, -1))
-class NormInFloat32(nn.Module):
-    """As language models have them, with a weight of its own."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return (self.weight.float() * F.rms_norm(x.float(), x.shape[-1:])).to(x.dtype)
-
-
 class LayerNormInFloat32(nn.LayerNorm):
     def forward(self, input):
         parameters = self.weight.float(), self.bias.float()
@@ -216,14 +203,11 @@ PAIRS = {
     "what all share and is not broadcast": (
         over_a_shared_norm(False), over_a_shared_norm(True), FC, (normal(5, 4),),
     ),
-    **{
-        f"{norm.__name__} in a float64 model": (
-            grid(False), grid(True),
-            {"grid": nn.Linear(16, 64), "norm": norm(64), "fc": nn.Linear(64, 2)},
-            (normal(5, 64),),
-        )
-        for norm in (NormInFloat32, LayerNormInFloat32)
-    },
+    "a norm in float32 in a float64 model": (
+        grid(False), grid(True),
+        {"grid": nn.Linear(16, 64), "norm": LayerNormInFloat32(64), "fc": nn.Linear(64, 2)},
+        (normal(5, 64),),
+    ),
     "keywords of a transformer layer": (
         lambda m, x: m.fc(m.encoder(src=x.transpose(0, 1)).mean(0)),
         lambda m, x: m.fc(m.encoder(x.transpose(0, 1)).mean(0)),

@@ -16,7 +16,7 @@ from kfac_backend.layers import Scale
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
 from tests.kfac_backend.block_checks import MODES, randomize
-from tests.kfac_backend.networks import convolution_flops, data, network, with_an_unseen_weight
+from tests.kfac_backend.networks import convolution_flops, data, network
 from tests.random_numbers import error, normal
 
 
@@ -392,13 +392,3 @@ def test_detach_and_copies():
             curvature.mean_blocks()
     curvature.detach()
     assert not model._forward_hooks and not model._forward_pre_hooks
-
-
-def test_what_no_hook_sees_keeps_its_plain_gradient_and_is_named():
-    model, x, y = with_an_unseen_weight(), normal(4, 3), torch.tensor([0, 1, 1, 0])
-    with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight: .*plain gradient"):
-        blocks = in_training(model, x, y)
-    assert list(blocks) == ["first.weight", "first.bias"]
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    for name, block in blocks.items():
-        assert_close(block.to_dense(), factors.to_dense(name) / 4)
