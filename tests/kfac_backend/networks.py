@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend.layers import Bias, Scale
@@ -79,14 +78,6 @@ def images(n, dtype=torch.float64, size=16):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, 3, size, size, generator=generator).to(dtype)
     return x, torch.randint(10, (n,), generator=generator)
-
-
-def assert_same_factors(first, second, **tolerances):
-    assert list(first.blocks) == list(second.blocks)
-    for name, block in first.blocks.items():
-        assert_close(block.B, second.blocks[name].B, **tolerances)
-        if block.A is not None:
-            assert_close(block.A, second.blocks[name].A, **tolerances)
 
 
 def convolution_flops(work):

@@ -8,10 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import (
-    assert_same_factors,
     convolution_flops,
     data,
     images,
@@ -61,7 +60,7 @@ def test_batches_of_any_size_give_what_one_batch_gives(kfac_approx, fisher):
     whole = kronecker_factors(model, [(x, y)], "classification", **options)
     parts = zip(x.split([1, 4, 2]), y.split([1, 4, 2]), strict=True)
     in_parts = kronecker_factors(model, parts, "classification", **options)
-    assert_same_factors(in_parts, whole)
+    assert_same(in_parts, whole)
     assert in_parts.loss == pytest.approx(whole.loss)
     loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
     assert whole.loss == pytest.approx(loss.item())
@@ -110,9 +109,7 @@ def test_mappings_and_any_iterable():
     factors = kronecker_factors(model, iter([mapping]), "classification", dict_key_y="target")
     assert_close(factors.to_dense("layer.weight"), expected.to_dense("0.weight"))
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    assert_same_factors(
-        kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected
-    )
+    assert_same(kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected)
     with pytest.raises(KeyError, match="features, target, but no .*; pass .* as dict_key_y"):
         kronecker_factors(model, [mapping], "classification")
 

@@ -1,7 +1,5 @@
 """Networks, the blocks of their posterior's precision, and J Σ Jᵀ with dense J and Σ."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -10,6 +8,7 @@ from torch.testing import assert_close
 
 from experiments.models import GPT
 from kfac_backend import KroneckerFactors, kronecker_factors
+from tests.kfac_backend.block_checks import batch_of, targets_of
 from tests.kfac_backend.networks import Model, OwnNorm
 from tests.marglik.networks import randomised
 from tests.oracles import jacobian_of, packs
@@ -102,9 +101,7 @@ def posterior(model: nn.Module, x, kfac_approx="expand", **options):
     """
     f = model(x)
     likelihood = "classification" if f.shape[-1] > 1 else "regression"
-    y = torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % 2
-    y = y if f.shape[-1] > 1 else torch.zeros_like(f)
-    batch = {**x, "labels": y} if isinstance(x, Mapping) else (x, y)
+    batch = batch_of(x, targets_of(f, likelihood))
     factors = kronecker_factors(
         model, [batch], likelihood, kfac_approx=kfac_approx, unsupported="diagonal", **options
     )

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.model import batches
-from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.networks import Model, assert_same_factors, data, network, random_model
+from tests.kfac_backend.block_checks import MODES, assert_same
+from tests.kfac_backend.networks import Model, data, network, random_model
 from tests.uses import kfac_blocks
 
 
@@ -21,7 +21,7 @@ def test_parts_of_a_batch_give_what_the_batch_gives(kfac_approx, monkeypatch):
     sizes = []
     model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     split = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert_same_factors(split, whole, rtol=1e-12, atol=1e-14)
+    assert_same(split, whole, rtol=1e-12, atol=1e-14)
     assert split.num_data == 7 and split.loss == pytest.approx(whole.loss, rel=1e-12)
     assert max(sizes) <= 4  # 7 examples in even parts of three; the proof takes four
 

@@ -23,9 +23,9 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Scale
 from kfac_backend.model.proof import with_first_again
-from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
-from tests.kfac_backend.networks import OwnNorm, assert_same_factors, random_model
+from tests.kfac_backend.networks import OwnNorm, random_model
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -36,12 +36,6 @@ def factors(model, *xs, **options):
     """Of batches of inputs or mappings; labels of inputs are 0, 1, 0, ..."""
     batches = [x if isinstance(x, dict) else (x, torch.arange(len(x)) % 2) for x in xs]
     return kronecker_factors(model, batches, "classification", **options)
-
-
-def assert_same_blocks(first, second, **tolerance):
-    for name, block in first.blocks.items():
-        assert_close(block.to_dense(), second.to_dense(name), **tolerance)
-        assert block.num_terms == second.blocks[name].num_terms
 
 
 def over_a_constant(norm):
@@ -293,7 +287,7 @@ def test_odd_models_have_the_blocks_of_plain_ones(case):
         if case == "F.addmm":  # whose bias is a parameter of its own, with its exact block
             exact = dense_ggn_blocks(model, *xs, "classification")["fc.bias"]
             expected.blocks["fc.bias"] = KroneckerBlock("fc.bias", exact)
-        assert_same_blocks(found, expected, **tolerance)
+        assert_same(found, expected, **tolerance)
         blocks[mode] = [found.to_dense(name) for name in found.blocks]
         f, covariance = OutputCovariance(model, precision_of(found))(xs[0])
         tolerances = {"rtol": 1e-3, "atol": 1e-4} if tolerance else {"rtol": 1e-6, "atol": 1e-8}
@@ -311,7 +305,7 @@ def test_constant_runs_beside_a_layer_without_a_rule(unsupported):
     alone = random_model(over_a_constant(model.fc(EYE).norm().detach()), **children)
     found, expected = (factors(m, x, unsupported=unsupported) for m in (model, alone))
     assert ("gain.weight" in found.blocks) == (unsupported == "diagonal")
-    assert_same_blocks(found, expected)
+    assert_same(found, expected)
 
 
 def test_a_row_that_no_example_reaches():
@@ -498,7 +492,7 @@ def test_rows_folded_in_another_order_are_not_guessed():
     """Expand need not know whose rows they are; reduce and gradients of single examples must."""
     model, x = random_model(lambda m, x: turned(m.fc, x).mean(1), **FC), normal(4, 3, 4)
     found = factors(model, x)
-    assert_same_blocks(found, factors(random_model(PAIRS["folded positions"][1], **FC), x))
+    assert_same(found, factors(random_model(PAIRS["folded positions"][1], **FC), x))
     with pytest.raises(NotImplementedError, match="12 rows in a batch of 4"):
         factors(model, x, kfac_approx="reduce")
     with pytest.raises(NotImplementedError, match="'fc'.*12 rows in a batch of 4"):
@@ -608,7 +602,7 @@ def test_a_later_pass_proves_what_may_have_changed():
     nn.init.normal_(model.first.weight)
     factors, number = later()
     assert number == 9 + 1 + 4 and first > 2 * number
-    assert_same_factors(factors, fresh())
+    assert_same(factors, fresh())
     # Another structure: all is proved, from the layers and parameters as they are now.
     changes = {
         "frozen": lambda: model.first.requires_grad_(False),
@@ -621,7 +615,7 @@ def test_a_later_pass_proves_what_may_have_changed():
         change()
         factors, number = later()
         assert number > 2 * (9 + 1 + 4), what
-        assert_same_factors(factors, fresh())
+        assert_same(factors, fresh())
     # Numbers alone let examples mix: that is found on two examples, too.
     model.gate.fill_(1.0)
     with pytest.raises(NotImplementedError, match="the rows of different examples mix"):
