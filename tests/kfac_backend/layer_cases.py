@@ -18,10 +18,9 @@ from tests.kfac_backend.layers.attention_models import (
     PADDING,
     Attending,
     Layered,
-    Stack,
     WeightsToo,
 )
-from tests.kfac_backend.layers.expert_models import Routed, routed_batch
+from tests.kfac_backend.layers.expert_models import routed, routed_batch
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
     Padded,
@@ -217,7 +216,7 @@ CASES = {
         normal(3, 4),
     ),
     "stack of encoder layers": lambda: (
-        Stack(), attention_models.batch_of(True, padding_mask=PADDING)
+        attention_models.stack(), attention_models.batch_of(True, padding_mask=PADDING)
     ),
     "one layer for two halves": lambda: (tied.called_twice(), normal(3, 3, 3)),
     "one layer for positions and their mean": lambda: (tied.positions_then_mean(), normal(3, 3, 3)),
@@ -241,7 +240,7 @@ CASES = {
     "padded tokens, one of them padding": lambda: (
         padded_tokens(0), {**padded_models.batch_of(), "x": TOKENS}
     ),
-    "graphs": lambda: (padded_models.Graphs(), padded_models.graphs()),
+    "graphs": lambda: (padded_models.on_graphs(), padded_models.graphs()),
     "graph network": lambda: (OfGraphs(3, 2, 2, 3, 1), some_graphs()),
     "LSTM, packed": lambda: (
         Reading("LSTM", "packed", num_layers=2, bidirectional=True), packed_batch()
@@ -258,10 +257,10 @@ CASES = {
     ),
     "cells": lambda: (Cells(), normal(3, 3, 3)),
     "experts": lambda: (
-        Routed(has_gate=True, has_bias=False, is_transposed=False), routed_batch()
+        routed(has_gate=True, has_bias=False, is_transposed=False), routed_batch()
     ),
     "experts, inputs first": lambda: (
-        Routed(has_gate=False, has_bias=True, is_transposed=True), routed_batch()
+        routed(has_gate=False, has_bias=True, is_transposed=True), routed_batch()
     ),
     "rows of images": lambda: (
         on_images(nn.Conv2d(2, 4, 2, padding=1, groups=2)), normal(3, 2, 2, 3, 3)

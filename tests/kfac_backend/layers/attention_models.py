@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
 
 
@@ -75,15 +76,13 @@ class Layered(nn.Module):
         return self.head(x.mean(1) if self.pool else x)
 
 
-class Stack(nn.Module):
+def stack() -> nn.Module:
     """Several encoder layers with padding, pooled over positions that all examples have."""
 
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
-        self.stack = nn.TransformerEncoder(layer, 2)  # nested tensors, were gradients off
-        self.head = nn.Linear(4, 3)
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = m.stack(batch["key"], src_key_padding_mask=batch["padding_mask"])
+        return m.head(x[:, 1:3].mean(1))
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.stack(batch["key"], src_key_padding_mask=batch["padding_mask"])
-        return self.head(x[:, 1:3].mean(1))
+    layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2)  # nested tensors, were gradients off
+    return Model(forward, stack=layers, head=nn.Linear(4, 3))

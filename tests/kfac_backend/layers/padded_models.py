@@ -137,33 +137,29 @@ def padded_tokens(padding_idx: int | None) -> nn.Module:
     return Model(forward, embed=embed, layer=nn.Linear(3, 3), head=nn.Linear(3, 2))
 
 
-class Graphs(nn.Module):
+def on_graphs() -> nn.Module:
     """Messages along edges, twice with one layer, between nodes of graphs of different sizes."""
 
-    ragged = ("embed", "message", "update")
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
-        self.message, self.update = nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mask, N = batch["mask"], len(batch["mask"])
         graph_of_node = torch.arange(N, device=mask.device)[:, None].expand_as(mask)[mask]
         number = (mask.flatten().cumsum(0) - 1).reshape(mask.shape)  # of each node in the batch
         graph, source, target = batch["edges"].nonzero().unbind(1)
         source, target = number[graph, source], number[graph, target]
         with examples_of_rows(graph_of_node, N):
-            h = self.norm(self.embed(batch["x"][mask])).tanh()
+            h = m.norm(m.embed(batch["x"][mask])).tanh()
         for _ in range(2):
             with examples_of_rows(graph, N):
-                messages = self.message(torch.cat([h[source], h[target]], -1)).tanh()
+                messages = m.message(torch.cat([h[source], h[target]], -1)).tanh()
             received = torch.zeros_like(h).index_add(0, target, messages)
             with examples_of_rows(graph_of_node, N):
-                h = h + self.update(torch.cat([h, received], -1)).tanh()
+                h = h + m.update(torch.cat([h, received], -1)).tanh()
         total = h.new_zeros(N, 4).index_add(0, graph_of_node, h)
-        return self.head(total / mask.sum(1)[:, None])
+        return m.head(total / mask.sum(1)[:, None])
+
+    layers = {"embed": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
+    maps = {"message": nn.Linear(8, 4), "update": nn.Linear(8, 4, bias=False)}
+    return Model(forward, ragged=("embed", "message", "update"), **layers, **maps)
 
 
 def graphs() -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import MODES, OTHER, assert_same, factors_of, randomize
-from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Stack, batch_of
+from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, batch_of, stack
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -116,7 +116,7 @@ def test_reduce_sees_no_curvature_of_the_key_weight(zero_attention):
 
 
 def test_a_stack_that_takes_a_fast_path_without_gradients():
-    model, batch = randomize(Stack()), batch_of(True, padding_mask=PADDING)
+    model, batch = randomize(stack()), batch_of(True, padding_mask=PADDING)
     expected = factors_of(model, [batch], "reduce")
     with torch.no_grad():
         assert_same(factors_of(model, [batch], "reduce"), expected)

@@ -403,10 +403,6 @@ REFUSED = {
         shared_in_two_ways, [X],
         r"'fc.bias' is used in different ways by 'fc' .* 'norm'",
     ),
-    "a use behind the last layer": (
-        of(lambda m, x: m.fc(x) * m.fc.weight.sum(), **FC), [X],
-        r"'fc.weight' reached the model's output",
-    ),
     "another function": (of(lambda m, x: m.fc(x), fc=ScaledLinear(4, 2)), [X], r"something oth"),
     "another derivative only": (with_unit_norm, [X], r"something other than its class Linear"),
     "another forward": (lambda: with_another_forward(2), [X], r"something other"),
