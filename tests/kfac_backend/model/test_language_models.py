@@ -253,26 +253,6 @@ def test_padding_that_reaches_the_output_is_a_named_error(mode):
     factors(model, [batch], mode, dict_key_mask=None)
 
 
-class Expert(nn.Module):
-    """A layer that sees some of all examples' positions, one behind the other."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        chosen = x[..., 0] > 0
-        return x.masked_fill(chosen[..., None], 0).index_put((chosen,), self.layer(x[chosen]))
-
-
-def test_rows_of_which_a_mask_does_not_tell_are_a_named_error():
-    model, batch = Transformer("mean"), batch_of("mean")
-    model.block.hidden = Expert(model.block.hidden)
-    with pytest.raises(NotImplementedError, match="hidden.layer' .*dict_key_mask=None"):
-        factors(model, [batch])
-    factors(model, [batch], dict_key_mask=None)
-
-
 def test_labels_of_models_without_a_loss_are_taken_as_they_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
