@@ -82,25 +82,6 @@ def test_images_of_different_sizes_weigh_by_their_positions():
     assert_close(A, rows.mT @ rows / len(rows))
 
 
-def test_monte_carlo_fisher_converges_to_the_exact_one():
-    model, (x, y) = network(), data(3)
-    exact = kronecker_factors(model, [(x, y)], "classification")
-
-    def error(samples):
-        mc = kronecker_factors(
-            model, [(x, y)], "classification", fisher="mc", mc_samples=samples,
-            generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
-        differences = [
-            (mc.blocks[n].B - exact.blocks[n].B).norm() / exact.blocks[n].B.norm()
-            for n in exact.blocks
-        ]
-        assert_close(mc.blocks["0.weight"].A, exact.blocks["0.weight"].A)
-        return max(differences)
-
-    assert error(1500) < 0.1 < error(2)
-
-
 def test_mappings_and_any_iterable():
     model = random_model(lambda m, batch: m.layer(batch["features"]), layer=nn.Linear(3, 2))
     x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])

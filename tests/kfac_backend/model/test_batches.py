@@ -37,19 +37,15 @@ def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):
     assert kronecker_factors(model, [(x, y)], "classification").num_data == 6
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_model_that_views_its_images_runs_in_their_own_memory_format(memory_format):
+def test_a_model_that_views_its_images_runs_in_their_own_memory_format():
     model = random_model(
         lambda m, x: m.fc(torch.tanh(m.conv(x)).view(len(x), -1)),
         conv=nn.Conv2d(2, 3, 3, padding=1),
         fc=nn.Linear(48, 3),
     )
     x, y = data()
-    if memory_format == torch.channels_last:
-        x = x.contiguous(memory_format=memory_format)
-        with pytest.raises(RuntimeError, match="view size is not compatible"):
-            kronecker_factors(model, [(x, y)], "classification")
-        return
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # negative control
+        model(x.contiguous(memory_format=torch.channels_last))
     factors = kronecker_factors(model, [(x, y)], "classification")
     for name, block in kfac_blocks(model, x, "classification", "expand").items():
         assert_close(factors.to_dense(name), block)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import with_an_unseen_weight
+from tests.marglik.same_state import same
 from tests.random_numbers import normal
 
 OPTIONS = {"factor_every": 1, "update_every": 1}
@@ -142,17 +143,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
     else:
         with pytest.raises(ValueError, match=words):
             optimizer.load_state_dict(make(copy.deepcopy(before)))
-    assert_equal(optimizer.state_dict(), before)
-
-
-def assert_equal(found, expected):
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_equal(found[key], expected[key])
-    else:
-        is_same = torch.equal if isinstance(expected, torch.Tensor) else type(expected).__eq__
-        assert is_same(found, expected)
+    assert same(optimizer.state_dict(), before)
 
 
 def test_resumes_with_parameters_that_turn_out_to_have_no_block():

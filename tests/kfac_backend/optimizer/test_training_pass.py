@@ -20,10 +20,10 @@ from tests.kfac_backend.networks import convolution_flops, data, network
 from tests.random_numbers import error, normal
 
 
-def training_pass(model, left_out=(), **options):
+def training_pass(model, **options):
     options = CurvatureOptions(**{"fisher": "exact", **options})
     generator = torch.Generator().manual_seed(0)
-    return TrainingPass(model, "classification", options, generator, frozenset(left_out))
+    return TrainingPass(model, "classification", options, generator)
 
 
 def loss_of(f, y):
@@ -99,6 +99,7 @@ def test_monte_carlo_in_the_mean(kfac_approx):
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_gradient_accumulation_is_one_batch(kfac_approx, fisher):
     model, (x, y) = network(), data(6)
+    model[0].requires_grad_(fisher == "exact")  # what is frozen has no block
     options = {"kfac_approx": kfac_approx, "fisher": fisher}
     factors = kronecker_factors(model, [(x, y)], "classification", **options)
     curvature = training_pass(model, **options)
@@ -333,15 +334,6 @@ def test_a_pass_of_its_own_compiles_nothing(compiling):
         assert_close(block.to_dense(), other.to_dense(), rtol=1e-12, atol=0)
     model(data[0][0])
     assert compiling.compiled == compiling.runs == 1  # and what there was is there again
-
-
-def test_frozen_and_left_out_parameters_have_no_block():
-    model, (x, y) = network(), data()
-    model[0].requires_grad_(False)
-    blocks = in_training(model, x, y, left_out=["10.weight", "10.bias"])
-    rest = kronecker_factors(model, [(x, y)], "classification")
-    assert set(rest.blocks) - set(blocks) == {"10.weight", "10.bias"} and "8.weight" in blocks
-    assert_close(blocks["8.weight"].to_dense(), rest.to_dense("8.weight") / 7)
 
 
 def test_forward_passes_without_a_backward_pass_are_forgotten():
