@@ -6,7 +6,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.layers import gram
 from tests.kfac_backend import layer_cases
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import brute_force, covariance_parts, mlp, posterior
@@ -43,16 +42,6 @@ def test_equals_the_dense_jacobian(name):
         covariance = OutputCovariance(model, wrong)
         assert error(covariance(x)[1], expected) > 1e-3
         assert error(covariance(x, variance_only=True)[1], variance) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["LayerNorm twice", "BatchNorm2d", "own parameters"])
-def test_large_elementwise_parameters(monkeypatch, name):
-    monkeypatch.setattr(gram, "LARGEST_DENSE", 1)
-    model, x = layer_cases.case(name)
-    blocks, dense = posterior(model, x)
-    assert any(len(eigen.Q_B) > 1 == eigen.Q_B.shape[-1] for eigen, _ in blocks.values())
-    expected = brute_force(model, x, dense)
-    assert_close(OutputCovariance(model, blocks)(x)[1], expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("has_diagonal", [False, True])
@@ -104,12 +93,12 @@ def test_mappings_and_inference_mode():
 def test_wrong_input_is_named():
     model, x = mlp()
     blocks, _ = posterior(model, x)
-    with pytest.raises(ValueError, match="'2.weight' has 30 entries, the parameter 15"):
+    with pytest.raises(ValueError, match="'2.weight' .*30 entries.* 15"):
         OutputCovariance(model, {"2.weight": blocks["0.weight"]})
     with pytest.raises(ValueError, match="The batch has no examples"):
         OutputCovariance(model, blocks)(x[:0])
     model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="'0.weight' has a posterior, but requires_grad=False"):
+    with pytest.raises(ValueError, match="'0.weight' .*requires_grad"):
         OutputCovariance(model, blocks)
 
 

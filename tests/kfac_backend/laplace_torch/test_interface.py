@@ -7,7 +7,7 @@ from laplace.curvature import CurvlinopsEF, CurvlinopsGGN
 from laplace.utils import Kron
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
@@ -104,21 +104,14 @@ def _dense(backend, structure, x, y):
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
 def test_batches_that_are_mappings(backend, structure):
-    class Rows(Dataset):
-        x, y = loader("classification").dataset.tensors
-
-        def __len__(self):
-            return len(self.x)
-
-        def __getitem__(self, i):
-            return {"pixels": self.x[i], "labels": self.y[i]}
-
+    x, y = loader("classification").dataset.tensors
+    rows = [{"pixels": x_n, "labels": y_n} for x_n, y_n in zip(x, y, strict=True)]
     named = Model(lambda m, batch: m.net(batch["pixels"]), net=network())
     options = {"hessian_structure": structure, "backend": backend}
-    la = fitted(DataLoader(Rows(), 4), named, dict_key_x="pixels", **options)
+    la = fitted(DataLoader(rows, 4), named, dict_key_x="pixels", **options)
     plain = fitted(**options)
     assert_close(la.log_marginal_likelihood(), plain.log_marginal_likelihood())
-    assert_close(la({"pixels": Rows.x[:3]}), plain(Rows.x[:3]))
+    assert_close(la({"pixels": x[:3]}), plain(x[:3]))
 
 
 def test_grouped_convolutions_are_block_diagonal():

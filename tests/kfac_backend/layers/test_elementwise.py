@@ -6,31 +6,35 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, examples_of_rows, kronecker_factors, register_parameters
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.layers import gram, registry
 from tests.kfac_backend.block_checks import assert_blocks, randomize, with_statistics
+from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.networks import Model, random_model
 from tests.oracles import dense_ggn_blocks, ggn_blocks
 from tests.random_numbers import error, normal
 
-LABELS = torch.tensor([0, 1, 2])
 
-
-def of_layer(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: block for name, block in blocks.items() if name.startswith("layer.")}
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm twice", "BatchNorm2d", "PReLU"])
+@pytest.mark.parametrize(
+    "name", ["LayerNorm", "LayerNorm twice", "BatchNorm2d", "PReLU", "own parameters"]
+)
 def test_large_parameters_have_the_exact_diagonal(monkeypatch, name):
+    """Which covariances take as it is."""
     monkeypatch.setattr(gram, "LARGEST_DENSE", 1)
     model, x = case(name)
-    exact = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
-    factors = kronecker_factors(model, [(x, LABELS)], "classification")
+    exact = ggn_blocks(model, lambda run: run(x), "classification")
+    factors = kronecker_factors(model, [(x, torch.arange(len(x)) % 3)], "classification")
     for parameter, block in exact.items():
+        if len(block) == 1 or parameter.startswith("head"):
+            continue
         assert factors.blocks[parameter].B.shape == (len(block), 1, 1)
         assert_close(factors.to_dense(parameter), block.diagonal().diag(), rtol=1e-9, atol=1e-12)
         # Control: off the diagonal the block is not zero; of BatchNorm2d it is small, 0.019.
         assert error(factors.to_dense(parameter), block) > 0.015
+    f, covariance = OutputCovariance(model, precision_of(factors))(x)
+    expected = brute_force(model, x, dense_precision(factors))
+    assert_close(covariance, expected, rtol=1e-9, atol=1e-11)
 
 
 # --- rows whose examples the model tells ---
@@ -63,7 +67,8 @@ def test_rows_of_examples(name):
     index = torch.tensor([2, 0, 2, -1, 2, 0])  # example 1 has no row
     model = on_nodes(LAYERS_ON_ROWS[name](), index)
     x, y = normal(3, 2, 4), torch.tensor([0, 1, 2])
-    expected = of_layer(ggn_blocks(model, lambda run: run(x), "classification"))
+    exact = ggn_blocks(model, lambda run: run(x), "classification")
+    expected = {name: block for name, block in exact.items() if name.startswith("layer.")}
     assert_blocks(kronecker_factors(model, [(x, y)], "classification"), expected)
     untold = on_nodes(LAYERS_ON_ROWS[name](), index, is_declared=False)
     with pytest.raises(NotImplementedError, match="got 6 rows in a batch of 3 examples"):

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from tests.kfac_backend.networks import data, network
+from tests.kfac_backend.optimizer.test_preconditioner import dense_step
 from tests.random_numbers import error
 
 OPTIONS = PreconditionerOptions(damping=0.05, factor_every=2, update_every=2)
@@ -54,16 +55,12 @@ def test_momentum_is_that_of_the_gradients_and_is_preconditioned_with_todays_fac
         m = {name: mu * m.get(name, 0.0) + g[name] for name in g}
         v = {name: g[name] + mu * m[name] for name in g} if nesterov else m
 
-        def solved(name, right, factors=factors):
-            block = factors.to_dense(name) / len(x)
-            damped = block + damping * torch.eye(len(block)).double()
-            return torch.linalg.solve(damped, right.flatten()).view(right.shape)
-
-        p = {name: solved(name, v[name]) for name in v}
+        blocks = {name: factors.to_dense(name) / len(x) for name in factors.blocks}
+        p = dense_step(blocks, v, damping)
         nu = (kappa / (lr**2 * sum((p[n] * v[n]).sum() for n in p))).sqrt().clamp(max=1.0)
         assert nu < 1
         # The control: momentum of the preconditioned gradients.
-        now = {name: solved(name, g[name]) for name in g}
+        now = dense_step(blocks, g, damping)
         after = {name: mu * after.get(name, 0.0) + now[name] for name in now}
         other = {name: now[name] + mu * after[name] for name in now} if nesterov else after
         optimizer.step()
