@@ -122,7 +122,7 @@ def layer(build, *shape: int, times: int = 1):
 def attention(**options):
     more = {"padding_mask": PADDING} if options.pop("padding", True) else {}
     d = (options.get("embed_dim", 4), options.get("kdim", 4), options.get("vdim", 4))
-    return lambda: (Attending(True, **options), attention_models.batch_of(True, d=d, **more))
+    return lambda: (Attending(**options), attention_models.batch_of(d=d, **more))
 
 
 def embedding(*shape: int, **options):
@@ -185,21 +185,21 @@ CASES = {
     ),
     "attention": attention(attn_mask=CAUSAL),
     "attention, mask per head": lambda: (
-        Attending(True, bias=False),
-        attention_models.batch_of(True, mask=normal(3, 2, 3, 4, seed=6) > 1),
+        Attending(bias=False),
+        attention_models.batch_of(mask=normal(3, 2, 3, 4, seed=6) > 1),
     ),
     "attention, sequence first": attention(batch_first=False),
     "attention, separate projections": attention(kdim=3, vdim=2),
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
-    "attention, its weights": lambda: (WeightsToo(True), attention_models.batch_of(True)),
-    "attention, weights of heads": lambda: (WeightsToo(False), attention_models.batch_of(True)),
+    "attention, its weights": lambda: (WeightsToo(True), attention_models.batch_of()),
+    "attention, weights of heads": lambda: (WeightsToo(False), attention_models.batch_of()),
     "transformer": lambda: (
-        Layered(True, causal=True, batch_first=False),
-        attention_models.batch_of(True, d=(4, 4, 4), padding_mask=PADDING),
+        Layered(causal=True, batch_first=False),
+        attention_models.batch_of(d=(4, 4, 4), padding_mask=PADDING),
     ),
     "transformer, norm first": lambda: (
-        Layered(True, norm_first=True, activation="gelu", bias=False),
-        attention_models.batch_of(True, d=(4, 4, 4)),
+        Layered(norm_first=True, activation="gelu", bias=False),
+        attention_models.batch_of(d=(4, 4, 4)),
     ),
     "encoder and decoder": lambda: (
         Model(
@@ -216,7 +216,7 @@ CASES = {
         normal(3, 4),
     ),
     "stack of encoder layers": lambda: (
-        attention_models.stack(), attention_models.batch_of(True, padding_mask=PADDING)
+        attention_models.stack(), attention_models.batch_of(padding_mask=PADDING)
     ),
     "one layer for two halves": lambda: (tied.called_twice(), normal(3, 3, 3)),
     "one layer for positions and their mean": lambda: (tied.positions_then_mean(), normal(3, 3, 3)),

@@ -24,7 +24,6 @@ WAYS = {
     # How the positions that count are declared: whether reduce scales by 1/√R_n.
     "counted": False,
     "index": True,
-    "index, means": False,
     "sequence first": True,
     "rows": True,
     "rows, means": False,
@@ -71,7 +70,7 @@ class Padded(nn.Module):
         if self.way == "counted":
             with counted_positions(mask):
                 return self.layers(x)
-        if self.way.startswith("index"):
+        if self.way == "index":
             with examples_of_rows(index, N, by_roots=by_roots):
                 return self.layers(x)
         if self.way == "sequence first":

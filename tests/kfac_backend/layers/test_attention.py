@@ -102,8 +102,8 @@ def test_reduce_sees_no_curvature_of_the_key_weight(zero_attention):
     # A vector added to all keys of an example changes no softmax, so that Σ_r b_r of the keys is
     # zero, and so are reduce's block of W^K and the exact block of its bias. A key that the module
     # appends breaks that; expand does not sum first.
-    model = randomize(Attending(True, CAUSAL, add_zero_attn=zero_attention))
-    batch = batch_of(True, padding_mask=PADDING)
+    model = randomize(Attending(CAUSAL, add_zero_attn=zero_attention))
+    batch = batch_of(padding_mask=PADDING)
     exact = ggn_blocks(model, lambda run: run(batch), "classification")
     for mode in MODES:
         factors = kronecker_factors(model, [batch], "classification", kfac_approx=mode)
@@ -116,7 +116,7 @@ def test_reduce_sees_no_curvature_of_the_key_weight(zero_attention):
 
 
 def test_a_stack_that_takes_a_fast_path_without_gradients():
-    model, batch = randomize(stack()), batch_of(True, padding_mask=PADDING)
+    model, batch = randomize(stack()), batch_of(padding_mask=PADDING)
     expected = factors_of(model, [batch], "reduce")
     with torch.no_grad():
         assert_same(factors_of(model, [batch], "reduce"), expected)
