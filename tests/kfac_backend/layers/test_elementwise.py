@@ -179,22 +179,3 @@ def test_shapes_that_need_a_view_or_do_not_fit_theirs():
     register_parameters(p=(1, -1))(Uses)  # (N, d) is not broadcast to (N, R, d)
     with pytest.raises(NotImplementedError, match="give register_parameters the shape as which"):
         kronecker_factors(model, [(x, y)], "classification")
-
-
-@pytest.mark.parametrize("N", [1, 4])
-def test_examples_that_cannot_be_counted(N):
-    class Opaque:
-        def __init__(self, x):
-            self.x = x
-
-        def to(self, device):
-            return self
-
-    register_parameters("p")(Uses)
-    model = using(lambda opaque, p: opaque.x + p)
-    data = [(Opaque(normal(N, 2, 3)), torch.arange(N) % 2)]
-    with pytest.raises(NotImplementedError, match="'p' needs a copy .* of type Opaque.*__len__"):
-        kronecker_factors(model, data, "classification")
-    Opaque.__len__ = lambda self: len(self.x)
-    exact = ggn_blocks(model, lambda run: run(data[0][0]), "classification")
-    assert_blocks(kronecker_factors(model, data, "classification"), {"p": exact["p"]})
