@@ -17,7 +17,7 @@ from kfac_backend.layers import patch_gram
 from kfac_backend.layers.window import windows
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend import networks
-from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.block_checks import MODES, batch_of
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.layers.padded_models import MASK
@@ -125,7 +125,7 @@ def test_every_layer_agrees_with_the_cpu(name, kfac_approx):
     def everything(device):
         model, x = case(name)
         y = torch.arange(len(MASK) if isinstance(x, Mapping) else len(x)) % 2
-        batch = x if isinstance(x, Mapping) else (x, y)
+        batch = batch_of(x, y)
         model = model.to(device)
         factors = kronecker_factors(model, [batch], "classification", **options)
         corrected = corrected_factors(factors, model, [batch])
