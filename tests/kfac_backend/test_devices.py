@@ -1,6 +1,7 @@
 """The same factors on CPU and GPU, in any memory format, and under autocast."""
 
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -40,40 +41,32 @@ def assert_same(factors, reference, tolerance):
         assert (dense - expected).norm() <= tolerance * expected.norm(), name
 
 
+TOLERANCES = {"float32": 1e-5, "channels last": 1e-4, "autocast": 0.05}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_factors_agree_with_float64_on_the_cpu(kfac_approx, device):
+@pytest.mark.parametrize(
+    ("what", "kfac_approx"),
+    [*product(("float32", "channels last"), MODES), ("autocast", "expand")],
+)
+def test_factors_agree_with_float64_on_the_cpu(what, kfac_approx, device):
+    """Autocast costs the precision of bfloat16 and no more."""
     x, y = data()
     reference = kronecker_factors(
         network().double(), [(x.double(), y)], "classification", kfac_approx=kfac_approx
     )
     model = network().to(device)
     # Batches come from the host; the pass moves them.
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert all(block.B.device.type == device for block in factors.blocks.values())
-    assert_same(factors.to(dtype=torch.float64), reference, 1e-5)
-    assert_close(factors.log_det(1.0).cpu(), reference.log_det(1.0), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_channels_last_changes_nothing(kfac_approx, device):
-    x, y = data()
-    reference = kronecker_factors(network(), [(x, y)], "classification", kfac_approx=kfac_approx)
-    model = network().to(device).to(memory_format=torch.channels_last)
-    x = x.to(device).to(memory_format=torch.channels_last)
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert_same(factors, reference, 1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_costs_the_precision_of_bfloat16_and_no_more(device):
-    x, y = data()
-    reference = kronecker_factors(network(), [(x, y)], "classification")
-    with torch.autocast(device, dtype=torch.bfloat16):
-        factors = kronecker_factors(network().to(device), [(x, y)], "classification")
-    assert all(block.B.dtype == torch.float32 for block in factors.blocks.values())
-    assert_same(factors, reference, 0.05)
+    if what == "channels last":
+        model = model.to(memory_format=torch.channels_last)
+        x = x.to(device, memory_format=torch.channels_last)
+    with torch.autocast(device, torch.bfloat16, enabled=what == "autocast"):
+        factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    for block in factors.blocks.values():
+        assert block.B.device.type == device and block.B.dtype == torch.float32
+    assert_same(factors.to(dtype=torch.float64), reference, TOLERANCES[what])
+    if what == "float32":
+        assert_close(factors.log_det(1.0).cpu(), reference.log_det(1.0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
