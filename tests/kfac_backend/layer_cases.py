@@ -11,15 +11,10 @@ from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
 from marglik.graphs import Graphs
 from tests.kfac_backend.block_checks import randomize, with_statistics
-from tests.kfac_backend.layers import attention_models, padded_models, recurrent_models
+from tests.kfac_backend.layers import attention_models as attend
+from tests.kfac_backend.layers import padded_models, recurrent_models
 from tests.kfac_backend.layers import tied_models as tied
-from tests.kfac_backend.layers.attention_models import (
-    CAUSAL,
-    PADDING,
-    Attending,
-    Layered,
-    WeightsToo,
-)
+from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered
 from tests.kfac_backend.layers.expert_models import routed, routed_batch
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
@@ -122,7 +117,7 @@ def layer(build, *shape: int, times: int = 1):
 def attention(**options):
     more = {"padding_mask": PADDING} if options.pop("padding", True) else {}
     d = (options.get("embed_dim", 4), options.get("kdim", 4), options.get("vdim", 4))
-    return lambda: (Attending(**options), attention_models.batch_of(d=d, **more))
+    return lambda: (Attending(**options), attend.batch_of(d=d, **more))
 
 
 def embedding(*shape: int, **options):
@@ -186,20 +181,20 @@ CASES = {
     "attention": attention(attn_mask=CAUSAL),
     "attention, mask per head": lambda: (
         Attending(bias=False),
-        attention_models.batch_of(mask=normal(3, 2, 3, 4, seed=6) > 1),
+        attend.batch_of(mask=normal(3, 2, 3, 4, seed=6) > 1),
     ),
     "attention, sequence first": attention(batch_first=False),
     "attention, separate projections": attention(kdim=3, vdim=2),
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
-    "attention, its weights": lambda: (WeightsToo(True), attention_models.batch_of()),
-    "attention, weights of heads": lambda: (WeightsToo(False), attention_models.batch_of()),
+    "attention, its weights": lambda: (attend.WeightsToo(True), attend.batch_of()),
+    "attention, weights of heads": lambda: (attend.WeightsToo(False), attend.batch_of()),
     "transformer": lambda: (
         Layered(causal=True, batch_first=False),
-        attention_models.batch_of(d=(4, 4, 4), padding_mask=PADDING),
+        attend.batch_of(d=(4, 4, 4), padding_mask=PADDING),
     ),
     "transformer, norm first": lambda: (
         Layered(norm_first=True, activation="gelu", bias=False),
-        attention_models.batch_of(d=(4, 4, 4)),
+        attend.batch_of(d=(4, 4, 4)),
     ),
     "encoder and decoder": lambda: (
         Model(
@@ -216,7 +211,7 @@ CASES = {
         normal(3, 4),
     ),
     "stack of encoder layers": lambda: (
-        attention_models.stack(), attention_models.batch_of(padding_mask=PADDING)
+        attend.stack(), attend.batch_of(padding_mask=PADDING)
     ),
     "one layer for two halves": lambda: (tied.called_twice(), normal(3, 3, 3)),
     "one layer for positions and their mean": lambda: (tied.positions_then_mean(), normal(3, 3, 3)),

@@ -13,12 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from kfac_backend import (
-    KroneckerBlock,
-    corrected_factors,
-    counted_positions,
-    kronecker_factors,
-)
+from kfac_backend import KroneckerBlock, corrected_factors, counted_positions, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Scale
@@ -175,6 +170,8 @@ ATTENTION = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), **FC}
 ENCODER = {"encoder": nn.TransformerEncoderLayer(4, 2, 8, dropout=0), **FC}
 IDS = torch.tensor([[0, 1, 2], [4, 4, 1], [3, 0, 2], [1, 1, 1]])
 PAIRS = {
+    # Name: the odd function, the plain one, their layers, batches, and the plain one's own layers
+    # where these are others.
     # A run that no derivative goes through is no use, however many rows it has (four, here).
     **{
         f"a constant run beside {N} examples": (
