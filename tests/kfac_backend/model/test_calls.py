@@ -16,30 +16,26 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.model.calls import call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.covariance.posteriors import precision_of
-from tests.kfac_backend.networks import OwnNorm
+from tests.kfac_backend.networks import Model, OwnNorm
 from tests.random_numbers import normal
 
 INPUTS = {"tensor": normal(6, 5), "mapping": {"a": normal(6, 5), "b": normal(6, 5).flip(0)}}
 LABELS = torch.arange(6) % 3
 
 
-class Normalised(nn.Module):
+def normalising(in_place, norm=nn.LayerNorm):
     """A network that normalises its inputs first: in place, or (the reference) not."""
 
-    def __init__(self, in_place, unknown=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.in_place = in_place
-        norm = OwnNorm(4) if unknown else nn.LayerNorm(4)
-        self.net = nn.Sequential(nn.Linear(5, 4), norm, nn.ReLU(inplace=True), nn.Linear(4, 3))
-        self.double()
-
-    def forward(self, x):
-        tensors = x.values() if isinstance(x, dict) else [x]
+    def forward(m, x):
         normalised = [
-            t.sub_(0.5).div_(0.25) if self.in_place else (t - 0.5) / 0.25 for t in tensors
+            t.sub_(0.5).div_(0.25) if in_place else (t - 0.5) / 0.25
+            for t in (x.values() if isinstance(x, dict) else [x])
         ]
-        return self.net(torch.stack(normalised).sum(0))
+        return m.net(torch.stack(normalised).sum(0)) * m.scale
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), norm(4), nn.ReLU(inplace=True), nn.Linear(4, 3))
+    return Model(forward, net=net, scale=1.0).double()
 
 
 def factors(model, x, **options):
@@ -77,6 +73,10 @@ WAYS = {
 }
 
 
+def norm_of(way):
+    return OwnNorm if way == "diagonal" else nn.LayerNorm
+
+
 @pytest.mark.parametrize(
     ("way", "kind"), [*((way, "tensor") for way in WAYS), ("factors", "mapping")]
 )
@@ -84,20 +84,9 @@ def test_a_model_may_change_its_inputs_in_place(way, kind):
     found = []
     for in_place in (True, False):
         x = copy.deepcopy(INPUTS[kind])
-        found.append(WAYS[way](Normalised(in_place, unknown=way == "diagonal"), x))
+        found.append(WAYS[way](normalising(in_place, norm_of(way)), x))
         assert_close(x, INPUTS[kind], rtol=0, atol=0)
     assert_close(*found)
-
-
-class Scaled(Normalised):
-    """With a parameter that is followed operation by operation."""
-
-    def __init__(self):
-        super().__init__(False)
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
 
 
 def fails(model, x):
@@ -116,7 +105,9 @@ USES = {**WAYS, "followed": WAYS["factors"], "fails": fails, "no backward": no_b
 
 @pytest.mark.parametrize("use", USES)
 def test_a_network_is_freed_with_its_last_user(use):
-    model = Scaled() if use == "followed" else Normalised(False, unknown=use == "diagonal")
+    model = normalising(False, norm_of(use))
+    if use == "followed":  # a parameter that is followed operation by operation
+        model.scale = nn.Parameter(torch.ones(3).double())
     gone = [weakref.ref(model), weakref.ref(model.net[0].weight)]
     found = USES[use](model, INPUTS["tensor"])
     if use == "no backward":
