@@ -111,23 +111,23 @@ def some_vectors(layer: nn.Module, size: tuple[int, ...]) -> tuple[Tensor, Tenso
 
 
 @st.composite
-def layers(draw):
+def layers(draw, types=tuple(SIZES), groups=(1, 2), kernels=3, sizes=(2, 4)):
     """A layer of any options, and the size of an image that it takes."""
-    layer_type = draw(st.sampled_from(list(SIZES)))
+    layer_type = draw(st.sampled_from(types))
     axes = len(SIZES[layer_type])
 
     def for_each_axis(least, most):
         return draw(st.tuples(*[st.integers(least, most)] * axes))
 
-    kernel, stride, dilation = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(1, 4)
-    groups, bias = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    kernel, stride, dilation = for_each_axis(1, kernels), for_each_axis(1, 3), for_each_axis(1, 4)
+    groups, bias = draw(st.sampled_from(groups)), draw(st.booleans())
     if layer_type in TRANSPOSED:
         padding, size = for_each_axis(0, 2), for_each_axis(1, 3)
         surplus = tuple(draw(st.integers(0, s - 1)) for s in stride)
         options = zip(size, stride, padding, dilation, kernel, surplus, strict=True)
         assume(all((n - 1) * s - 2 * p + d * (k - 1) + o + 1 >= 1 for n, s, p, d, k, o in options))
         return layer_type(2, 4, kernel, stride, padding, surplus, groups, bias, dilation), size
-    size, padding = for_each_axis(2, 4), draw(st.sampled_from(["same", "valid", "numbers"]))
+    size, padding = for_each_axis(*sizes), draw(st.sampled_from(["same", "valid", "numbers"]))
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         stride, pads = (1,) * axes, [(r + 1) // 2 for r in reach]
