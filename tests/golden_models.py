@@ -19,6 +19,7 @@ from kfac_backend.options import KfacApprox
 from marglik import Hyperparameters, Posterior, PredictiveConfig, PriorGroups, laplace_predictive
 from marglik.graphs import Graphs
 from marglik.models import MLP, WideResNetFixup
+from tests.kfac_backend.networks import Model
 
 FROZEN = Path(__file__).with_name("golden.json")
 N, C = 5, 3
@@ -43,41 +44,33 @@ def labels(*shape: int, classes: int = C) -> Tensor:
     return (torch.arange(torch.Size(shape).numel()) * 7 % classes).view(shape)
 
 
-class Pooled(nn.Module):
+def pooled(features: nn.Module, channels: int) -> nn.Module:
     """Features of each position, their mean over the positions, and a head."""
-
-    def __init__(self, features: nn.Module, channels: int):
-        super().__init__()
-        self.features, self.head = features, nn.Linear(channels, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.features(x).tanh()
-        return self.head(h.flatten(2).mean(2))
+    return Model(
+        lambda m, x: m.head(m.features(x).tanh().flatten(2).mean(2)),
+        features=features,
+        head=nn.Linear(channels, C),
+    )
 
 
-class Attending(nn.Module):
+def attending() -> nn.Module:
     """Torch's attention over positions, pooled."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+    return Model(
+        lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0].mean(1)),
+        attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        head=nn.Linear(4, C),
+    )
 
 
-class Tied(nn.Module):
-    """One layer three times, and a scale."""
+def tied() -> nn.Module:
+    """One layer three times, and a head."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, C)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
         for _ in range(3):
-            x = self.layer(x).tanh()
-        return self.head(x)
+            x = m.layer(x).tanh()
+        return m.head(x)
+
+    return Model(forward, layer=nn.Linear(4, 4), head=nn.Linear(4, C))
 
 
 def tokens(*shape: int) -> Tensor:
@@ -113,21 +106,21 @@ CASES: dict[str, Callable[[], Case]] = {
     "positions": lambda: Case(
         nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, C)), waves(N, 3, 4), labels(N, 3)
     ),
-    "conv": lambda: Case(Pooled(nn.Conv2d(2, 4, 3, padding=1), 4), images(), labels(N)),
+    "conv": lambda: Case(pooled(nn.Conv2d(2, 4, 3, padding=1), 4), images(), labels(N)),
     "strided": lambda: Case(
-        Pooled(nn.Conv2d(2, 4, 3, stride=2, dilation=2, padding=2), 4), images(), labels(N)
+        pooled(nn.Conv2d(2, 4, 3, stride=2, dilation=2, padding=2), 4), images(), labels(N)
     ),
-    "grouped": lambda: Case(Pooled(nn.Conv2d(4, 6, 3, groups=2), 6), images(4), labels(N)),
-    "conv1d": lambda: Case(Pooled(nn.Conv1d(2, 4, 3), 4), waves(N, 2, 7), labels(N)),
-    "conv3d": lambda: Case(Pooled(nn.Conv3d(1, 3, 2), 3), waves(N, 1, 3, 4, 3), labels(N)),
+    "grouped": lambda: Case(pooled(nn.Conv2d(4, 6, 3, groups=2), 6), images(4), labels(N)),
+    "conv1d": lambda: Case(pooled(nn.Conv1d(2, 4, 3), 4), waves(N, 2, 7), labels(N)),
+    "conv3d": lambda: Case(pooled(nn.Conv3d(1, 3, 2), 3), waves(N, 1, 3, 4, 3), labels(N)),
     "transposed": lambda: Case(
-        Pooled(nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1), 4), images(), labels(N)
+        pooled(nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1), 4), images(), labels(N)
     ),
     "batch norm": lambda: Case(
-        Pooled(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), 4), images(), labels(N)
+        pooled(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), 4), images(), labels(N)
     ),
     "group norm": lambda: Case(
-        Pooled(nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), 4), images(), labels(N)
+        pooled(nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), 4), images(), labels(N)
     ),
     "layer norm": lambda: Case(
         nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 5), nn.SiLU(), nn.Linear(5, C)),
@@ -136,8 +129,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "embedding": lambda: Case(
         nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, C)), tokens(N, 3), labels(N)
     ),
-    "attention": lambda: Case(Attending(), waves(N, 3, 4), labels(N)),
-    "tied": lambda: Case(Tied(), waves(N, 4), labels(N)),
+    "attention": lambda: Case(attending(), waves(N, 3, 4), labels(N)),
+    "tied": lambda: Case(tied(), waves(N, 4), labels(N)),
     "wide resnet": lambda: Case(
         WideResNetFixup(num_classes=C, depth=10, widen_factor=1), images(3, 8), labels(N)
     ),

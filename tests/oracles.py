@@ -154,31 +154,10 @@ def ggn_blocks(
     return _diagonal_blocks(ggn, parameters)
 
 
-def dense_ggn(
-    model: nn.Module, x: Tensor, likelihood: str, names: list[str] | None = None
-) -> Tensor:
-    """`dense_ggn_of` a model with inputs x (N, ...); its rows are the parameters of these names.
-
-    All trainable ones by default, in the order of ``named_parameters()``. All other parameters are
-    constants.
-    """
-    model, x = _float64(model, x)
-    trainable = _trainable(model)
-    parameters = {name: trainable[name] for name in (names or trainable)}
-    P = sum(p.numel() for p in parameters.values())
-    ggn = torch.zeros(P, P, dtype=torch.float64)
-    for x_n in x.split(1):
-
-        def f(values: dict[str, Tensor], x_n: Tensor = x_n) -> Tensor:
-            return functional_call(model, values, (x_n,))
-
-        ggn += dense_ggn_of(f, parameters, likelihood)
-    return ggn
-
-
 def dense_ggn_blocks(model: nn.Module, x: Tensor, likelihood: str) -> dict[str, Tensor]:
-    """`ggn_blocks` of a model that is called with inputs x (N, ...), of one example at a time."""
-    return _diagonal_blocks(dense_ggn(model, x, likelihood), _trainable(model))
+    """`ggn_blocks` of a model that is called with inputs x (N, ...)."""
+    x = x.double() if x.is_floating_point() else x
+    return ggn_blocks(model, lambda run: run(x.clone()), likelihood)  # it may work in place
 
 
 def _diagonal_blocks(ggn: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from tests.evidence_oracles import bayesian_linear_regression_log_evidence, laplace_log_evidence
 from tests.oracles import (
     Use,
-    dense_ggn,
     dense_ggn_blocks,
     dense_ggn_of,
     empirical_fisher_blocks,
@@ -52,18 +51,6 @@ def test_loss_hessians_by_hand():
     close(three, tensor([4, -2, -2], [-2, 3, -1], [-2, -1, 3]) / 16)
     with pytest.raises(ValueError, match="poisson"):
         loss_hessian(f, "poisson")
-
-
-def test_single_linear_layer_without_sharing_by_hand():
-    model, x = nn.Linear(2, 2), tensor([1, 2], [3, -1])
-    exact = dense_ggn_blocks(model, x, "regression")
-    gram = tensor([10, -1], [-1, 5])  # Σ_n x xᵀ
-    close(exact["weight"], torch.block_diag(gram, gram))
-    close(exact["bias"], 2 * torch.eye(2).double())
-    cross = dense_ggn(model, x, "regression")[:4, 4:]
-    close(cross, tensor([4, 0], [1, 0], [0, 4], [0, 1]))  # Σ_n x between a row of W and its bias
-    for approx in ("expand", "reduce"):
-        close(kfac_blocks(model, x, "regression", approx), exact)
 
 
 def test_shared_positions_by_hand():
@@ -129,7 +116,8 @@ def test_tied_parameters_appear_once_and_have_the_sum_of_all_four_blocks():
     with torch.no_grad():
         model[2].weight.copy_(model[0].weight)
     x = normal(4, 3)
-    ggn = dense_ggn(model, x, "regression")
+    both = {name: p.detach() for name, p in model.double().named_parameters()}
+    ggn = dense_ggn_of(lambda p: torch.func.functional_call(model, p, (x,)), both, "regression")
     model[2].weight = model[0].weight
     blocks = ggn_blocks(model, lambda run: run(x), "regression")
     assert list(blocks) == ["0.weight"]
@@ -272,8 +260,7 @@ def test_nearest_product_is_semidefinite_and_no_other_is_nearer():
 def test_evidence_of_bayesian_linear_regression_is_its_laplace_evidence():
     N, D, C, sigma = 6, 3, 2, 0.7
     Phi, y, precision = normal(N, D), normal(N, C, seed=1), normal(C, D, seed=2).exp()
-    model = nn.Linear(D, C, bias=False).double()
-    ggn = dense_ggn(model, Phi, "regression") / sigma**2
+    ggn = dense_ggn_of(lambda p: Phi @ p["W"].T, {"W": normal(C, D)}, "regression") / sigma**2
     mode = torch.linalg.solve(
         ggn + torch.diag(precision.flatten()), (y.T @ Phi).flatten() / sigma**2
     )

@@ -11,22 +11,20 @@ from kfac_backend import register_parameters
 from kfac_backend.layers import Bias, Scale
 from marglik.graphs import Graphs
 from tests.kfac_backend.block_checks import randomize, with_statistics
-from tests.kfac_backend.layers import (
-    attention_models,
-    padded_models,
-    recurrent_models,
-    tied_models,
-)
-from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered, Stack
-from tests.kfac_backend.layers.expert_models import Routed, routed_batch
+from tests.kfac_backend.layers import attention_models as attend
+from tests.kfac_backend.layers import padded_models, recurrent_models
+from tests.kfac_backend.layers import tied_models as tied
+from tests.kfac_backend.layers.attention_models import CAUSAL, PADDING, Attending, Layered
+from tests.kfac_backend.layers.expert_models import routed, routed_batch
 from tests.kfac_backend.layers.padded_models import (
     TOKENS,
-    Folded,
     Padded,
-    PaddedTokens,
-    PaddedTransformer,
+    on_images,
+    padded_tokens,
+    padded_transformer,
 )
 from tests.kfac_backend.layers.recurrent_models import Cells, Reading, packed_batch
+from tests.kfac_backend.networks import Model
 from tests.marglik.some_graphs import some_graphs
 from tests.random_numbers import normal
 
@@ -79,63 +77,33 @@ class Own(nn.Module):
         return self.head(torch.tanh(x * self.scale + self.gain).sum(1)) * self.gain[..., 0]
 
 
-class TwoNorms(nn.Module):
+def two_norms():
     """Two norms with one weight, and biases of their own."""
+    model = Model(
+        lambda m, x: m.head(m.second(m.first(x).sin()).flatten(1)),
+        first=nn.LayerNorm(3),
+        second=nn.LayerNorm(3),
+        head=nn.Linear(9, 3),
+    )
+    model.second.weight = model.first.weight
+    return model
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.head = nn.LayerNorm(3), nn.LayerNorm(3), nn.Linear(9, 3)
-        self.second.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x).sin()).flatten(1))
-
-
-class Bilinear(nn.Module):
-    """A layer without a rule, whose block is a diagonal."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Bilinear(3, 3, 2), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x, x.sin()).tanh())
+def scalar_of_two_widths(scalar):
+    """A scalar between layers of different widths."""
+    return Model(
+        lambda m, x: m.head(m.layer(m.second(m.layer(m.first(x)).tanh())).tanh().mean((2, 3))),
+        layer=scalar,
+        first=nn.Conv2d(2, 4, 2),
+        second=nn.Conv2d(4, 6, 2),
+        head=nn.Linear(6, 3),
+    )
 
 
 class OfGraphs(GraphNetwork):
     """Ours; reduce scales what it does to nodes and edges."""
 
     ragged = ("node_encoder", "edge_encoder", "blocks.0.edge_update", "blocks.0.node_update")
-
-
-class Adaptive(nn.Module):
-    """The logarithms of probabilities of clustered classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer.log_prob(x)
-
-
-class EncoderDecoder(nn.Module):
-    """Torch's whole transformer, of a sequence and itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = (
-            nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True),
-            nn.Linear(4, 3),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x, x.sin()).mean(1))
-
-
-def pooled(model: nn.Module) -> nn.Module:
-    model.pool = True
-    return model
 
 
 def tokens(*shape: int) -> Tensor:
@@ -149,12 +117,7 @@ def layer(build, *shape: int, times: int = 1):
 def attention(**options):
     more = {"padding_mask": PADDING} if options.pop("padding", True) else {}
     d = (options.get("embed_dim", 4), options.get("kdim", 4), options.get("vdim", 4))
-    return lambda: (Attending(True, **options), attention_models.batch_of(True, d=d, **more))
-
-
-def tied(cls, *shape: int):
-    inputs = tokens(*shape) if issubclass(cls, tied_models.LanguageModel) else normal(*shape)
-    return lambda: (pooled(cls()), inputs)
+    return lambda: (Attending(**options), attend.batch_of(d=d, **more))
 
 
 def embedding(*shape: int, **options):
@@ -171,6 +134,8 @@ CASES = {
     "scalars of images": layer(
         lambda: nn.Sequential(nn.Conv2d(2, 2, 2), Bias(), nn.Tanh(), Scale()), 3, 2, 2, 3
     ),
+    "one Bias, two widths": lambda: (scalar_of_two_widths(Bias()), normal(3, 2, 5, 5)),
+    "one Scale, two widths": lambda: (scalar_of_two_widths(Scale()), normal(3, 2, 5, 5)),
     "Conv1d": layer(lambda: nn.Conv1d(2, 4, 2, stride=2, padding=1, groups=2), 3, 2, 5),
     "Conv3d": layer(lambda: nn.Conv3d(2, 3, (1, 2, 2), dilation=(1, 1, 2)), 3, 2, 2, 3, 4),
     "Conv1d twice": layer(lambda: nn.Conv1d(2, 2, 3, padding=1), 3, 2, 4, times=2),
@@ -205,52 +170,72 @@ CASES = {
     "PReLU, one slope": layer(nn.PReLU, 3, 2, 2, 2),
     "PReLU twice": layer(nn.PReLU, 3, 2, 4, times=2),
     "own parameters": lambda: (Own(), normal(4, 2, 3)),
-    "two norms, one weight": lambda: (TwoNorms(), normal(4, 3, 3)),
-    "no rule": lambda: (Bilinear(), normal(4, 3)),
+    "two norms, one weight": lambda: (two_norms(), normal(4, 3, 3)),
+    "no rule": lambda: (
+        Model(
+            lambda m, x: m.head(m.layer(x, x.sin()).tanh()),
+            layer=nn.Bilinear(3, 3, 2), head=nn.Linear(2, 3),
+        ),
+        normal(4, 3),
+    ),
     "attention": attention(attn_mask=CAUSAL),
     "attention, mask per head": lambda: (
-        Attending(True, bias=False),
-        attention_models.batch_of(True, mask=normal(3, 2, 3, 4, seed=6) > 1),
+        Attending(bias=False),
+        attend.batch_of(mask=normal(3, 2, 3, 4, seed=6) > 1),
     ),
     "attention, sequence first": attention(batch_first=False),
     "attention, separate projections": attention(kdim=3, vdim=2),
     "attention, more keys": attention(add_bias_kv=True, add_zero_attn=True, padding=False),
+    "attention, its weights": lambda: (attend.WeightsToo(True), attend.batch_of()),
+    "attention, weights of heads": lambda: (attend.WeightsToo(False), attend.batch_of()),
     "transformer": lambda: (
-        Layered(True, causal=True, batch_first=False),
-        attention_models.batch_of(True, d=(4, 4, 4), padding_mask=PADDING),
+        Layered(causal=True, batch_first=False),
+        attend.batch_of(d=(4, 4, 4), padding_mask=PADDING),
     ),
     "transformer, norm first": lambda: (
-        Layered(True, norm_first=True, activation="gelu", bias=False),
-        attention_models.batch_of(True, d=(4, 4, 4)),
+        Layered(norm_first=True, activation="gelu", bias=False),
+        attend.batch_of(d=(4, 4, 4)),
     ),
-    "encoder and decoder": lambda: (EncoderDecoder(), normal(3, 2, 4)),
-    "adaptive softmax": lambda: (Adaptive(), normal(3, 4)),
+    "encoder and decoder": lambda: (
+        Model(
+            lambda m, x: m.head(m.layer(x, x.sin()).mean(1)),
+            layer=nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True), head=nn.Linear(4, 3),
+        ),
+        normal(3, 2, 4),
+    ),
+    "adaptive softmax": lambda: (
+        Model(
+            lambda m, x: m.layer.log_prob(x),  # of clustered classes
+            layer=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2], div_value=1.0),
+        ),
+        normal(3, 4),
+    ),
     "stack of encoder layers": lambda: (
-        Stack(), attention_models.batch_of(True, padding_mask=PADDING)
+        attend.stack(), attend.batch_of(padding_mask=PADDING)
     ),
-    "one layer for two halves": tied(tied_models.CalledTwice, 3, 3, 3),
-    "one layer for positions and their mean": tied(tied_models.PositionsThenMean, 3, 3, 3),
-    "two linear layers": tied(tied_models.TwoLayers, 3, 3, 3),
-    "two linear layers, one bias": tied(tied_models.TiedBias, 3, 3, 3),
-    "one layer, two names": tied(tied_models.TwoNames, 3, 3, 3),
-    "recurrent": tied(tied_models.Recurrent, 3, 3, 3),
-    "encoder layer twice": tied(tied_models.EncoderTwice, 3, 3, 3),
-    "grouped convolution twice": tied(tied_models.GroupsTwice, 3, 4, 3),
-    "language model": tied(tied_models.LanguageModel, 4, 3),
-    "language model with padding": tied(tied_models.PaddedLanguageModel, 4, 3),
-    "embedded twice, read twice": tied(tied_models.EmbeddedTwice, 4, 3),
-    "autoencoder": tied(tied_models.Autoencoder, 3, 4, 3),
+    "one layer for two halves": lambda: (tied.called_twice(), normal(3, 3, 3)),
+    "one layer for positions and their mean": lambda: (tied.positions_then_mean(), normal(3, 3, 3)),
+    "two linear layers": lambda: (tied.two_layers(), normal(3, 3, 3)),
+    "two linear layers, one bias": lambda: (tied.tied_bias(), normal(3, 3, 3)),
+    "one layer, two names": lambda: (tied.two_names(), normal(3, 3, 3)),
+    "recurrent": lambda: (tied.recurrent(), normal(3, 3, 3)),
+    "encoder layer twice": lambda: (tied.encoder_twice(), normal(3, 3, 3)),
+    "grouped convolution twice": lambda: (tied.groups_twice(), normal(3, 4, 3)),
+    "language model": lambda: (tied.language_model(), tokens(4, 3)),
+    "language model with padding": lambda: (tied.language_model(padding_idx=0), tokens(4, 3)),
+    "embedded twice, read twice": lambda: (tied.embedded_twice(), tokens(4, 3)),
+    "autoencoder": lambda: (tied.autoencoder(), normal(3, 4, 3)),
     "counted positions": lambda: (Padded("mean", "counted"), padded_models.batch_of()),
     "positions by their index": lambda: (Padded("mean", "index"), padded_models.batch_of()),
     "means of rows": lambda: (Padded("mean", "rows, means"), padded_models.batch_of()),
     "rows in another order": lambda: (Padded("root", "rows"), padded_models.batch_of()),
     "sequence first": lambda: (Padded("sum", "sequence first"), padded_models.batch_of()),
-    "padded transformer": lambda: (PaddedTransformer(), padded_models.batch_of()),
-    "padded tokens": lambda: (PaddedTokens(None), {**padded_models.batch_of(), "x": TOKENS}),
+    "padded transformer": lambda: (padded_transformer(), padded_models.batch_of()),
+    "padded tokens": lambda: (padded_tokens(None), {**padded_models.batch_of(), "x": TOKENS}),
     "padded tokens, one of them padding": lambda: (
-        PaddedTokens(0), {**padded_models.batch_of(), "x": TOKENS}
+        padded_tokens(0), {**padded_models.batch_of(), "x": TOKENS}
     ),
-    "graphs": lambda: (padded_models.Graphs(), padded_models.graphs()),
+    "graphs": lambda: (padded_models.on_graphs(), padded_models.graphs()),
     "graph network": lambda: (OfGraphs(3, 2, 2, 3, 1), some_graphs()),
     "LSTM, packed": lambda: (
         Reading("LSTM", "packed", num_layers=2, bidirectional=True), packed_batch()
@@ -267,12 +252,20 @@ CASES = {
     ),
     "cells": lambda: (Cells(), normal(3, 3, 3)),
     "experts": lambda: (
-        Routed(has_gate=True, has_bias=False, is_transposed=False), routed_batch()
+        routed(has_gate=True, has_bias=False, is_transposed=False), routed_batch()
     ),
     "experts, inputs first": lambda: (
-        Routed(has_gate=False, has_bias=True, is_transposed=True), routed_batch()
+        routed(has_gate=False, has_bias=True, is_transposed=True), routed_batch()
     ),
-    "rows of images": lambda: (Folded(nn.Conv2d(2, 4, 2)), normal(3, 2, 2, 3, 3)),
+    "rows of images": lambda: (
+        on_images(nn.Conv2d(2, 4, 2, padding=1, groups=2)), normal(3, 2, 2, 3, 3)
+    ),
+    "means of images": lambda: (
+        on_images(nn.Conv2d(2, 4, 2), by_roots=False), normal(3, 2, 2, 3, 3)
+    ),
+    "rows of transposed images": lambda: (
+        on_images(nn.ConvTranspose2d(2, 4, 2, 2, groups=2)), normal(3, 2, 2, 2, 2)
+    ),
 }  # fmt: skip
 
 

@@ -1,12 +1,30 @@
 """Networks and batches for the tests of the curvature pass."""
 
 import torch
-from torch import nn
-from torch.testing import assert_close
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_backend.layers import Bias, Scale
 from marglik.models import WideResNetFixup
+from tests.kfac_backend.block_checks import randomize
+
+
+class Model(nn.Module):
+    """A function of the model and its input; children and parameters have the names given."""
+
+    def __init__(self, function, **own):
+        super().__init__()
+        self.function = function
+        for name, value in own.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def random_model(function, **own):
+    """The same in float64 and eval mode, its parameters normal."""
+    return randomize(Model(function, **own), 0.5)
 
 
 class OwnNorm(nn.Module):
@@ -23,16 +41,13 @@ class OwnNorm(nn.Module):
         return (matrix @ torch.cat([z, torch.ones_like(z[..., :1])], -1).mT).mT
 
 
-class Functional(nn.Module):
-    """A weight that no hook sees, and a layer; a second use of the weight cannot be followed."""
-
-    def __init__(self, twice):
-        super().__init__()
-        self.first, self.fc, self.twice = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), twice
-
-    def forward(self, x):
-        x = nn.functional.linear(torch.tanh(self.first(x)), self.fc.weight)
-        return x * self.fc.weight.sum() if self.twice else x
+def with_an_unseen_weight():
+    """A layer, and a weight that no hook sees."""
+    return Model(
+        lambda m, x: nn.functional.linear(torch.tanh(m.first(x)), m.fc.weight),
+        first=nn.Linear(3, 3),
+        fc=nn.Linear(3, 2, bias=False),
+    ).double()
 
 
 def network():
@@ -63,14 +78,6 @@ def images(n, dtype=torch.float64, size=16):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, 3, size, size, generator=generator).to(dtype)
     return x, torch.randint(10, (n,), generator=generator)
-
-
-def assert_same_factors(first, second, **tolerances):
-    assert list(first.blocks) == list(second.blocks)
-    for name, block in first.blocks.items():
-        assert_close(block.B, second.blocks[name].B, **tolerances)
-        if block.A is not None:
-            assert_close(block.A, second.blocks[name].A, **tolerances)
 
 
 def convolution_flops(work):

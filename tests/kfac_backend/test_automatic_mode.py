@@ -9,6 +9,7 @@ from kfac_backend import examples_of_rows, kronecker_factors
 from kfac_backend.automatic_mode import block_traces, nearest_modes
 from kfac_backend.curvature import CurvaturePass
 from tests.kfac_backend.block_checks import assert_same, factors_of
+from tests.kfac_backend.networks import random_model
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import normal
 from tests.uses import kfac_blocks
@@ -19,34 +20,15 @@ def images(*head: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 2), *head).double()
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Softmax attention of tokens (N, R, 4) by layers of its own; means over the tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
-        self.head = nn.Linear(4, 3)
-        self.double()
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        scores = m.query(x) @ m.key(x).mT
+        return m.head((scores.softmax(-1) @ m.value(x)).mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ self.key(x).mT
-        return self.head((scores.softmax(-1) @ self.value(x)).mean(1))
-
-
-class Rows(nn.Module):
-    """A head over all positions of each example, whose rows come with an index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(4, 3).double(), nn.Linear(18, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        N, R = x.shape[:2]
-        with examples_of_rows(torch.arange(N).repeat_interleave(R), N):
-            a = self.layer(x.flatten(0, 1)).tanh()
-        return self.head(a.unflatten(0, (N, R)).flatten(1))
+    layers = {name: nn.Linear(4, 4) for name in ("query", "key", "value")}
+    return random_model(forward, **layers, head=nn.Linear(4, 3))
 
 
 MODELS = {
@@ -60,7 +42,7 @@ MODELS = {
         ["0", "2"], ("2", "reduce"),
     ),
     "attention": (
-        Attention(), normal(6, 5, 4), ["query", "key", "value"], ("key", "expand"),
+        attention(), normal(6, 5, 4), ["query", "key", "value"], ("key", "expand"),
     ),
 }  # fmt: skip
 
@@ -100,7 +82,16 @@ def test_ranks_decide_by_the_sum_of_their_traces():
 
 
 def test_layers_that_are_told_their_examples_keep_reduce():
-    model, x = Rows(), normal(6, 6, 4)
+    """A head over all positions of each example, whose rows come with an index."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        N, R = x.shape[:2]
+        with examples_of_rows(torch.arange(N).repeat_interleave(R), N):
+            a = m.layer(x.flatten(0, 1)).tanh()
+        return m.head(a.unflatten(0, (N, R)).flatten(1))
+
+    model = random_model(forward, layer=nn.Linear(4, 3), head=nn.Linear(18, 3))
+    x = normal(6, 6, 4)
     factors = factors_of(model, [(x, torch.arange(6) % 3)], "auto")
     assert factors.options.kfac_approx == "reduce"
 

@@ -1,6 +1,7 @@
 """The same factors on CPU and GPU, in any memory format, and under autocast."""
 
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.eigen import eigenvalues, eigh
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.layers import Bias, Scale, patch_gram
+from kfac_backend.layers import patch_gram
 from kfac_backend.layers.window import windows
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
-from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend import networks
+from tests.kfac_backend.block_checks import MODES, batch_of
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.layers.padded_models import MASK
@@ -25,17 +27,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), Bias(), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, groups=2),
-        Scale(), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
-    )  # fmt: skip
+    return networks.network().float()
 
 
 def data():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(6, 3, 8, 8, generator=generator)
-    return x, torch.randint(4, (6,), generator=generator)
+    x, y = networks.data()
+    return x.float(), y
 
 
 def assert_same(factors, reference, tolerance):
@@ -44,40 +41,32 @@ def assert_same(factors, reference, tolerance):
         assert (dense - expected).norm() <= tolerance * expected.norm(), name
 
 
+TOLERANCES = {"float32": 1e-5, "channels last": 1e-4, "autocast": 0.05}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_factors_agree_with_float64_on_the_cpu(kfac_approx, device):
+@pytest.mark.parametrize(
+    ("what", "kfac_approx"),
+    [*product(("float32", "channels last"), MODES), ("autocast", "expand")],
+)
+def test_factors_agree_with_float64_on_the_cpu(what, kfac_approx, device):
+    """Autocast costs the precision of bfloat16 and no more."""
     x, y = data()
     reference = kronecker_factors(
         network().double(), [(x.double(), y)], "classification", kfac_approx=kfac_approx
     )
     model = network().to(device)
     # Batches come from the host; the pass moves them.
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert all(block.B.device.type == device for block in factors.blocks.values())
-    assert_same(factors.to(dtype=torch.float64), reference, 1e-5)
-    assert_close(factors.log_det(1.0).cpu(), reference.log_det(1.0), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_channels_last_changes_nothing(kfac_approx, device):
-    x, y = data()
-    reference = kronecker_factors(network(), [(x, y)], "classification", kfac_approx=kfac_approx)
-    model = network().to(device).to(memory_format=torch.channels_last)
-    x = x.to(device).to(memory_format=torch.channels_last)
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    assert_same(factors, reference, 1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_costs_the_precision_of_bfloat16_and_no_more(device):
-    x, y = data()
-    reference = kronecker_factors(network(), [(x, y)], "classification")
-    with torch.autocast(device, dtype=torch.bfloat16):
-        factors = kronecker_factors(network().to(device), [(x, y)], "classification")
-    assert all(block.B.dtype == torch.float32 for block in factors.blocks.values())
-    assert_same(factors, reference, 0.05)
+    if what == "channels last":
+        model = model.to(memory_format=torch.channels_last)
+        x = x.to(device, memory_format=torch.channels_last)
+    with torch.autocast(device, torch.bfloat16, enabled=what == "autocast"):
+        factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
+    for block in factors.blocks.values():
+        assert block.B.device.type == device and block.B.dtype == torch.float32
+    assert_same(factors.to(dtype=torch.float64), reference, TOLERANCES[what])
+    if what == "float32":
+        assert_close(factors.log_det(1.0).cpu(), reference.log_det(1.0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -129,7 +118,7 @@ def test_every_layer_agrees_with_the_cpu(name, kfac_approx):
     def everything(device):
         model, x = case(name)
         y = torch.arange(len(MASK) if isinstance(x, Mapping) else len(x)) % 2
-        batch = x if isinstance(x, Mapping) else (x, y)
+        batch = batch_of(x, y)
         model = model.to(device)
         factors = kronecker_factors(model, [batch], "classification", **options)
         corrected = corrected_factors(factors, model, [batch])

@@ -11,20 +11,12 @@ from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.eigenvalue_correction import CorrectionPass
 from tests import oracles
-from tests.kfac_backend.block_checks import MODES, OTHER, basis
+from tests.kfac_backend.block_checks import MODES, OTHER, basis, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.kfac_backend.networks import data, network
 from tests.random_numbers import normal
 
 LIKELIHOODS = ("classification", "regression", "bernoulli")
-
-
-def targets(f: Tensor, likelihood: str) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    if likelihood == "classification":
-        return torch.randint(f.shape[-1], f.shape[:-1], generator=generator)
-    y = torch.randn(f.shape, generator=generator, dtype=f.dtype)
-    return y if likelihood == "regression" else y.sigmoid()
 
 
 def check(factors: KroneckerFactors, corrected: KroneckerFactors, exact: Mapping[str, Tensor]):
@@ -69,8 +61,8 @@ def test_equals_the_diagonal_of_the_exact_block(name):
     model, x = case(name)
     kfac_approx = MODES[len(name) // 3 % 2]
     likelihood = LIKELIHOODS[len(name) % 3]
-    y = targets(model(x).detach(), likelihood)
-    batches = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
+    y = targets_of(model(x).detach(), likelihood)
+    batches = [batch_of(x, y)]
     options = {"kfac_approx": kfac_approx, "unsupported": "diagonal"}
     factors = kronecker_factors(model, batches, likelihood, **options)
     exact = exact_blocks(model, batches[0] if isinstance(x, Mapping) else x, likelihood)
@@ -99,7 +91,7 @@ def several_terms():
 @pytest.mark.parametrize("build", [several_terms, lambda: (network(), data()[0])])
 def test_other_batches_in_another_order(build):
     model, x = build()
-    y = targets(model(x).detach(), "classification")
+    y = targets_of(model(x).detach(), "classification")
     factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx="reduce")
     one = corrected_factors(factors, model, [(x, y)])
     assert max(check(factors, one, exact_blocks(model, x, "classification"))) > 1e-3
@@ -110,7 +102,7 @@ def test_other_batches_in_another_order(build):
 
 def test_labels_that_do_not_count():
     model, x = several_terms()
-    y = targets(model(x).detach(), "classification")
+    y = targets_of(model(x).detach(), "classification")
     ignored = torch.zeros(y.shape, dtype=torch.bool)
     ignored[0, 1:], ignored[3] = True, True
     batches = [(x, y.masked_fill(ignored, 7))]
@@ -123,7 +115,7 @@ def test_labels_that_do_not_count():
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_empirical_fisher(likelihood):
     model, x = several_terms()
-    y = targets(model(x).detach(), likelihood)
+    y = targets_of(model(x).detach(), likelihood)
     factors = kronecker_factors(model, [(x, y)], likelihood, fisher="empirical")
     exact = oracles.empirical_fisher_blocks(model, x, y, likelihood)
     assert max(check(factors, corrected_factors(factors, model, [(x, y)]), exact)) > 1e-3
@@ -161,23 +153,6 @@ def test_little_memory_changes_nothing(product):
         assert_close(found.blocks[name].eigenvalues(), block.eigenvalues())
 
 
-def test_exact_blocks_do_not_change():
-    model = nn.Sequential(nn.Linear(3, 2)).double()
-    x, y = normal(1, 3), torch.tensor([1])  # one example with one position
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    found = corrected_factors(factors, model, [(x, y)])
-    for name, block in found.blocks.items():
-        assert isinstance(block, CorrectedBlock)
-        assert_close(block.to_dense(), factors.to_dense(name))
-        assert_close(block.eigenvalues(), factors.eigenvalues()[name], rtol=1e-10, atol=1e-12)
-    scales = nn.Sequential(nn.LayerNorm(3)).double()
-    factors = kronecker_factors(scales, [(x, y)], "classification")
-    found = corrected_factors(factors, scales, [(x, y)])
-    assert not found.is_corrected and torch.equal(
-        found.to_dense("0.weight"), factors.to_dense("0.weight")
-    )
-
-
 def test_corrected_again():
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification")
@@ -200,19 +175,3 @@ def test_what_does_not_fit_is_said():
         corrected_factors(factors, model, [(x, y)], fisher="empirical")
     with pytest.raises(ValueError, match="it belongs to another model"):
         corrected_factors(factors, nn.Linear(2, 3), [(x, y)])
-
-
-def test_rows_must_be_told_their_examples():
-    class Folds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 3)
-
-        def forward(self, x):
-            return self.layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, -1)).transpose(0, 1)
-
-    model, x = Folds().double(), normal(4, 3, 2)
-    batches = [(x, torch.zeros(4, 3).long())]
-    factors = kronecker_factors(model, batches, "classification")
-    with pytest.raises(NotImplementedError, match="'layer'.*12 rows in a batch of 4 examples"):
-        corrected_factors(factors, model, batches)

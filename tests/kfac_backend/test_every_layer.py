@@ -4,8 +4,6 @@ Over the same cases, `test_eigenvalue_correction` and `covariance.test_output_co
 oracles of their own.
 """
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,14 +13,9 @@ from kfac_backend import kronecker_factors
 from kfac_backend.model.batches import examples
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
-from tests.kfac_backend.block_checks import MODES, assert_blocks
+from tests.kfac_backend.block_checks import MODES, assert_blocks, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case, runs
-from tests.oracles import (
-    empirical_fisher_blocks,
-    ggn_blocks,
-    kfac_blocks_from_uses,
-    loss_hessians,
-)
+from tests.oracles import empirical_fisher_blocks, ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.random_numbers import error
 from tests.uses import uses_of
 
@@ -41,10 +34,6 @@ pytestmark = [
 ]
 
 
-def labels_of(f: torch.Tensor) -> torch.Tensor:
-    return torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % f.shape[-1]
-
-
 LIKELIHOODS = ("classification", "regression", "bernoulli")
 
 
@@ -59,18 +48,18 @@ def test_blocks_are_those_of_the_definition(name, fisher):
     # What is no linear use (norms, scalars, own parameters) has the exact block, in any mode.
     if fisher == "exact":
         likelihood = LIKELIHOODS[len(name) % 3]
-        y = labels_of(f) if likelihood == "classification" else f.sigmoid()
+        y = targets_of(f, likelihood)
         hessians = loss_hessians(outputs, likelihood)
         exact = ggn_blocks(model, lambda run: run(x), likelihood)
     else:  # the Hessian's place is taken by the label's own gradient, of each loss term apart
-        likelihood, y = "classification", labels_of(f)
+        likelihood, y = "classification", targets_of(f)
         terms = [
             f_n.softmax(-1) - F.one_hot(y_n, f.shape[-1]) for f_n, y_n in zip(f, y, strict=True)
         ]
         hessians = [[torch.outer(g, g) for g in g_n.reshape(-1, f.shape[-1])] for g_n in terms]
         is_tensor = isinstance(x, torch.Tensor)
         exact = empirical_fisher_blocks(model, x, y, likelihood) if is_tensor else {}
-    data = [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
+    data = [batch_of(x, y)]
     for mode in MODES:
         options = {"kfac_approx": mode, "fisher": fisher, "unsupported": "diagonal"}
         factors = kronecker_factors(model, data, likelihood, **options)
@@ -86,15 +75,10 @@ def test_blocks_are_those_of_the_definition(name, fisher):
 def test_every_way_gives_the_same_blocks(name):
     model, x = case(name)
     f = model(x).detach()
-    y = labels_of(f)
+    y = targets_of(f)
 
     def factors(mode, *parts):
-        data = [
-            {**examples(x, part), "labels": y[part]}
-            if isinstance(x, Mapping)
-            else (examples(x, part), y[part])
-            for part in parts
-        ]
+        data = [batch_of(examples(x, part), y[part]) for part in parts]
         return kronecker_factors(
             model, data, "classification", kfac_approx=mode, unsupported="diagonal"
         )

@@ -52,22 +52,6 @@ def test_the_modes_differ_where_positions_are_shared_and_only_there():
         assert max(errors) < 1e-12 if R == 1 else min(errors) > 0.1
 
 
-def test_each_mode_is_exact_where_its_sum_falls_apart():
-    """One output per position and constant b: expand. Gradients that are all equal: reduce."""
-    a = normal(5, 3, 4)
-    b = normal(2, 1, 1, 3).expand(2, 5, 3, 3)  # of a linear network that sums its positions
-    exact = sum(
-        torch.outer(g, g)
-        for v in range(2)
-        for n in range(5)
-        for g in [sum(torch.kron(b[v, n, r], a[n, r]) for r in range(3))]
-    )
-    B, A = expand_and_reduce.reduce_factors(a, b)
-    assert_close(torch.kron(B, A), exact, rtol=1e-10, atol=1e-12)
-    B, A = expand_and_reduce.expand_factors(a, b)
-    assert error(torch.kron(B, A), exact) > 0.1
-
-
 def test_graphs_scale_both_sums_by_the_root_of_their_positions():
     graph = torch.tensor([0, 3, 0, -1, 1, 0, 3])  # of three positions, one, none and two
     a, jacobians, root = normal(7, 4), normal(7, 3, 2, seed=1), normal(2, 2, seed=2)
@@ -76,12 +60,3 @@ def test_graphs_scale_both_sums_by_the_root_of_their_positions():
     of_graphs = [(a[graph == n], jacobians[graph == n]) for n in range(4)]
     expected = by_loops(*zip(*of_graphs, strict=True), 4 * [root @ root.mT], "reduce", True)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_graphs_of_one_size_are_reduce_but_for_how_the_scale_is_spread():
-    a, b = normal(3, 4, 2), normal(2, 3, 4, 5, seed=1)
-    graph = torch.arange(3).repeat_interleave(4)
-    B, A = expand_and_reduce.reduce_factors_of_graphs(a.flatten(0, 1), b.flatten(1, 2), graph, 3)
-    B_reduce, A_reduce = expand_and_reduce.reduce_factors(a, b)
-    assert_close(torch.kron(B, A), torch.kron(B_reduce, A_reduce))
-    assert_close(A, 4 * A_reduce)

@@ -11,9 +11,8 @@ from kfac_backend import kronecker_factors
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
-from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.block_checks import MODES, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case
-from tests.kfac_backend.test_every_layer import labels_of
 from tests.random_numbers import error
 
 DELTA = 0.7
@@ -95,8 +94,7 @@ def problem(name: str, likelihood: str):
     else:
         x = x.double()
     f = model(x).detach()
-    y = labels_of(f) if likelihood == "classification" else f.sigmoid()
-    return model, [{**x, "labels": y} if isinstance(x, Mapping) else (x, y)]
+    return model, [batch_of(x, targets_of(f, likelihood))]
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - TOKENS - {"no rule", "autoencoder"}))

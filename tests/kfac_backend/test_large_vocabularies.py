@@ -9,10 +9,7 @@ from torch.testing import assert_close
 
 from experiments.models import GPT
 from experiments.timing import peak_memory
-from kfac_backend import (
-    block_assembly,
-    kronecker_factors,
-)
+from kfac_backend import block_assembly, kronecker_factors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass

@@ -35,10 +35,6 @@ def test_root_squares_to_the_hessian(likelihood, C, scale, seed):
     assert_close(outer(likelihood_of(likelihood).root(f, f)), expected, rtol=1e-10, atol=1e-14)
 
 
-def test_categorical_root_has_one_column_less_than_classes():
-    assert len(list(likelihood_of("classification").root(torch.randn(2, 5), None))) == 4
-
-
 def test_categorical_root_is_finite_where_one_class_takes_all():
     f = torch.tensor([[1000.0, 0.0, -1000.0], [0.0, 0.0, 0.0]])
     columns = list(likelihood_of("classification").root(f, None))
@@ -70,25 +66,6 @@ def test_labels_of_many_classes_have_their_probabilities(C, monkeypatch):
     assert chi_square(p) < 2 * C  # its mean is the number of classes less one
     # Negative control: probabilities that are off by a tenth.
     assert chi_square(torch.softmax(0.9 * f, -1)) > 4 * C
-
-
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_monte_carlo_converges_to_the_hessian(likelihood):
-    f = torch.randn(1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = oracles.loss_hessian(f[0], likelihood)
-
-    def error(examples, seed, samples=4):
-        """Of the mean over examples that are all alike."""
-        generator = torch.Generator().manual_seed(seed)
-        options = CurvatureOptions(fisher="mc", mc_samples=samples)
-        many = f.expand(examples, 3)
-        y = torch.zeros(examples).long() if likelihood == "classification" else many
-        found = outer(BackwardVectors(likelihood, options, generator)(many, y)).mean(0)
-        return float((found - expected).norm() / expected.norm())
-
-    assert error(5_000, seed=0) < 0.05
-    # Negative control: a handful of samples is not enough.
-    assert max(error(1, seed) for seed in range(5)) > 0.1
 
 
 def test_loss_terms_of_one_example_are_never_mixed():

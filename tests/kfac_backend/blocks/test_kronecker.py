@@ -8,9 +8,12 @@ from torch import nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from kfac_backend import KroneckerBlock, KroneckerFactors, kronecker_factors
+from kfac_backend import KroneckerBlock, KroneckerFactors, corrected_factors, kronecker_factors
 from kfac_backend.blocks import block
+from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.files import write_tensors
+from tests.kfac_backend.networks import random_model
+from tests.random_numbers import normal
 
 
 def gram(*shape, seed=0):
@@ -25,6 +28,17 @@ BLOCKS = {
     "diagonal": KroneckerBlock("d", gram(5, 1, 1)),
     "singular": KroneckerBlock("w", gram(2, 3), gram(1, 4), 9),
 }
+
+
+def corrected(block: KroneckerBlock) -> CorrectedBlock:
+    """With eigenvalues that are no products."""
+    eigen = block.decompose()
+    values = normal(*eigen.spectrum_shape).square()
+    eigen = replace(eigen, corrected=values)
+    return CorrectedBlock(block.name, block.B, block.A, block.num_terms, eigen=eigen)
+
+
+BLOCKS |= {f"corrected {name}": corrected(BLOCKS[name]) for name in ("B and A", "groups")}
 
 
 @pytest.mark.parametrize("case", BLOCKS)
@@ -75,11 +89,14 @@ def model():
     ).double()
 
 
-def factors_of(model, n=5, seed=0, **options):
+def batch(n=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 2, 3, 3, dtype=torch.float64, generator=generator)
-    y = torch.randint(3, (n,), generator=generator)
-    return kronecker_factors(model, [(x, y)], "classification", **options)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def factors_of(model, n=5, seed=0, **options):
+    return kronecker_factors(model, [batch(n, seed)], "classification", **options)
 
 
 def dense(factors):
@@ -102,14 +119,8 @@ def test_log_det_and_matvec(model):
     assert_close(torch.cat([t.flatten() for t in factors.matvec(v).values()]), H @ flat)
 
 
-def test_sum_and_product(model):
-    first, second = factors_of(model, 5, 0), factors_of(model, 2, 1)
-    together = first + second
-    assert (together.num_data, together.loss) == (7, first.loss + second.loss)
-    for name in ("0.weight", "3.weight"):
-        weighted = (5 * first.blocks[name].A + 2 * second.blocks[name].A) / 7
-        assert_close(together.blocks[name].A, weighted)
-        assert_close(together.blocks[name].B, first.blocks[name].B + second.blocks[name].B)
+def test_products_and_what_cannot_be_added(model):
+    first = factors_of(model, 5, 0)
     assert_close(dense(first * 2.5), 2.5 * dense(first))
     assert_close(dense(0 * first), 0 * dense(first))
     with pytest.raises(ValueError, match="by a finite number ≥ 0, not by -1"):
@@ -127,18 +138,12 @@ WEIGHED = ("num_data", "num_loss_terms", "loss")
 @pytest.fixture
 def attention():
     """Cross-attention, whose packed weight has one number of terms for queries, one for keys."""
-    torch.manual_seed(0)
 
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+    def attends(m, x):
+        keys = x.flatten(2).mT  # (N, 9, 2)
+        return m.attention(keys[:, :4], keys, keys, need_weights=False)[0].mean(1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            keys = x.flatten(2).mT  # (N, 9, 2)
-            return self.attention(keys[:, :4], keys, keys, need_weights=False)[0].mean(1)
-
-    return Attends().double()
+    return random_model(attends, attention=nn.MultiheadAttention(2, 1, batch_first=True))
 
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
@@ -146,11 +151,7 @@ def attention():
 def test_weighted_sums_are_the_factors_of_repeated_data(name, kfac_approx, request):
     model = request.getfixturevalue(name)
     options = {"kfac_approx": kfac_approx}
-    generator = torch.Generator().manual_seed(0)
-    first, second = (
-        (torch.randn(n, 2, 3, 3, dtype=torch.float64, generator=generator), torch.zeros(n).long())
-        for n in (5, 2)
-    )
+    first, second = ((normal(n, 2, 3, 3, seed=n), torch.zeros(n).long()) for n in (5, 2))
     F, G = (kronecker_factors(model, [d], "classification", **options) for d in (first, second))
     repeated = kronecker_factors(model, [first, first, second], "classification", **options)
     assert name == "model" or F.blocks["attention.in_proj_weight"].num_terms[0] < 45
@@ -187,8 +188,12 @@ def test_means_without_a_count_cannot_be_added():
         block.add(block)
 
 
-def test_saved_factors_load_equal(model, tmp_path):
-    factors = 0.3 * factors_of(model, kfac_approx="reduce", fisher="empirical")
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_saved_factors_load_equal(model, tmp_path, is_corrected):
+    factors = factors_of(model, kfac_approx="reduce", fisher="empirical")
+    if is_corrected:
+        factors = corrected_factors(factors, model, [batch()])
+    factors = 0.3 * factors
     path = tmp_path / "factors.safetensors"
     factors.save(path)
     loaded = KroneckerFactors.load(path)
@@ -196,8 +201,26 @@ def test_saved_factors_load_equal(model, tmp_path):
     for field in (*WEIGHED, "num_outputs", "likelihood", "options"):
         assert getattr(loaded, field) == getattr(factors, field)
     for name, of_name in loaded.blocks.items():
-        assert of_name.num_terms == factors.blocks[name].num_terms
-    assert_close(dense(loaded + loaded), dense(factors + factors))
+        saved = factors.blocks[name]
+        assert type(of_name) is type(saved) and of_name.num_terms == saved.num_terms
+        assert torch.equal(of_name.eigenvalues(), saved.eigenvalues())
+    if not is_corrected:
+        assert_close(dense(loaded + loaded), dense(factors + factors))
+
+
+def test_corrected_factors_have_weights_but_no_sums(model):
+    factors = factors_of(model)
+    corrected = corrected_factors(factors, model, [batch()])
+    scaled = 0.3 * corrected
+    assert scaled.is_corrected
+    assert_close(dense(scaled), 0.3 * dense(corrected))
+    for name, values in corrected.eigenvalues().items():
+        assert_close(scaled.blocks[name].eigenvalues(), 0.3 * values)
+    for first, second in ((factors, corrected), (corrected, factors), (corrected, corrected)):
+        with pytest.raises(ValueError, match="corrected eigenvalues.*correct the sum over all"):
+            first + second
+    with pytest.raises(ValueError, match="damping=False"):
+        corrected.blocks["0.weight"].decompose().spectrum(0.1, damping=True)
 
 
 def test_files_of_others_are_one_clear_error(model, tmp_path):

@@ -1,77 +1,47 @@
 """Networks, the blocks of their posterior's precision, and J Σ Jᵀ with dense J and Σ."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
 
 from experiments.models import GPT
 from kfac_backend import KroneckerFactors, kronecker_factors
-from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.block_checks import batch_of, targets_of
+from tests.kfac_backend.networks import Model, OwnNorm
 from tests.marglik.networks import randomised
 from tests.oracles import jacobian_of, packs
 from tests.random_numbers import normal
 
 
-class OverTokens(nn.Module):
-    """A linear layer over tokens, then their mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.outer(torch.tanh(self.inner(x)).mean(1))
-
-
-def mlp(outputs=3):
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs)), normal(5, 6)
-
-
-NETWORKS = {
-    "mlp": mlp,
-    "tokens": lambda: (OverTokens(), normal(5, 7, 4)),
-    "all layers": lambda: (network(), data(5)[0]),
-    "no rule": lambda: (
-        nn.Sequential(nn.Linear(6, 5), OwnNorm(5), nn.Tanh(), nn.Linear(5, 3)), normal(5, 6),
-    ),
-}  # fmt: skip
-
-
-def case(name):
-    """A network of `NETWORKS` in float64, with its inputs."""
+def mlp():
+    """A small network in float64, with its inputs."""
     torch.manual_seed(1)
-    model, x = NETWORKS[name]()
-    return model.double(), x
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), normal(5, 6)
 
 
 VOCABULARY = 5
 
 
-class Pixels(nn.Sequential):
+def pixels(kernel_size=1, groups=1):
     """A convolutional network with three outputs at each pixel, features last."""
-
-    def __init__(self, kernel_size=1, groups=1):
-        last = nn.Conv2d(6, 3, kernel_size, padding="same", groups=groups)
-        super().__init__(nn.Conv2d(2, 6, 3, padding=1), nn.Tanh(), last)
-
-    def forward(self, x):
-        return super().forward(x).movedim(1, -1)
+    return Model(
+        lambda m, x: m.last(m.first(x).tanh()).movedim(1, -1),
+        first=nn.Conv2d(2, 6, 3, padding=1),
+        last=nn.Conv2d(6, 3, kernel_size, padding="same", groups=groups),
+    )
 
 
-class Mixing(nn.Module):
+def mixing(scale=1.0):
     """A transformer's layer over patches, a layer without a rule, and outputs that are scaled."""
-
-    def __init__(self, scale=1.0):
-        super().__init__()
-        self.embed, self.norm = nn.Linear(3, 4), OwnNorm(4)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
-        self.head, self.scale = nn.Linear(4, 3), scale
-
-    def forward(self, x):
-        return self.scale * self.head(self.encoder(self.norm(self.embed(x))))
+    return Model(
+        lambda m, x: scale * m.head(m.encoder(m.norm(m.embed(x)))),
+        embed=nn.Linear(3, 4),
+        norm=OwnNorm(4),
+        encoder=nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
+        head=nn.Linear(4, 3),
+    ).eval()
 
 
 def tokens(N=4, R=4):
@@ -82,11 +52,11 @@ SEQUENCES = {
     # name: (network with outputs (N, ..., C), inputs, its last layer)
     "gpt": lambda: (GPT(VOCABULARY, 4, 4, 1, 2), tokens(), "head"),
     "gpt, not tied": lambda: (GPT(VOCABULARY, 4, 4, 1, 2, tied=False), tokens(), "head"),
-    "pixels": lambda: (Pixels(), normal(3, 2, 3, 4), "2"),
-    "pixels, wide": lambda: (Pixels(3), normal(3, 2, 3, 4), "2"),
-    "pixels, groups": lambda: (Pixels(3, groups=3), normal(3, 2, 3, 4), "2"),
-    "mixing": lambda: (Mixing().eval(), normal(3, 5, 3), "head"),
-    "scaled": lambda: (Mixing(2.0).eval(), normal(3, 5, 3), "head"),
+    "pixels": lambda: (pixels(), normal(3, 2, 3, 4), "last"),
+    "pixels, wide": lambda: (pixels(3), normal(3, 2, 3, 4), "last"),
+    "pixels, groups": lambda: (pixels(3, groups=3), normal(3, 2, 3, 4), "last"),
+    "mixing": lambda: (mixing(), normal(3, 5, 3), "head"),
+    "scaled": lambda: (mixing(2.0), normal(3, 5, 3), "head"),
     "linear": lambda: (nn.Linear(3, 4), normal(3, 5, 3), ""),
     "one output": lambda: (nn.Linear(3, 1), normal(3, 5, 3), ""),
 }
@@ -131,9 +101,7 @@ def posterior(model: nn.Module, x, kfac_approx="expand", **options):
     """
     f = model(x)
     likelihood = "classification" if f.shape[-1] > 1 else "regression"
-    y = torch.arange(f[..., 0].numel()).view(f.shape[:-1]) % 2
-    y = y if f.shape[-1] > 1 else torch.zeros_like(f)
-    batch = {**x, "labels": y} if isinstance(x, Mapping) else (x, y)
+    batch = batch_of(x, targets_of(f, likelihood))
     factors = kronecker_factors(
         model, [batch], likelihood, kfac_approx=kfac_approx, unsupported="diagonal", **options
     )
@@ -160,3 +128,27 @@ def covariance_parts(model: nn.Module, x, dense: dict[str, Tensor]) -> dict[str,
 def brute_force(model: nn.Module, x, dense: dict[str, Tensor]) -> Tensor:
     """Their sum, the covariance of the outputs."""
     return torch.stack(list(covariance_parts(model, x, dense).values())).sum(0)
+
+
+def assert_choices(covariance, x, f: Tensor, expected: Tensor) -> None:
+    """Chosen positions and classes, and variances alone, are those of the whole (N, ..., C, C)."""
+
+    def same(found, f, covariance):
+        assert_close(found, (f, covariance), rtol=1e-9, atol=1e-11)
+
+    C = f.shape[-1]
+    same(covariance(x), f, expected)
+    mask = torch.rand(f.shape[:-1], generator=torch.Generator().manual_seed(2)) < 0.4
+    same(covariance(x, mask), f[mask], expected[mask])
+    variances = expected.diagonal(dim1=-2, dim2=-1)
+    same(covariance(x, mask, variance_only=True), f[mask], variances[mask])
+    order = torch.arange(C).flip(0)[:2]
+    of_order = expected[mask][:, order][:, :, order]
+    same(covariance(x, mask, order), f[mask][:, order], of_order)
+    top = f.topk(min(2, C)).indices
+    rows = expected.gather(-2, top[..., None].expand(*top.shape, C))
+    wanted = f.gather(-1, top), rows.gather(-1, top[..., None, :].expand(*top.shape, top.shape[-1]))
+    same(covariance(x, classes=top), *wanted)
+    same(covariance(x, mask, top[mask]), *(t[mask] for t in wanted))
+    variances = wanted[1].diagonal(dim1=-2, dim2=-1)
+    same(covariance(x, mask, top[mask], variance_only=True), wanted[0][mask], variances[mask])

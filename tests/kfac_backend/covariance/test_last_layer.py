@@ -1,8 +1,6 @@
 """The last layer's covariance by its own formula, without a backward pass where none is needed."""
 
 import pytest
-import torch
-from torch.testing import assert_close
 
 from experiments.models import GPT
 from kfac_backend.covariance.last_layer import LastLayerCovariance
@@ -10,6 +8,7 @@ from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,
     VOCABULARY,
+    assert_choices,
     brute_force,
     of_layer,
     posterior,
@@ -33,19 +32,7 @@ def test_equals_the_dense_jacobian(name):
         expected = brute_force(model, x, {n: dense[n] for n in blocks})
     for memory in (1, None):
         covariance = LastLayerCovariance(model, layer, blocks, memory=memory)
-        f, found = covariance(x)
-        assert_close(f, model(x).detach())
-        assert_close(found, expected, rtol=1e-9, atol=1e-11)
-        mask = torch.rand(f.shape[:-1], generator=torch.Generator().manual_seed(2)) < 0.5
-        top = f.topk(min(2, f.shape[-1])).indices
-        found = covariance(x, mask, top[mask])[1]
-        rows = torch.arange(len(found))[:, None, None]
-        wanted = expected[mask][rows, top[mask][:, :, None], top[mask][:, None]]
-        assert_close(found, wanted, rtol=1e-9, atol=1e-11)
-        found = covariance(x, mask, top[mask], variance_only=True)[1]
-        assert_close(found, wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
-        variances = covariance(x, mask, variance_only=True)[1]
-        assert_close(variances, expected[mask].diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
+        assert_choices(covariance, x, model(x).detach(), expected)
     assert (covariance._general is not None) == (name in ("pixels, groups", "scaled"))
 
 

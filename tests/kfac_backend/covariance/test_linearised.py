@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.linearised import linearised_outputs
 from tests.kfac_backend.covariance.posteriors import SEQUENCES, jacobians, sequences
+from tests.kfac_backend.networks import Model
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -50,20 +51,14 @@ class Twice(torch.autograd.Function):
         return 2 * grad
 
 
-class WithKernel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        h = self.first(x)
-        return self.last(Twice.apply(h) + h)
-
-
 def test_an_operation_without_a_forward_derivative_is_named():
-    model = WithKernel()
+    model = Model(
+        lambda m, x: m.last(Twice.apply(m.first(x))),
+        first=nn.Linear(3, 3),
+        last=nn.Linear(3, 2),
+    )
     changes = {name: torch.zeros(1, *p.shape) for name, p in model.named_parameters()}
-    with pytest.raises(NotImplementedError, match="WithKernel cannot be linearised.*'probit'"):
+    with pytest.raises(NotImplementedError, match="Model cannot be linearised.*'probit'"):
         linearised_outputs(model, changes, torch.randn(2, 3))
 
 

@@ -6,16 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.layers import gram
 from tests.kfac_backend import layer_cases
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.covariance.posteriors import (
-    brute_force,
-    case,
-    covariance_parts,
-    posterior,
-)
-from tests.random_numbers import error
+from tests.kfac_backend.covariance.posteriors import brute_force, covariance_parts, mlp, posterior
+from tests.kfac_backend.networks import OwnNorm, random_model
+from tests.random_numbers import error, normal
 
 
 @pytest.mark.parametrize("name", layer_cases.CASES)
@@ -49,18 +44,11 @@ def test_equals_the_dense_jacobian(name):
         assert error(covariance(x, variance_only=True)[1], variance) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["LayerNorm twice", "BatchNorm2d", "own parameters"])
-def test_large_elementwise_parameters(monkeypatch, name):
-    monkeypatch.setattr(gram, "LARGEST_DENSE", 1)
-    model, x = layer_cases.case(name)
-    blocks, dense = posterior(model, x)
-    assert any(len(eigen.Q_B) > 1 == eigen.Q_B.shape[-1] for eigen, _ in blocks.values())
-    expected = brute_force(model, x, dense)
-    assert_close(OutputCovariance(model, blocks)(x)[1], expected, rtol=1e-9, atol=1e-11)
-
-
-def test_a_graph_without_edges_alone():
+@pytest.mark.parametrize("has_diagonal", [False, True])
+def test_a_graph_without_edges_alone(has_diagonal):
     model, batch = layer_cases.case("graphs")
+    if has_diagonal:
+        model.head = nn.Sequential(OwnNorm(4).double(), model.head)
     blocks, dense = posterior(model, batch)
     expected = brute_force(model, batch, dense)
     alone = {key: value[2:] for key, value in batch.items()}
@@ -71,8 +59,12 @@ def test_a_graph_without_edges_alone():
 
 
 def test_memory_decides_how_many_examples_run_at_once():
-    model, x = case("tokens")
-    blocks, _ = posterior(model, x)
+    model = random_model(
+        lambda m, x: m.outer(torch.tanh(m.inner(x)).mean(1)),
+        inner=nn.Linear(4, 5),
+        outer=nn.Linear(5, 3),
+    )
+    blocks, _ = posterior(model, normal(5, 7, 4))
     short, long = torch.randn(64, 4, 4).double(), torch.randn(64, 400, 4).double()
     covariance, seen = OutputCovariance(model, blocks, memory=400_000), []
     covariance(short[:1])  # one example at first
@@ -84,58 +76,30 @@ def test_memory_decides_how_many_examples_run_at_once():
     assert seen[0] > 20 and max(seen[-5:]) < 5
 
 
-class TakesMapping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 3)
-
-    def forward(self, batch):
-        return self.fc(torch.tanh(batch["a"] * batch["b"]))
-
-
 def test_mappings_and_inference_mode():
-    model = TakesMapping().double()
-    x = {"a": torch.randn(5, 6).double(), "b": torch.randn(5, 6).double()}
-    blocks, _ = posterior(model, x)
-    expected = OutputCovariance(model, blocks)(x)[1]
+    model = random_model(lambda m, x: m.fc(torch.tanh(x["a"] * x["b"])), fc=nn.Linear(6, 3))
+    x = {"a": normal(5, 6), "b": normal(5, 6, seed=1)}
+    blocks, dense = posterior(model, x)
+    expected = brute_force(model, x, dense)
     with torch.inference_mode():
         inside = {key: value * 1.0 for key, value in x.items()}
         assert inside["a"].is_inference()
         f, covariance = OutputCovariance(model, blocks, memory=1)(inside)
     assert_close(covariance, expected)
     assert not covariance.is_inference()
-    plain = TakesMapping().double()
-    plain.load_state_dict(model.state_dict())
-    assert_close(f, plain(x).detach())
+    assert_close(f, model(x).detach())
 
 
 def test_wrong_input_is_named():
-    model, x = case("mlp")
+    model, x = mlp()
     blocks, _ = posterior(model, x)
-    with pytest.raises(ValueError, match="no block; it belongs to another model"):
-        OutputCovariance(model, {})
-    with pytest.raises(ValueError, match="'9.weight', which the model lacks"):
-        OutputCovariance(model, {"9.weight": blocks["0.weight"]})
-    with pytest.raises(ValueError, match="'2.weight' has 30 entries, the parameter 15"):
+    with pytest.raises(ValueError, match="'2.weight' .*30 entries.* 15"):
         OutputCovariance(model, {"2.weight": blocks["0.weight"]})
-    with pytest.raises(ValueError, match="at least one byte, not 0"):
-        OutputCovariance(model, blocks, memory=0)
     with pytest.raises(ValueError, match="The batch has no examples"):
         OutputCovariance(model, blocks)(x[:0])
     model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="'0.weight' has a posterior, but requires_grad=False"):
+    with pytest.raises(ValueError, match="'0.weight' .*requires_grad"):
         OutputCovariance(model, blocks)
-
-
-class Outputs(nn.Module):
-    """A linear layer whose output is changed."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.fc, self.change = nn.Linear(6, 3), change
-
-    def forward(self, x):
-        return self.change(self.fc(x))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +111,8 @@ class Outputs(nn.Module):
     ],
 )
 def test_outputs_without_a_covariance(change, error, message):
-    plain = Outputs(lambda f: f).double()
     x = torch.randn(5, 6).double()
-    blocks, _ = posterior(plain, x)
-    model = Outputs(change).double()
+    blocks, _ = posterior(random_model(lambda m, x: m.fc(x), fc=nn.Linear(6, 3)), x)
+    model = random_model(lambda m, x: change(m.fc(x)), fc=nn.Linear(6, 3))
     with pytest.raises(error, match=message):
         OutputCovariance(model, blocks)(x)

@@ -13,10 +13,12 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,
+    assert_choices,
     brute_force,
     posterior,
     sequences,
 )
+from tests.kfac_backend.networks import random_model
 from tests.marglik.networks import randomised
 
 
@@ -43,21 +45,7 @@ def test_chosen_positions_and_classes(name, memory):
     blocks, dense = posterior(model, x)
     covariance = OutputCovariance(model, blocks, memory=memory)
     f, expected = model(x).detach(), brute_force(model, x, dense)
-    mask = torch.rand(f.shape[:-1], generator=torch.Generator().manual_seed(2)) < 0.4
-    found = covariance(x, mask)
-    assert_close(found, (f[mask], expected[mask]), rtol=1e-9, atol=1e-11)
-    order = torch.tensor([2, 0])
-    found = covariance(x, mask, order)
-    wanted = f[mask][:, order], expected[mask][:, order][:, :, order]
-    assert_close(found, wanted, rtol=1e-9, atol=1e-11)
-    top = f.topk(2).indices
-    rows = expected.gather(-2, top[..., None].expand(*top.shape, f.shape[-1]))
-    wanted = f.gather(-1, top), rows.gather(-1, top[..., None, :].expand(*top.shape, 2))
-    assert_close(covariance(x, classes=top), wanted, rtol=1e-9, atol=1e-11)
-    assert_close(covariance(x, mask, top[mask]), tuple(t[mask] for t in wanted))
-    variances = covariance(x, mask, order, variance_only=True)[1]
-    of_order = expected.diagonal(dim1=-2, dim2=-1)[mask][:, order]
-    assert_close(variances, of_order, rtol=1e-9, atol=1e-11)
+    assert_choices(covariance, x, f, expected)
     # Each example alone, and all in another order.
     for n in range(len(x)):
         assert_close(covariance(x[n : n + 1])[1][0], expected[n], rtol=1e-9, atol=1e-11)
@@ -99,25 +87,13 @@ def test_batches_that_cannot_be_taken_apart():
         def to(self, device):
             return self
 
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 4)
-
-        def forward(self, x):
-            return self.fc(torch.tanh(x.rows if isinstance(x, Whole) else x))
-
-    model, (_, x, _) = randomised(Reads()), sequences("linear")
+    model = random_model(
+        lambda m, x: m.fc(torch.tanh(x.rows if isinstance(x, Whole) else x)), fc=nn.Linear(3, 4)
+    )
+    _, x, _ = sequences("linear")
     blocks, dense = posterior(model, x)
     expected = brute_force(model, x, dense)
-    covariance = OutputCovariance(model, blocks)
-    assert_close(covariance(Whole(x))[1], expected)
-    mask = torch.tensor([[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]).bool()
-    assert_close(covariance(Whole(x), mask)[1], expected[mask])
-    classes = torch.tensor([[0, 1], [2, 3], [3, 1], [0, 3], [1, 2]])
-    found, rows = covariance(Whole(x), mask, classes)[1], torch.arange(5)[:, None]
-    wanted = expected[mask][rows[..., None], classes[:, :, None], classes[:, None]]
-    assert_close(found, wanted)
+    assert_choices(OutputCovariance(model, blocks), Whole(x), model(x).detach(), expected)
 
 
 @pytest.mark.parametrize(

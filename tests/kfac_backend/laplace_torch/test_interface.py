@@ -7,12 +7,13 @@ from laplace.curvature import CurvlinopsEF, CurvlinopsGGN
 from laplace.utils import Kron
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.networks import Model
 from tests.uses import kfac_blocks
 
 LIKELIHOODS = ["classification", "regression"]
@@ -103,28 +104,14 @@ def _dense(backend, structure, x, y):
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 @pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
 def test_batches_that_are_mappings(backend, structure):
-    class Rows(Dataset):
-        x, y = loader("classification").dataset.tensors
-
-        def __len__(self):
-            return len(self.x)
-
-        def __getitem__(self, i):
-            return {"pixels": self.x[i], "labels": self.y[i]}
-
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def forward(self, batch):
-            return self.net(batch["pixels"])
-
+    x, y = loader("classification").dataset.tensors
+    rows = [{"pixels": x_n, "labels": y_n} for x_n, y_n in zip(x, y, strict=True)]
+    named = Model(lambda m, batch: m.net(batch["pixels"]), net=network())
     options = {"hessian_structure": structure, "backend": backend}
-    la = fitted(DataLoader(Rows(), 4), Named(), dict_key_x="pixels", **options)
+    la = fitted(DataLoader(rows, 4), named, dict_key_x="pixels", **options)
     plain = fitted(**options)
     assert_close(la.log_marginal_likelihood(), plain.log_marginal_likelihood())
-    assert_close(la({"pixels": Rows.x[:3]}), plain(Rows.x[:3]))
+    assert_close(la({"pixels": x[:3]}), plain(x[:3]))
 
 
 def test_grouped_convolutions_are_block_diagonal():
@@ -177,15 +164,9 @@ def test_state_dict_of_laplace_torch_round_trips():
 
 
 def test_parameters_without_a_block_are_named():
-    class Shift(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.by = nn.Parameter(torch.zeros(4))
-
-        def forward(self, x):
-            return (torch.diag(self.by) @ x.mT).mT  # the examples do not come first
-
-    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), Shift(), nn.Linear(4, 3)).double()
+    # The examples do not come first.
+    shift = Model(lambda m, x: (torch.diag(m.by) @ x.mT).mT, by=torch.zeros(4))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), shift, nn.Linear(4, 3)).double()
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="2.by"):
         fitted(model=model, backend_kwargs={"unsupported": "freeze"})
 

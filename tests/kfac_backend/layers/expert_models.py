@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions
+from tests.kfac_backend.layers.padded_models import mean_of_counted
+from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
 
 E, K = 4, 2
@@ -50,22 +52,19 @@ class Experts(nn.Module):
         return torch.stack(outputs)
 
 
-class Routed(nn.Module):
+def routed(**options: bool) -> nn.Module:
     """Each position goes to two of four experts; the mean over the positions that count."""
 
-    def __init__(self, **options: bool):
-        super().__init__()
-        self.router, self.head = nn.Linear(3, E), nn.Linear(3, 3)
-        self.experts = Experts(**options)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x, mask = batch["x"], batch["mask"]
         with counted_positions(mask):
             rows = x.flatten(0, 1)
-            weights, index = self.router(rows).softmax(-1).topk(K)
-            y = self.experts(rows, index, weights).view_as(x).tanh()
-        y = torch.where(mask[..., None], y, 0).sum(1) / mask.sum(1, keepdim=True)
-        return self.head(y)
+            weights, index = m.router(rows).softmax(-1).topk(K)
+            y = m.experts(rows, index, weights).view_as(x).tanh()
+        return m.head(mean_of_counted(y, mask))
+
+    layers = {"router": nn.Linear(3, E), "head": nn.Linear(3, 3), "experts": Experts(**options)}
+    return Model(forward, **layers)
 
 
 def routed_batch() -> dict[str, Tensor]:

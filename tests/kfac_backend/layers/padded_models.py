@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend import counted_positions, examples_of_rows
+from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
 
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0]]).bool()  # what counts, (N, R)
@@ -23,7 +24,6 @@ WAYS = {
     # How the positions that count are declared: whether reduce scales by 1/√R_n.
     "counted": False,
     "index": True,
-    "index, means": False,
     "sequence first": True,
     "rows": True,
     "rows, means": False,
@@ -70,7 +70,7 @@ class Padded(nn.Module):
         if self.way == "counted":
             with counted_positions(mask):
                 return self.layers(x)
-        if self.way.startswith("index"):
+        if self.way == "index":
             with examples_of_rows(index, N, by_roots=by_roots):
                 return self.layers(x)
         if self.way == "sequence first":
@@ -85,24 +85,19 @@ class Padded(nn.Module):
         return self.layers(x)
 
 
-class Folded(nn.Module):
-    """A layer on K rows of each example, whose rows are told or are an axis of its input."""
+def on_images(layer: nn.Module, by_roots: bool = True) -> nn.Module:
+    """A layer with four outputs on K images of each example, (N, K, C, H, W)."""
 
-    def __init__(self, layer: nn.Module, index=None, by_roots: bool = True, out: int = 4):
-        super().__init__()
-        self.layer, self.head, self.index = layer, nn.Linear(out, 3), index
-        self.by_roots = by_roots
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, K, ...)
-        (N, K), index = x.shape[:2], self.index
-        if index is None:
-            index = torch.arange(N).repeat_interleave(K)
-        with examples_of_rows(index, N, by_roots=self.by_roots):
-            f = self.layer(x.flatten(0, 1))
-        f = f.tanh() if isinstance(self.layer, nn.Linear) else f.movedim(1, -1).tanh()
-        f = f.unflatten(0, (N, K)).flatten(1, -2)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        N, K = x.shape[:2]
+        index = torch.arange(N, device=x.device).repeat_interleave(K)
+        with examples_of_rows(index, N, by_roots=by_roots):
+            f = m.layer(x.flatten(0, 1))
+        f = f.movedim(1, -1).tanh().unflatten(0, (N, K)).flatten(1, -2)  # (N, K·R, 4)
         weight = torch.linspace(-1, 2, f.shape[1], dtype=f.dtype, device=f.device)
-        return self.head(weight @ f)
+        return m.head(weight @ f)
+
+    return Model(forward, layer=layer, head=nn.Linear(4, 3))
 
 
 def scale_of(aggregation: str, count: Tensor) -> Tensor:
@@ -111,65 +106,59 @@ def scale_of(aggregation: str, count: Tensor) -> Tensor:
     return {"sum": torch.ones_like(count), "mean": 1 / count, "root": count.rsqrt()}[aggregation]
 
 
-class PaddedTransformer(nn.Module):
+def mean_of_counted(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True)
+
+
+def padded_transformer() -> nn.Module:
     """A Transformer layer of padded sequences, all of it for positions that count."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(3, 1, 4, 0.0, batch_first=True)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mask = batch["mask"]
         with counted_positions(mask):
-            x = self.layer(batch["x"], src_key_padding_mask=~mask)
-        x = torch.where(mask[..., None], x, 0).sum(1)
-        return self.head(x / mask.sum(1, keepdim=True))
+            x = m.layer(batch["x"], src_key_padding_mask=~mask)
+        return m.head(mean_of_counted(x, mask))
+
+    layer = nn.TransformerEncoderLayer(3, 1, 4, 0.0, batch_first=True)
+    return Model(forward, layer=layer, head=nn.Linear(3, 2))
 
 
-class PaddedTokens(nn.Module):
+def padded_tokens(padding_idx: int | None) -> nn.Module:
     """Embedding and layer of padded sentences, the embedding with or without ``padding_idx``."""
 
-    def __init__(self, padding_idx: int | None):
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(5, 3, padding_idx), nn.Linear(3, 3)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mask = batch["mask"]
         with counted_positions(mask):
-            x = self.layer(self.embed(batch["x"])).tanh()
-        x = torch.where(mask[..., None], x, 0).sum(1)
-        return self.head(x / mask.sum(1, keepdim=True))
+            x = m.layer(m.embed(batch["x"])).tanh()
+        return m.head(mean_of_counted(x, mask))
+
+    embed = nn.Embedding(5, 3, padding_idx)
+    return Model(forward, embed=embed, layer=nn.Linear(3, 3), head=nn.Linear(3, 2))
 
 
-class Graphs(nn.Module):
+def on_graphs() -> nn.Module:
     """Messages along edges, twice with one layer, between nodes of graphs of different sizes."""
 
-    ragged = ("embed", "message", "update")
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
-        self.message, self.update = nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mask, N = batch["mask"], len(batch["mask"])
         graph_of_node = torch.arange(N, device=mask.device)[:, None].expand_as(mask)[mask]
         number = (mask.flatten().cumsum(0) - 1).reshape(mask.shape)  # of each node in the batch
         graph, source, target = batch["edges"].nonzero().unbind(1)
         source, target = number[graph, source], number[graph, target]
         with examples_of_rows(graph_of_node, N):
-            h = self.norm(self.embed(batch["x"][mask])).tanh()
+            h = m.norm(m.embed(batch["x"][mask])).tanh()
         for _ in range(2):
             with examples_of_rows(graph, N):
-                messages = self.message(torch.cat([h[source], h[target]], -1)).tanh()
+                messages = m.message(torch.cat([h[source], h[target]], -1)).tanh()
             received = torch.zeros_like(h).index_add(0, target, messages)
             with examples_of_rows(graph_of_node, N):
-                h = h + self.update(torch.cat([h, received], -1)).tanh()
+                h = h + m.update(torch.cat([h, received], -1)).tanh()
         total = h.new_zeros(N, 4).index_add(0, graph_of_node, h)
-        return self.head(total / mask.sum(1)[:, None])
+        return m.head(total / mask.sum(1)[:, None])
+
+    layers = {"embed": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
+    maps = {"message": nn.Linear(8, 4), "update": nn.Linear(8, 4, bias=False)}
+    return Model(forward, ragged=("embed", "message", "update"), **layers, **maps)
 
 
 def graphs() -> dict[str, Tensor]:

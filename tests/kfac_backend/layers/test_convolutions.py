@@ -13,11 +13,8 @@ from torch.testing import assert_close
 from kfac_backend.layers import Rule, Use, patch_gram
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
 from kfac_backend.layers.patch_gram import PatchGram
-from kfac_backend.layers.rows import Rows
 from kfac_backend.layers.window import windows
-from tests.kfac_backend.block_checks import (
-    MODES,
-)
+from tests.kfac_backend.block_checks import MODES
 from tests.random_numbers import error, normal
 from tests.uses import watched
 
@@ -33,17 +30,10 @@ TRANSPOSED = [layer_type for layer_type in SIZES if "Transpose" in layer_type.__
 RULES = {t: ConvTransposeRule if "Transpose" in t.__name__ else ConvolutionRule for t in SIZES}
 
 
-def sums_of(
-    rule_type: type[Rule],
-    layer: nn.Module,
-    mode: str,
-    a: Tensor,
-    vectors: Tensor,
-    rows: Rows | None = None,
-) -> dict:
+def sums_of(rule_type: type[Rule], layer: nn.Module, mode: str, a: Tensor, vectors: Tensor) -> dict:
     """A rule's sums after one batch of inputs (N, ...) with V output gradients (V, N, ...)."""
     rule = rule_type(layer, mode, {name for name, _ in layer.named_parameters()})
-    use = Use(a, rows)
+    use = Use(a)
     rule.add_input(use)
     for total in rule.A.values():
         total.end()
@@ -54,44 +44,28 @@ def sums_of(
     return rule.block_sums()
 
 
-def sums_by_loops(
-    layer: nn.Module, mode: str, a: Tensor, vectors: Tensor, rows: Rows | None = None
-) -> dict:
+def sums_by_loops(layer: nn.Module, mode: str, a: Tensor, vectors: Tensor) -> dict:
     """(parameter, group) -> Σ b bᵀ, Σ a aᵀ and the number of its terms."""
-    index = torch.arange(len(a)) if rows is None else rows.index
     sums: dict = {}
-    for n in range(len(a) if rows is None else rows.num_examples):
-        found: dict = {}
-        for m in (index == n).nonzero().flatten().tolist():
-            with watched(dict(layer.named_parameters())) as noted:
-                layer(a[m : m + 1])
-            for use in noted:
-                b_mr = use.rows(vectors[:, m : m + 1])  # (V, R, d_out)
-                found.setdefault(use.key, []).append((use.a, b_mr.transpose(0, 1)))
-        for key, of_rows in found.items():
-            a_nr, b_nr = (torch.cat(parts) for parts in zip(*of_rows, strict=True))
-            if mode == "reduce":  # (R, d_in) and (R, V, d_out)
-                R = len(a_nr)
-                a_nr, b_nr = a_nr.sum(0, keepdim=True), b_nr.sum(0, keepdim=True)
-                by_roots = rows is not None and rows.by_roots and key[0] == "weight"
-                a_nr, b_nr = (a_nr / R**0.5, b_nr / R**0.5) if by_roots else (a_nr / R, b_nr)
-            B, A, terms = sums.get(key, (0, 0, 0))
-            of_b, of_a = torch.einsum("rvi,rvj->ij", b_nr, b_nr), a_nr.T @ a_nr
-            sums[key] = B + of_b, A + of_a, terms + len(a_nr)
+    for n in range(len(a)):
+        with watched(dict(layer.named_parameters())) as noted:
+            layer(a[n : n + 1])
+        for use in noted:
+            a_nr, b_nr = use.a, use.rows(vectors[:, n : n + 1])  # (R, d_in) and (V, R, d_out)
+            if mode == "reduce":
+                a_nr, b_nr = a_nr.mean(0, keepdim=True), b_nr.sum(1, keepdim=True)
+            B, A, terms = sums.get(use.key, (0, 0, 0))
+            of_b = torch.einsum("vri,vrj->ij", b_nr, b_nr)
+            sums[use.key] = B + of_b, A + a_nr.T @ a_nr, terms + len(a_nr)
     return sums
 
 
 def assert_sums(
-    rule_type: type[Rule],
-    layer: nn.Module,
-    mode: str,
-    a: Tensor,
-    vectors: Tensor,
-    rows: Rows | None = None,
+    rule_type: type[Rule], layer: nn.Module, mode: str, a: Tensor, vectors: Tensor
 ) -> None:
     """A rule's sums are those of loops over positions."""
-    found = sums_of(rule_type, layer, mode, a, vectors, rows)
-    expected = sums_by_loops(layer, mode, a, vectors, rows)
+    found = sums_of(rule_type, layer, mode, a, vectors)
+    expected = sums_by_loops(layer, mode, a, vectors)
     assert {name for name, _ in expected} == set(found)
     for (name, group), (B, A, terms) in expected.items():
         first, second = found[name].B, found[name].A
@@ -127,33 +101,33 @@ def assert_gradients(
                 assert_close(found[n, v].reshape(expected.shape), expected, rtol=1e-9, atol=1e-11)
 
 
-def some_vectors(layer: nn.Module, size: tuple[int, ...], N: int = 2) -> tuple[Tensor, Tensor]:
-    """Inputs (N, C_in, *size), and two gradients (2, N, C_out, ...) with respect to the output."""
+def some_vectors(layer: nn.Module, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Inputs (2, C_in, *size), and two gradients (2, 2, C_out, ...) with respect to the output."""
     generator = torch.Generator().manual_seed(0)
-    a = torch.randn(N, layer.in_channels, *size, generator=generator, dtype=torch.float64)
+    a = torch.randn(2, layer.in_channels, *size, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         shape = layer.double()(a).shape
     return a, torch.randn(2, *shape, generator=generator, dtype=torch.float64)
 
 
 @st.composite
-def layers(draw):
+def layers(draw, types=tuple(SIZES), groups=(1, 2), kernels=3, sizes=(2, 4)):
     """A layer of any options, and the size of an image that it takes."""
-    layer_type = draw(st.sampled_from(list(SIZES)))
+    layer_type = draw(st.sampled_from(types))
     axes = len(SIZES[layer_type])
 
     def for_each_axis(least, most):
         return draw(st.tuples(*[st.integers(least, most)] * axes))
 
-    kernel, stride, dilation = for_each_axis(1, 3), for_each_axis(1, 3), for_each_axis(1, 4)
-    groups, bias = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    kernel, stride, dilation = for_each_axis(1, kernels), for_each_axis(1, 3), for_each_axis(1, 4)
+    groups, bias = draw(st.sampled_from(groups)), draw(st.booleans())
     if layer_type in TRANSPOSED:
         padding, size = for_each_axis(0, 2), for_each_axis(1, 3)
         surplus = tuple(draw(st.integers(0, s - 1)) for s in stride)
         options = zip(size, stride, padding, dilation, kernel, surplus, strict=True)
         assume(all((n - 1) * s - 2 * p + d * (k - 1) + o + 1 >= 1 for n, s, p, d, k, o in options))
         return layer_type(2, 4, kernel, stride, padding, surplus, groups, bias, dilation), size
-    size, padding = for_each_axis(2, 4), draw(st.sampled_from(["same", "valid", "numbers"]))
+    size, padding = for_each_axis(*sizes), draw(st.sampled_from(["same", "valid", "numbers"]))
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         stride, pads = (1,) * axes, [(r + 1) // 2 for r in reach]
@@ -184,10 +158,8 @@ def test_unfolds_some_images_at_a_time(monkeypatch, groups):
     def gram(patch_bytes):
         monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
         added, total = [], PatchGram(layer.weight, layer.kernel_size, groups)
-        monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]))
-        total.add_images(images, *windows(layer, images))
-        monkeypatch.undo()
-        monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
+        add = total.add
+        monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]) or add(rows))
         total.add_images(images, *windows(layer, images))
         return added, total.total()
 
@@ -217,19 +189,6 @@ def test_output_size_in_place_of_output_padding(layer_type, mode):
 def test_an_output_size_that_says_nothing_of_the_inputs_is_named():
     with pytest.raises(NotImplementedError, match="output_padding of at least its stride"):
         ConvTransposeRule.check(nn.ConvTranspose1d(1, 1, 2, dilation=3, output_padding=2))
-
-
-@pytest.mark.parametrize(
-    ("mode", "by_roots"), [("expand", True), ("reduce", False), ("reduce", True)]
-)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("layer_type", SIZES)
-def test_rows_of_an_example(layer_type, groups, mode, by_roots):
-    """Two examples of one and three images, and an image that does not count."""
-    layer = layer_type(2, 4, 2, stride=2, padding=1, groups=groups)
-    rows = Rows((5,), torch.tensor([1, 0, 2, 1, 1]), 2, all_count=False, by_roots=by_roots)
-    a, vectors = some_vectors(layer, SIZES[layer_type], N=5)
-    assert_sums(RULES[layer_type], layer, mode, a, vectors, rows)
 
 
 @pytest.mark.parametrize("mode", MODES)

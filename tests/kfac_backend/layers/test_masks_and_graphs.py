@@ -14,12 +14,7 @@ from tests.kfac_backend.block_checks import (
     randomize,
 )
 from tests.kfac_backend.layer_cases import runs
-from tests.kfac_backend.layers.padded_models import (
-    IGNORED,
-    MASK,
-    Padded,
-    batch_of,
-)
+from tests.kfac_backend.layers.padded_models import IGNORED, MASK, Padded, batch_of
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 from tests.uses import blocks_of_uses

@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors, register_rule
 from kfac_backend.layers import LayerByParts, LinearPart, WeightSharingRule, registry
 from tests.kfac_backend.block_checks import MODES
+from tests.kfac_backend.networks import Model, random_model
+from tests.random_numbers import normal
 from tests.uses import kfac_blocks
 
 
@@ -40,49 +42,34 @@ class LoRAByParts(LayerByParts):
         return layer.base(x) + layer.scale * parts["up"](parts["down"](x))
 
 
-class Written(nn.Module):
-    """The same of nn.Linear layers, which are covered anyway."""
-
-    def __init__(self, lora):
-        super().__init__()
-        self.base, self.scale = lora.base, lora.scale
-        self.down = nn.Linear(*lora.A.shape[::-1], bias=False)
-        self.up = nn.Linear(*lora.B.shape[::-1], bias=False)
-        self.down.weight.data, self.up.weight.data = lora.A.data, lora.B.data
-
-    def forward(self, x):
-        return self.base(x) + self.scale * self.up(self.down(x))
+def head(m, x):
+    return m.out(torch.tanh(m.layer(x)).mean(1))
 
 
-class Head(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.out = layer, nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.out(torch.tanh(self.layer(x)).mean(1))
+def with_head(layer):
+    return random_model(head, layer=layer, out=nn.Linear(4, 3))
 
 
-def data():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (5,), generator=generator)
+DATA = normal(5, 4, 6), torch.arange(5) % 3
 
 
 def lora_model():
-    torch.manual_seed(0)
-    return Head(LoRALinear(6, 4, 2)).double()
+    return with_head(LoRALinear(6, 4, 2))
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_lora_by_parts_is_lora_of_linear_layers(kfac_approx):
     register_rule(LoRALinear)(LoRAByParts)
     model = lora_model()
-    factors = kronecker_factors(model, [data()], "classification", kfac_approx=kfac_approx)
+    factors = kronecker_factors(model, [DATA], "classification", kfac_approx=kfac_approx)
     assert list(factors.blocks) == ["layer.A", "layer.B", "out.weight", "out.bias"]
-    written = Head(Written(model.layer)).double()
-    written.out = model.out
-    expected = kfac_blocks(written, data()[0], "classification", kfac_approx)
+    down, up = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+    down.weight.data, up.weight.data = model.layer.A.data, model.layer.B.data
+    lora = Model(  # the same of nn.Linear layers, which are covered anyway
+        lambda m, x: m.base(x) + 0.5 * m.up(m.down(x)), base=model.layer.base, down=down, up=up
+    )
+    written = Model(head, layer=lora, out=model.out)
+    expected = kfac_blocks(written, DATA[0], "classification", kfac_approx)
     for mine, theirs in {"A": "down", "B": "up"}.items():
         assert_close(factors.to_dense(f"layer.{mine}"), expected[f"layer.{theirs}.weight"])
     assert "forward" not in model.layer.__dict__
@@ -106,7 +93,7 @@ def test_parts_that_compute_something_else(forward):
             return forward(layer, parts, x)
 
     with pytest.raises(NotImplementedError, match="'layer' .*something other than Wrong"):
-        kronecker_factors(lora_model(), [data()], "classification")
+        kronecker_factors(lora_model(), [DATA], "classification")
 
 
 class Turned(nn.Module):
@@ -131,14 +118,12 @@ class TurnedRule(WeightSharingRule):
 @pytest.mark.parametrize("kfac_approx", MODES)
 def test_a_rule_for_a_layer(kfac_approx):
     register_rule(Turned)(TurnedRule)
-    torch.manual_seed(0)
-    model = Head(Turned(6, 4)).double()
-    factors = kronecker_factors(model, [data()], "classification", kfac_approx=kfac_approx)
+    model = with_head(Turned(6, 4))
+    factors = kronecker_factors(model, [DATA], "classification", kfac_approx=kfac_approx)
     linear = nn.Linear(6, 4).double()
     linear.weight.data, linear.bias.data = model.layer.weight.data.T.contiguous(), model.layer.bias
-    reference = Head(linear).double()
-    reference.out = model.out
-    expected = kfac_blocks(reference, data()[0], "classification", kfac_approx)
+    reference = Model(head, layer=linear, out=model.out)
+    expected = kfac_blocks(reference, DATA[0], "classification", kfac_approx)
     block = expected["layer.weight"].unflatten(0, (4, 6)).unflatten(-1, (4, 6))
     block = block.permute(1, 0, 3, 2).reshape(24, 24)
     assert_close(factors.to_dense("layer.weight"), block)
@@ -160,9 +145,8 @@ def test_a_wrong_rule_is_found_out(wrong):
 
     wrong(Wrong)
     register_rule(Turned)(Wrong)
-    torch.manual_seed(0)
-    model = Head(Turned(4, 4)).double()
-    x, y = data()
+    model = with_head(Turned(4, 4))
+    x, y = DATA
     with pytest.raises(NotImplementedError, match="'layer' .*and the rule for it"):
         kronecker_factors(model, [(x[..., :4], y)], "classification")
 

@@ -4,15 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_backend import kronecker_factors
-from tests.kfac_backend.block_checks import (
-    MODES,
-    assert_blocks,
-    randomize,
-)
-from tests.kfac_backend.layers.tied_models import LanguageModel, Pooled, TwoLayers
+from tests.kfac_backend.block_checks import MODES, assert_blocks, randomize
+from tests.kfac_backend.layers import tied_models
+from tests.kfac_backend.networks import Model
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 from tests.uses import blocks_of_uses
@@ -20,21 +17,16 @@ from tests.uses import blocks_of_uses
 IGNORED = -100
 
 
-def setting(build: type[Pooled], pool: bool) -> tuple[Pooled, Tensor, Tensor]:
-    """Model, inputs and labels."""
-    model = randomize(build())
-    model.pool = pool
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(5, (3, 3), generator=generator)
-    x = tokens if issubclass(build, LanguageModel) else normal(3, 3, 3)
-    f = model(x)
-    return model, x, torch.randint(f.shape[-1], f.shape[:-1], generator=generator)
+TWO_LAYERS = tied_models.two_layers, normal(3, 3, 3)
+LANGUAGE_MODEL = tied_models.language_model, torch.tensor([[0, 1, 2], [4, 4, 3], [1, 0, 0]])
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("build", [TwoLayers, LanguageModel])
-def test_ignored_loss_terms_have_inputs_but_no_gradients(build, mode):
-    model, x, y = setting(build, pool=False)
+@pytest.mark.parametrize(("build", "x"), [TWO_LAYERS, LANGUAGE_MODEL])
+def test_ignored_loss_terms_have_inputs_but_no_gradients(build, x, mode):
+    model = randomize(build())
+    model.pool = False
+    y = torch.arange(9).view(3, 3) % 3
     y[:, 0] = IGNORED
     y[1] = IGNORED
     ignored = list(y == IGNORED)
@@ -46,30 +38,22 @@ def test_ignored_loss_terms_have_inputs_but_no_gradients(build, mode):
     assert_blocks(factors, expected)
 
 
-class MaskedHead(nn.Module):
+def masked_head(forward=lambda m, x: m.decoder(m.embed(x))):
     """Holds its output layer's bias under a name of its own, as BERT's does."""
-
-    def __init__(self, adds_it: bool = False):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(5))
-        self.embed, self.decoder = nn.Embedding(5, 3), nn.Linear(3, 5)
-        self.decoder.weight, self.decoder.bias = self.embed.weight, self.bias
-        self.adds_it = adds_it
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        f = self.decoder(self.embed(tokens))
-        return f + self.bias if self.adds_it else f
+    model = Model(forward, bias=torch.zeros(5), embed=nn.Embedding(5, 3), decoder=nn.Linear(3, 5))
+    model.decoder.weight, model.decoder.bias = model.embed.weight, model.bias
+    return randomize(model)
 
 
 def test_a_second_name_of_a_layers_tensor_is_no_use():
-    model = randomize(MaskedHead())
+    model = masked_head()
     x = torch.tensor([[0, 1, 2], [4, 4, 3]])
     factors = kronecker_factors(model, [(x, x)], "classification")
     exact = ggn_blocks(model, lambda run: run(x), "classification")
     assert list(factors.blocks) == ["bias", "embed.weight"]
     assert_blocks(factors, {"bias": exact["bias"]})
     # Negative control: a second use is an error, and would be another block.
-    used = randomize(MaskedHead(adds_it=True))
+    used = masked_head(lambda m, x: m.decoder(m.embed(x)) + m.bias)
     twice = ggn_blocks(used, lambda run: run(x), "classification")["bias"]
     assert error(exact["bias"], twice) > 0.1
     with pytest.raises(NotImplementedError, match="'bias' reached the model's output outside of"):

@@ -3,153 +3,122 @@
 import torch
 from torch import Tensor, nn
 
+from tests.kfac_backend.networks import Model
 
-class Pooled(nn.Module):
+
+class Pooled(Model):
     """A loss term per position, or, if ``pool``, one of their scaled sum."""
 
-    pool: bool = False
+    pool = True
 
-    def outputs(self, x: Tensor, axis: int) -> Tensor:
-        return 0.5 * x.sum(axis) if self.pool else x
+    def forward(self, x: Tensor) -> Tensor:
+        f = super().forward(x)
+        return 0.5 * f.sum(1) if self.pool else f
 
 
-class CalledTwice(Pooled):
+def called_twice():
     """One layer for two halves of the positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(torch.cat([self.layer(x[:, :1]), self.layer(x[:, 1:])], 1), 1)
+    return Pooled(
+        lambda m, x: torch.cat([m.layer(x[:, :1]), m.layer(x[:, 1:])], 1), layer=nn.Linear(3, 3)
+    )
 
 
-class TwoLayers(Pooled):
+def two_layers():
     """Two layers that have one weight and biases of their own, one after the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(self.second(self.first(x).tanh()), 1)
+    model = Pooled(
+        lambda m, x: m.second(m.first(x).tanh()), first=nn.Linear(3, 3), second=nn.Linear(3, 3)
+    )
+    model.second.weight = model.first.weight
+    return model
 
 
-class Recurrent(Pooled):
+def tied_bias():
+    """Two layers with one bias and weights of their own."""
+    model = Pooled(
+        lambda m, x: m.second(m.first(x).tanh()), first=nn.Linear(3, 3), second=nn.Linear(3, 3)
+    )
+    model.second.bias = model.first.bias
+    return model
+
+
+def two_names():
+    """One layer that the model has under two names."""
+    layer = nn.Linear(3, 3)
+    return Pooled(lambda m, x: m.second(m.first(x).tanh()), first=layer, second=layer)
+
+
+def recurrent():
     """A recurrent network by hand: the state's layer is called once for each position."""
 
-    def __init__(self):
-        super().__init__()
-        self.state, self.read, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        read, state, f = self.read(x), torch.zeros_like(x[:, 0]), []
+    def forward(m, x):
+        read, state, f = m.read(x), torch.zeros_like(x[:, 0]), []
         for r in range(x.shape[1]):
-            state = (self.state(state) + read[:, r]).tanh()
-            f.append(self.head(state))
-        return self.outputs(torch.stack(f, 1), 1)
+            state = (m.state(state) + read[:, r]).tanh()
+            f.append(m.head(state))
+        return torch.stack(f, 1)
+
+    layers = {"state": nn.Linear(3, 3), "read": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
+    return Pooled(forward, **layers)
 
 
-class PositionsThenMean(Pooled):
+def positions_then_mean():
     """One layer for each position and, later, for their mean: three positions and one."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
+    def forward(m, x):
+        x = m.layer(x).tanh()
+        return x + m.layer(x.mean(1, keepdim=True))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x).tanh()
-        return self.outputs(x + self.layer(x.mean(1, keepdim=True)), 1)
+    return Pooled(forward, layer=nn.Linear(3, 3))
 
 
-class EncoderTwice(Pooled):
+def encoder_twice():
     """A whole Transformer layer, called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
-        self.embed = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(self.layer(self.layer(self.embed(x))), 1)
+    layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
+    return Pooled(lambda m, x: m.layer(m.layer(m.embed(x))), layer=layer, embed=nn.Linear(3, 4))
 
 
-class TiedBias(Pooled):
-    """Two layers with one bias and weights of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.bias = self.first.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(self.second(self.first(x).tanh()), 1)
-
-
-class TwoNames(Pooled):
-    """One layer that the model has under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(self.second(self.first(x).tanh()), 1)
-
-
-class GroupsTwice(Pooled):
+def groups_twice():
     """A convolution with groups, called twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Conv2d(2, 4, 2, padding=1, stride=2, groups=2, bias=False)
+    def forward(m, x):
+        x = m.layer(x.reshape(len(x), 2, 2, -1)).tanh()
+        return m.layer(x[:, ::2]).flatten(2).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x.reshape(len(x), 2, 2, -1)).tanh()
-        x = self.layer(x[:, ::2])
-        return self.outputs(x.flatten(2).transpose(1, 2), 1)
+    layer = nn.Conv2d(2, 4, 2, padding=1, stride=2, groups=2, bias=False)
+    return Pooled(forward, layer=layer)
 
 
-class LanguageModel(Pooled):
-    """The embedding's weight is the output layer's, too: opposite orientations."""
+def language_model(forward=None, padding_idx=None):
+    """The embedding's weight is the output layer's, too: opposite orientations.
 
-    def __init__(self):
-        super().__init__()
-        self.embed, self.hidden = nn.Embedding(5, 2), nn.Linear(2, 2)
-        self.head = nn.Linear(2, 5, bias=False)
-        self.head.weight = self.embed.weight
+    Padding is no position of the embedding, but one of the output layer.
+    """
+    model = Pooled(
+        forward or (lambda m, x: m.head(m.hidden(m.embed(x)).tanh())),
+        embed=nn.Embedding(5, 2, padding_idx),
+        hidden=nn.Linear(2, 2),
+        head=nn.Linear(2, 5, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outputs(self.head(self.hidden(self.embed(x)).tanh()), 1)
 
-
-class EmbeddedTwice(LanguageModel):
+def embedded_twice():
     """As above; the tokens are embedded twice, and two layers read the weight out."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.hidden(self.embed(x) + self.embed(x.flip(1)).tanh()).tanh()
-        return self.outputs(self.head(x) + self.head(x.sin()), 1)
+    def forward(m, x):
+        x = m.hidden(m.embed(x) + m.embed(x.flip(1)).tanh()).tanh()
+        return m.head(x) + m.head(x.sin())
+
+    return language_model(forward)
 
 
-class PaddedLanguageModel(LanguageModel):
-    """As above; token 0 is padding: no position of the embedding, but one of the output layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed.padding_idx = 0
-
-
-class Autoencoder(Pooled):
+def autoencoder():
     """A convolution, and a transposed one with its weight: opposite orientations."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Conv1d(2, 3, 2, stride=1, bias=False)
-        self.decode = nn.ConvTranspose1d(3, 2, 2, stride=1, bias=False)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.decode(self.encode(x.reshape(len(x), 2, -1)).tanh())
-        return self.outputs(x.transpose(1, 2), 1)
+    model = Pooled(
+        lambda m, x: m.decode(m.encode(x.reshape(len(x), 2, -1)).tanh()).transpose(1, 2),
+        encode=nn.Conv1d(2, 3, 2, stride=1, bias=False),
+        decode=nn.ConvTranspose1d(3, 2, 2, stride=1, bias=False),
+    )
+    model.decode.weight = model.encode.weight
+    return model

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from tests.kfac_backend.covariance.posteriors import precision_of
+from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
 
 X, Y = normal(8, 4), torch.arange(8) % 3
@@ -18,17 +19,9 @@ def network():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-class Forward(nn.Module):
+def using(forward, **parameters):
     """A linear layer, used as a function says."""
-
-    def __init__(self, forward, **parameters):
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 3).double(), forward
-        for name, value in parameters.items():
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, x):
-        return self.how(self, x)
+    return Model(forward, layer=nn.Linear(4, 3).double(), **parameters)
 
 
 def spoilt(layer):
@@ -40,11 +33,11 @@ def spoilt(layer):
 COMPLEX = torch.ones(3, dtype=torch.complex128)
 REFUSED = {
     "complex outputs": (
-        lambda: Forward(lambda self, x: torch.complex(self.layer(x), self.layer(x))),
+        lambda: using(lambda m, x: torch.complex(m.layer(x), m.layer(x))),
         X, normal(8, 3), "regression", TypeError, r"complex.*view_as_real",
     ),
     "complex parameter": (
-        lambda: Forward(lambda self, x: (self.layer(x) * self.scale).real, scale=COMPLEX),
+        lambda: using(lambda m, x: (m.layer(x) * m.scale).real, scale=COMPLEX),
         X, normal(8, 3), "regression", NotImplementedError, r"'scale' is complex.*freeze",
     ),
     "a scripted layer": (
@@ -53,12 +46,10 @@ REFUSED = {
     ),
     "meta": (lambda: network().to("meta"), X, Y, "classification", ValueError, r"meta.*to_empty"),
     "numpy": (network, X.numpy(), Y, "classification", TypeError, r"ndarray.*from_numpy"),
-    "fewer labels": (network, X, Y[:5], "classification", ValueError, r"\(5,\).*\(8,\)"),
     "infinite inputs": (network, SPOILT, Y, "classification", ValueError, "inputs.*clean"),
     "infinite targets": (
         network, X, SPOILT[:, :3], "regression", ValueError, "targets.*clean",
     ),
-    "a label out of range": (network, X, Y + 1, "classification", ValueError, "Label 3 is out of"),
     "integers": (network, X.byte(), Y, "classification", TypeError, r"'0' .Linear.*uint8.*x.float"),
     "tokens in floating point": (
         lambda: nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(12, 3)).double(),
@@ -74,11 +65,11 @@ REFUSED = {
         X, Y, "classification", ValueError, "Parameter '2.weight' contains NaN",
     ),
     "overflow": (
-        lambda: Forward(lambda self, x: self.layer(x) * 1e300 * 1e300),
+        lambda: using(lambda m, x: m.layer(x) * 1e300 * 1e300),
         X, Y, "classification", ValueError, "activations overflow",
     ),
     "outputs that are no tensor": (
-        lambda: Forward(lambda self, x: {"output": self.layer(x)}),
+        lambda: using(lambda m, x: {"output": m.layer(x)}),
         X, Y, "classification", TypeError, "returned dict.*returns its logits",
     ),
     "BatchNorm without running statistics": (
@@ -98,7 +89,7 @@ REFUSED = {
         X, Y, "classification", ValueError, "no trainable parameter",
     ),
     "0-dimensional": (
-        lambda: Forward(lambda self, x: self.layer(x) * self.s, s=torch.tensor(1.0)),
+        lambda: using(lambda m, x: m.layer(x) * m.s, s=torch.tensor(1.0)),
         X, Y, "classification", ValueError, "'s' is 0-dimensional",
     ),
     "no model": (lambda: "resnet18", X, Y, "classification", TypeError, "torch.nn.Module is need"),
@@ -106,7 +97,6 @@ REFUSED = {
         lambda: nn.Sequential(nn.DataParallel(network())),
         X, Y, "classification", TypeError, r"in DataParallel.*Pass what it holds: model.0.module",
     ),
-    "another likelihood": (network, X, Y, "gamma", ValueError, "likelihood='gamma'"),
 }  # fmt: skip
 
 
@@ -145,8 +135,7 @@ def test_options_with_what_is_supported(option):
 
 
 def test_a_mask_of_attention_may_hold_minus_infinity():
-    model = Forward(lambda self, x: self.layer((x["mask"] == 0) * x["x"]))
-    model.forward = lambda x: model.how(model, x)
+    model = using(lambda m, x: m.layer((x["mask"] == 0) * x["x"]))
     mask = torch.zeros(8, 4).masked_fill(torch.eye(8, 4).bool(), -torch.inf)
     batch = {"x": X, "mask": mask, "labels": Y}
     factors = kronecker_factors(model, [batch], "classification", dict_key_mask=None)
@@ -158,7 +147,7 @@ def test_a_mask_of_attention_may_hold_minus_infinity():
 
 @pytest.mark.parametrize("wrap", [lambda f: {"logits": f}, lambda f: {"loss": 0.0, "logits": f}])
 def test_a_mapping_with_logits_is_the_logits(wrap):
-    model = Forward(lambda self, x: wrap(self.layer(x)))
+    model = using(lambda m, x: wrap(m.layer(x)))
     factors = kronecker_factors(model, [(X, Y)], "classification")
     expected = kronecker_factors(model.layer, [(X, Y)], "classification")
     assert_close(factors.to_dense("layer.weight"), expected.to_dense("weight"))

@@ -6,33 +6,27 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from kfac_backend.model.example_gradients import gradients_of_examples
+from tests.kfac_backend.networks import Model
 
 
-class Looking(nn.Module):
+def looking(m, x):
     """Looks at a value, which torch can't do while it maps over examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5, -0.5]))
-
-    def forward(self, x):
-        sign = 1 if float(x.abs().sum()) > 0 else -1
-        return sign * (x * self.scale).tanh()
+    sign = 1 if float(x.abs().sum()) > 0 else -1
+    return sign * (x * m.scale).tanh()
 
 
-class Whole(Looking):
+def whole(m, x):
     """Takes no single example."""
-
-    def forward(self, x):
-        if len(x) < 2:
-            raise ValueError("a whole batch")
-        return super().forward(x)
+    if len(x) < 2:
+        raise ValueError("a whole batch")
+    return looking(m, x)
 
 
+SCALE = torch.tensor([1.5, -0.5])
 MODELS = {
     "mapped": lambda: nn.Sequential(weight_norm(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)),
-    "example by example": Looking,
-    "by the whole batch": Whole,
+    "example by example": lambda: Model(looking, scale=SCALE),
+    "by the whole batch": lambda: Model(whole, scale=SCALE),
 }
 
 

@@ -3,29 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import MODES, assert_blocks, randomize
+from tests.kfac_backend.networks import random_model
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import error, normal
-
-
-class Model(nn.Module):
-    """A function of parameters and children."""
-
-    def __init__(self, function, **own):
-        super().__init__()
-        for name, value in own.items():
-            value = nn.Parameter(value) if isinstance(value, Tensor) else value
-            setattr(self, name, value)
-        self.function = function
-        randomize(self)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def head(d=3):
@@ -153,7 +139,7 @@ OWN = {
 @pytest.mark.parametrize("case", OWN)
 def test_exact(case):
     function, own = OWN[case]
-    model, x = Model(function, **{"head": head(), **own}), normal(5, 4, 3)
+    model, x = random_model(function, **{"head": head(), **own}), normal(5, 4, 3)
     exact = dense_ggn_blocks(model, x, "classification")
     skipped = ("head", "qkv.weight")
     exact = {name: block for name, block in exact.items() if not name.startswith(skipped)}
@@ -165,193 +151,6 @@ def test_exact(case):
             assert_close(found.to_dense(name), block, rtol=tolerance, atol=tolerance)
             assert block.norm() > 1e-3, name  # a control: there is something to compare
             assert error(block, block.diagonal().diag()) > 0.01 or len(block) == 1
-
-
-class OtherArguments(nn.Embedding):
-    """As OPT's: positions are computed of a mask."""
-
-    def forward(self, mask):
-        return super().forward(mask.cumsum(1).long())
-
-
-class Same(nn.Conv2d):
-    """As timm's Conv2dSame."""
-
-    def forward(self, x):
-        return F.conv2d(
-            F.pad(x, (0, 1, 0, 1)), self.weight, self.bias, self.stride, (0, 0), self.dilation,
-            self.groups,
-        )  # fmt: skip
-
-
-def linear(m, x):
-    return m.head(m.fc(x).tanh().mean(1))
-
-
-def image(m, x):
-    return m.head(m.conv(F.pad(x, (0, 1, 0, 1))).tanh().mean((2, 3)))
-
-
-def embedded(m, x):
-    return m.head(m.table(x).tanh().mean(1))
-
-
-IDS = torch.tensor([[0, 1, 1, 2], [2, 2, 0, 1], [3, 1, 2, 4], [4, 4, 0, 3]])
-LAYERS = {
-    "F.linear": (
-        lambda m, x: m.head(F.linear(x, m.fc.weight, m.fc.bias).tanh().mean(1)),
-        linear,
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
-    "matmul with the transpose": (
-        lambda m, x: m.head((x @ m.fc.weight.T + m.fc.bias).tanh().mean(1)),
-        linear,
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
-    "matmul by addmm": (
-        lambda m, x: m.head(
-            torch.addmm(m.fc.bias, x.flatten(0, 1), m.fc.weight.T)
-            .tanh()
-            .unflatten(0, (-1, 4))
-            .mean(1)
-        ),
-        linear,
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
-    "F.linear on folded rows": (
-        lambda m, x: m.head(
-            F.linear(x.flatten(0, 1), m.fc.weight, m.fc.bias).tanh().unflatten(0, (-1, 4)).mean(1)
-        ),
-        linear,
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
-    "folded windows": (
-        lambda m, x: m.head(
-            m.fc(x.unflatten(1, (2, 2)).flatten(0, 1)).tanh().unflatten(0, (-1, 2)).mean((1, 2))
-        ),
-        linear,
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
-    "derived convolution": (
-        lambda m, x: m.head(m.conv(x).tanh().mean((2, 3))),
-        image,
-        {"conv": Same(3, 3, 2)},
-        normal(4, 3, 4, 4),
-    ),
-    "F.embedding": (
-        lambda m, x: m.head(F.embedding(x, m.table.weight, 1).tanh().mean(1)),
-        embedded,
-        {"table": nn.Embedding(5, 3, padding_idx=1)},
-        IDS,
-    ),
-    "a hook that changes the output": (
-        lambda m, x: m.head(m.fc(x).tanh().mean(1)),
-        lambda m, x: m.head((3 * m.fc(x)).tanh().mean(1)),
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", LAYERS)
-def test_as_the_layer_itself(case, mode):
-    function, by_layer, children, x = LAYERS[case]
-    model = Model(function, head=head(), **children)
-    plain = {
-        name: nn.Conv2d(3, 3, 2) if isinstance(layer, Same) else type(layer)(*layer.weight.T.shape)
-        for name, layer in children.items()
-        if not isinstance(layer, nn.Embedding)
-    }
-    plain |= {name: nn.Embedding(5, 3, 1) for name, v in children.items() if name not in plain}
-    reference = Model(by_layer, head=head(), **plain)
-    reference.load_state_dict(model.state_dict())
-    if "hook" in case:
-        handle = model.fc.register_forward_hook(lambda layer, args, output: 3 * output)
-    found, expected = (factors(m, x, kfac_approx=mode) for m in (model, reference))
-    if "hook" in case:
-        handle.remove()
-    blocks = {name: expected.to_dense(name) for name in expected.blocks}
-    if "matmul" in case:  # whose bias is a parameter of its own, with its exact block
-        blocks["fc.bias"] = dense_ggn_blocks(model, x, "classification")["fc.bias"]
-    assert_blocks(found, blocks)
-    other = factors(reference, x, kfac_approx="reduce" if mode == "expand" else "expand")
-    name = next(name for name in expected.blocks if name.endswith("weight") and "head" not in name)
-    assert error(found.to_dense(name), other.to_dense(name)) > 0.02
-
-
-def scores(m, x, tables):
-    """As DeBERTa: projections of a table of relative positions, repeated for all heads."""
-    index = torch.tensor([[0, 1], [2, 0]])
-    q = m.query(x).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)  # (N·h, 2, d / h)
-    bias = [(table @ q.mT).mT[:, torch.arange(2)[:, None], index].tanh() for table in tables(m, x)]
-    weights = (q @ q.mT + bias[0] + bias[1]).softmax(-1)
-    return m.head((weights @ q).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2).mean(1))
-
-
-def shared_tables(m, x):
-    for layer in (m.query, m.key):
-        table = layer(m.norm(m.table.weight)).unflatten(-1, (2, -1)).transpose(0, 1)
-        yield table.repeat(len(x), 1, 1)
-
-
-def tables_for_each(m, x):
-    for layer in (m.query, m.key):
-        ids = torch.arange(3).expand(len(x), 3)
-        table = layer(m.norm(m.table(ids))).unflatten(-1, (2, -1)).transpose(1, 2)
-        yield table.flatten(0, 1)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_layers_that_run_once_and_whose_outputs_are_not_broadcast():
-    """Each layer's block is as if it ran for each example; that of the table is exact."""
-
-    def layers():
-        return {
-            "table": nn.Embedding(3, 4),
-            "norm": nn.LayerNorm(4),
-            "query": nn.Linear(4, 4),
-            "key": nn.Linear(4, 4),
-            "head": head(4),
-        }
-
-    model = Model(lambda m, x: scores(m, x, shared_tables), **layers())
-    each = Model(lambda m, x: scores(m, x, tables_for_each), **layers())
-    each.load_state_dict(model.state_dict())
-    x = normal(5, 2, 4)
-    exact = dense_ggn_blocks(model, x, "classification")["table.weight"]
-    for mode in MODES:
-        found = factors(model, x, kfac_approx=mode)
-        expected = factors(each, x, kfac_approx=mode)
-        blocks = {name: expected.to_dense(name) for name in expected.blocks}
-        assert error(blocks["table.weight"], exact) > 0.02
-        assert_blocks(found, blocks | {"table.weight": exact})
-
-
-def test_derived_layers_with_other_arguments():
-    model = Model(
-        lambda m, x: m.head((x + m.positions(x[..., 0] > 0)).tanh().mean(1)),
-        positions=OtherArguments(6, 3),
-        head=head(),
-    )
-    x = normal(5, 4, 3)
-    plain = Model(
-        lambda m, x: m.head((x + m.positions((x[..., 0] > 0).cumsum(1))).tanh().mean(1)),
-        positions=nn.Embedding(6, 3),
-        head=head(),
-    )
-    plain.load_state_dict(model.state_dict())
-    for mode in MODES:
-        expected = factors(plain, x, kfac_approx=mode)
-        assert_blocks(
-            factors(model, x, kfac_approx=mode),
-            {name: expected.to_dense(name) for name in expected.blocks},
-        )
 
 
 def by_value(m, x):
@@ -380,7 +179,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name_or_an_exact_diagonal(case):
     function, why = REFUSED[case]
-    model, x = Model(function, fc=nn.Linear(3, 3, bias=False), head=head()), normal(5, 4, 3)
+    model, x = random_model(function, fc=nn.Linear(3, 3, bias=False), head=head()), normal(5, 4, 3)
     with pytest.raises(NotImplementedError, match=f"'fc.weight' {why}") as raised:
         factors(model, x)
     assert "\n" not in str(raised.value) and "requires_grad_(False)" in str(raised.value)
@@ -394,14 +193,14 @@ def test_refused_by_name_or_an_exact_diagonal(case):
 
 
 def test_a_longer_loop_and_other_operations_in_another_batch():
-    model = Model(OWN["in a loop"][0], head=head(), **OWN["in a loop"][1])
+    model = random_model(OWN["in a loop"][0], head=head(), **OWN["in a loop"][1])
     x, longer, y = normal(4, 3, 3), normal(3, 5, 3, seed=1), torch.tensor([0, 1, 2, 0])
     data = [(x, y), (longer, y[:3])]
     found = kronecker_factors(model, data, "classification")
     parts = [dense_ggn_blocks(model, part, "classification") for part, _ in data]
     assert_blocks(found, {name: parts[0][name] + parts[1][name] for name in ("scale", "shift")})
 
-    changing = Model(
+    changing = random_model(
         lambda m, x: m.head((x * m.scale if x.shape[1] == 3 else x - m.scale).tanh().mean(1)),
         head=head(),
         scale=zeros(3),
@@ -420,7 +219,7 @@ def test_rows_that_were_chosen_by_their_values_are_not_taken_for_folded():
         h[chosen] = m.fc(rows[chosen])
         return m.head(h.view_as(x).tanh().mean(1))
 
-    model, x = Model(routed, fc=nn.Linear(3, 3), head=head()), normal(5, 4, 3)
+    model, x = random_model(routed, fc=nn.Linear(3, 3), head=head()), normal(5, 4, 3)
     x[..., 0] = torch.tensor([[1.0, 1, -1, -1]])  # two of each, and so it is with folded rows
     counts = [2, 2, 3, 1, 2]  # two of each on average, and of the first
     uneven = x.clone()
@@ -456,7 +255,9 @@ def test_masked_positions_of_folded_rows_are_not_guessed():
     )
     assert factors.blocks["fc.weight"].num_terms == 3
     mask[0, 3] = 0
-    with pytest.raises(NotImplementedError, match="'fc' .*got 6 rows in a batch of 3"):
+    with pytest.raises(
+        NotImplementedError, match="'fc' .*got 6 rows in a batch of 3.*dict_key_mask=None"
+    ):
         kronecker_factors(
             model, [{"x": x, "attention_mask": mask, "labels": labels}], "classification"
         )

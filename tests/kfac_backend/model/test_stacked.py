@@ -5,38 +5,40 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_backend import examples_of_rows, kronecker_factors
 from kfac_backend.expand_and_reduce import reduce_factors_of_graphs
-from tests.kfac_backend.block_checks import MODES, OTHER, randomize
+from tests.kfac_backend.block_checks import MODES, OTHER
+from tests.kfac_backend.networks import Model, random_model
 from tests.random_numbers import error, normal
 
 E, N = 3, 6
 
 
-class Stacked(nn.Module):
+def stacked(way, is_declared=True) -> Model:
     """A mean over positions of experts' outputs; ``way`` is how the experts run."""
-
-    def __init__(self, way, declared=True):
-        super().__init__()
-        self.way, self.declared = way, declared
-        self.stack = nn.Parameter(torch.zeros(E, 4, 4))
-        self.gate, self.head = nn.Linear(4, E), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.way(self, x).tanh().mean(1))
+    return random_model(
+        lambda m, x: m.head(way(m, x).tanh().mean(1)),
+        stack=torch.zeros(E, 4, 4),
+        gate=nn.Linear(4, E),
+        head=nn.Linear(4, 3),
+        is_declared=is_declared,
+    )
 
 
-def with_layers(model: Stacked, way, transposed: bool) -> Stacked:
+def with_layers(model: Model, way, transposed: bool) -> Model:
     """The same model, with a layer for each matrix of the stack."""
-    plain = Stacked(way).to(model.stack.dtype)
-    plain.gate, plain.head = model.gate, model.head
-    del plain.stack
-    plain.stack = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(E))
-    for layer, weight in zip(plain.stack, model.stack, strict=True):
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(E))
+    for layer, weight in zip(layers, model.stack, strict=True):
         layer.weight = nn.Parameter((weight.T if transposed else weight).detach().clone())
-    return plain
+    return Model(
+        lambda m, x: m.head(way(m, x).tanh().mean(1)),
+        stack=layers,
+        gate=model.gate,
+        head=model.head,
+        is_declared=True,
+    )
 
 
 def mixed(m, x, outputs):  # (N, R, E, d)
@@ -75,7 +77,7 @@ DENSE = {
 
 
 def told(m, x, index):
-    return examples_of_rows(index, len(x)) if m.declared else nullcontext()
+    return examples_of_rows(index, len(x)) if m.is_declared else nullcontext()
 
 
 def chosen(m, x):
@@ -134,7 +136,7 @@ def difference(found, expected, transposed=False) -> float:
 @pytest.mark.parametrize("name", DENSE)
 def test_each_matrix_has_the_block_of_a_layer(name, mode):
     way, transposed = DENSE[name]
-    model, x = randomize(Stacked(way)), normal(N, 5, 4)
+    model, x = stacked(way), normal(N, 5, 4)
     outputs = lambda m, x: mixed(m, x, torch.stack([layer(x) for layer in m.stack], 2))  # noqa: E731
     plain = with_layers(model, outputs, transposed)
     found = factors(model, x, mode)
@@ -145,7 +147,7 @@ def test_each_matrix_has_the_block_of_a_layer(name, mode):
 @pytest.mark.parametrize("way", [routed, grouped, places])
 def test_routed_positions(way):
     torch.manual_seed(0)
-    model, x = randomize(Stacked(way)), normal(N, 5, 4)
+    model, x = stacked(way), normal(N, 5, 4)
     x[:4, :, 0] += 9  # so that some expert gets nothing of some examples
     if way is grouped:  # whose kernel is for float32
         model, x = model.float(), x.float()
@@ -163,7 +165,7 @@ def test_routed_positions(way):
     _, A = reduce_factors_of_graphs(a, a[None], graph, N)
     assert 0 < len(graph.unique()) and error(found.blocks["stack"].A[0], A) < tolerance
     # Nothing says whose the rows are: expand need not know.
-    model.declared = False
+    model.is_declared = False
     if way is places:  # an example's places lie one behind the other, which the proof sees
         return
     assert difference(factors(model, x, "expand"), factors(plain, x, "expand")) < tolerance

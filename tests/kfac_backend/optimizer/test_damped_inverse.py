@@ -5,11 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock
-from kfac_backend.optimizer.damped_inverse import (
-    damped_inverses,
-    kl_clip_factor,
-    precondition,
-)
+from kfac_backend.optimizer.damped_inverse import damped_inverses, kl_clip_factor, precondition
 from tests.random_numbers import normal
 
 LAMBDA = 0.03

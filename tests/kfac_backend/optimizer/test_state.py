@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.ranks import Ranks
-from tests.kfac_backend.networks import Functional
+from tests.kfac_backend.networks import with_an_unseen_weight
+from tests.marglik.same_state import same
 from tests.random_numbers import normal
 
 OPTIONS = {"factor_every": 1, "update_every": 1}
@@ -142,22 +143,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
     else:
         with pytest.raises(ValueError, match=words):
             optimizer.load_state_dict(make(copy.deepcopy(before)))
-    assert_equal(optimizer.state_dict(), before)
-
-
-def assert_equal(found, expected):
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_equal(found[key], expected[key])
-    else:
-        is_same = torch.equal if isinstance(expected, torch.Tensor) else type(expected).__eq__
-        assert is_same(found, expected)
+    assert same(optimizer.state_dict(), before)
 
 
 def test_resumes_with_parameters_that_turn_out_to_have_no_block():
     """Their names are in `names` until the first batch, and in no state's blocks."""
-    model, x, y = Functional(False).double(), normal(4, 3), torch.tensor([0, 1, 1, 0])
+    model, x, y = with_an_unseen_weight(), normal(4, 3), torch.tensor([0, 1, 1, 0])
     options = PreconditionerOptions(**OPTIONS, kl_clip=None)
     state = None
     for _ in range(2):
