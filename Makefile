@@ -90,7 +90,7 @@ update-step-timing: $(INSTALLED)  ## the paper's Table 1, a K-FAC step beside th
 gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed of the paper's Table 2; resumes
 	$(BIN)/python -m pytest -q -m gpu
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[bench]'
-	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --data update_50000 sizes
+	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --data passes batch_128 update_50000 sizes
 	$(BIN)/python -m experiments.speed.update_step_timing --device cuda
 	$(BIN)/python -m experiments.speed.transformer_timing --data gpt_cuda vit_cuda
 	$(BIN)/python -m experiments.speed.ekfac_timing --data resnet9_cuda gpt2_cuda

@@ -285,7 +285,7 @@ class CurvaturePass:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""
         # Asked anew, since the model may have moved between two passes.
         self._device = next(self._model.parameters()).device
-        self._precision = self._options.backward_precision
+        self._precision: BackwardPrecision = self._options.backward_precision
         check_precision(self._precision, self._device)
         self._failed = False  # whether a batch was added in part, so that the sums are useless
         # The rules hold the sums. They are made with the first part of a batch, after the proof.

@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, get_args
 
@@ -46,8 +47,10 @@ from experiments.speed.contenders import (
 )
 from experiments.studies import markdown, study
 from experiments.timing import interleaved, medians, peak_memory
+from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.options import KfacApprox, Mode
+from kfac_backend.options import BackwardPrecision, KfacApprox, Mode
+from kfac_backend.precision import backward_arithmetic, full_float32
 from marglik import KronLaplace
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.storage.provenance import environment
@@ -238,6 +241,40 @@ def run_sizes(config: Config) -> dict[str, Any]:
     return {"seconds_of_500_images": seconds, "peak_mebibytes": peak}
 
 
+PASS = 4096, (32, 128, 512, 2048)
+"""Images of a pass, and its batches."""
+
+
+def run_passes(config: Config) -> dict[str, Any]:
+    """Seconds of a pass over noise by default options, in batches of several sizes.
+
+    Beside the limit of the same batches, in float32 and in TF32 (on a GPU alone).
+    """
+    on_gpu = config.device == "cuda"
+    precisions: tuple[BackwardPrecision, ...] = ("float32", "tf32") if on_gpu else ("float32",)
+    rows: list[dict[str, Any]] = []
+    for N, fisher in product(PASS[1], ("exact", "mc")):
+        batch = Batch(replace(config, batch_size=N))
+        data = [(batch.x, batch.y)] * (PASS[0] // N)
+        one_limit = batch.limit(fisher)
+        work: dict[str, Work] = {
+            f"limit, {of}": partial(_repeated, one_limit, len(data), of) for of in precisions
+        }
+        for mode in MODES:
+            model, options = batch.network(), {"kfac_approx": mode, "fisher": fisher}
+            work[mode] = partial(kronecker_factors, model, data, "classification", **options)
+        seconds = medians(interleaved(work, config.repetitions, batch.device))
+        rows.append({"batch": N, "fisher": fisher, "seconds": seconds})
+    return {"passes": rows}
+
+
+def _repeated(work: Work, times: int, precision: BackwardPrecision) -> None:
+    """Do it several times in a precision."""
+    with full_float32(), backward_arithmetic(precision):
+        for _ in range(times):
+            work()
+
+
 PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "batch_32": (run_batch, {}),
     "batch_128": (run_batch, {"batch_size": 128, "repetitions": 3}),
@@ -245,9 +282,10 @@ PARTS: dict[str, tuple[Callable[[Config], dict[str, Any]], dict[str, int]]] = {
     "evidence": (run_evidence, {}),
     "update_50000": (run_update, {"batch_size": 1000, "repetitions": 1}),
     "sizes": (run_sizes, {"repetitions": 3}),
+    "passes": (run_passes, {"repetitions": 3}),
 }
 """Name of a part -> its function, and changes of the configuration."""
-ON_GPU = ("update_50000", "sizes")
+ON_GPU = ("update_50000", "sizes", "passes")
 """Parts that are left out on a CPU."""
 
 
@@ -317,6 +355,14 @@ def tables(found: Sequence[Mapping[str, Any]]) -> str:
         for name, value in part["seconds_of_500_images"].items():
             peak = part["peak_mebibytes"].get(name)
             rows.append([name, f"{value:.3f}", "" if peak is None else f"{peak:.0f}"])
+        text.append(markdown(rows))
+    if "passes" in parts:
+        found_rows = parts["passes"]["passes"]
+        names = list(found_rows[0]["seconds"])
+        rows = [[f"{PASS[0]} images, by default, in batches of", *names]]
+        for row in found_rows:
+            seconds = [f"{row['seconds'][name]:.2f}" for name in names]
+            rows.append([f"{row['batch']}, {row['fisher']}", *seconds])
         text.append(markdown(rows))
     if "evidence" in parts:
         seconds = parts["evidence"]["median_seconds"].items()

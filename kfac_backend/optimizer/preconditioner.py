@@ -396,7 +396,7 @@ class KfacPreconditioner:
         if not gradients:
             return
         largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-        if torch.stack([norm.float() for norm in largest]).isfinite().all():
+        if torch.stack([norm.double() for norm in largest]).isfinite().all():
             return
         wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
         raise diverging(f"The gradient of '{wrong}'")
