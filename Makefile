@@ -94,7 +94,7 @@ gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed o
 	$(BIN)/python -m experiments.speed.update_step_timing --device cuda
 	$(BIN)/python -m experiments.speed.transformer_timing --data gpt_cuda vit_cuda
 	$(BIN)/python -m experiments.speed.ekfac_timing --data resnet9_cuda gpt2_cuda
-	$(BIN)/python -m experiments.table2.marglik_cifar10 --protocol full --data reduce_augmented fixed_augmented --seeds 1 --device cuda --jobs 2 --compile reduce-overhead
+	for start in redux full; do $(BIN)/python -m experiments.table2.marglik_cifar10 --protocol $$start --seeds 1 --device cuda --jobs 2 --compile reduce-overhead || exit 1; done
 
 transformer-timing: $(INSTALLED)  ## K-FAC of a GPT and a ViT, expand against reduce: a quarter of an hour
 	$(BIN)/python -m experiments.speed.transformer_timing
