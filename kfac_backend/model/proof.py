@@ -148,27 +148,15 @@ class Proof:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
-        # One example shows every use; two, with the first one again, show whether they mix.
-        one, (two, numbers) = examples(x, slice(1)), with_first_again(examples(x, slice(2)))
-        if numbers is None:
+        if not isinstance(x, Tensor | dict):  # `with_first_again` may not take it
             return False
-        own = [name for t in assignment.own_parameters for name in t.parameters.values()]
+        two = None if ignored is None else ignored[:2]
         try:
             with forked_random_numbers(self._model):
-                verify_divided(self._model, assignment, one)
-                _, found, candidates = verify_uses(self._model, assignment, one)
-                rules = [[t.rule for t in some.layers] for some in (found, assignment)]
-                if candidates or rules[0] != rules[1]:
-                    return False
-                if own:
-                    verify_gradients(self._model, assignment, two, dict.fromkeys(own, ""))
-                holds, _ = verify_independence(
-                    self._model, assignment, two, numbers, None if ignored is None else ignored[:2]
-                )
+                self._prove(examples(x, slice(2)), 2, two, again=True)
         except NotImplementedError:
             return False
-        self._uses_verified = self._independence_verified = holds
-        return holds
+        return self._independence_verified
 
     def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -183,7 +171,8 @@ class Proof:
             verify_independence(self._model, self.assignment, x, ignored=ignored)
         self.holds_for_masks = True
 
-    def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
+    def _prove(self, x: Any, N: int | None, ignored: Tensor | None, again: bool = False) -> None:
+        """Prove all steps; ``again`` those that other numbers in the parameters could change."""
         # The order matters. Parts come first, since every later check runs them in place of the
         # layers' own forwards. Runs on shared inputs must be known before parameters are followed,
         # because the outputs of such runs are copied for each example; and before independence is
@@ -192,17 +181,18 @@ class Proof:
         assignment = self.assignment
         if not self._uses_verified:
             # Step 1: layers that run by parts compute what they compute whole.
-            verify_divided(self._model, assignment, x)
+            some = examples(x, slice(1)) if again else x  # one example shows every use
+            verify_divided(self._model, assignment, some)
             # Step 2: which parameters act through their own layers alone.
-            f, assignment, candidates = verify_uses(self._model, assignment, x)
+            f, assignment, candidates = verify_uses(self._model, assignment, some)
             self.output_dim = f.dim()
             shared: dict[str, str] = {}
             # Step 3: which runs are on what all examples share, or on several rows of each.
-            if by_example:
+            if by_example and not again:
                 assignment, shared = find_runs(self._model, assignment, x)
             # Step 4: all other uses, operation by operation.
             if candidates or shared:
-                if not by_example:  # following needs one example and two
+                if again or not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
                 from kfac_backend.model.operations import follow
