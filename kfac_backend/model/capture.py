@@ -133,7 +133,19 @@ class Capture:
             # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
             # others are constants, so that no graph leads to them.
             copies = self.begin(x)
-            follower = self._follower = self._new_follower()
+            operations, runs = self._assignment.operations, self._assignment.runs.items()
+            once = {layer for layer, kinds in runs if "followed" in kinds}
+            if operations.names or once:
+                # Loaded only where there is something to follow.
+                from kfac_backend.model.operations import Follower
+
+                leaves = {
+                    name: self._model.get_parameter(name).detach().requires_grad_()
+                    for name in operations.names
+                }
+                make = self._make_follower or Follower
+                self._follower = make(operations, leaves, self._copies, self._seen, once)
+            follower = self._follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self._model, self._constants | copies | watched, x)
@@ -249,22 +261,6 @@ class Capture:
             if "constant" in kinds:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
-
-    def _new_follower(self) -> "Follower | None":
-        """A context that sees the operations on followed parameters; None if there are none."""
-        operations = self._assignment.operations
-        once = {layer for layer, kinds in self._assignment.runs.items() if "followed" in kinds}
-        if not operations.names and not once:
-            return None
-        leaves = {
-            name: self._model.get_parameter(name).detach().requires_grad_()
-            for name in operations.names
-        }
-        # Loaded only where there is something to follow.
-        from kfac_backend.model.operations import Follower
-
-        make = self._make_follower or Follower
-        return make(operations, leaves, self._copies, self._seen, once)
 
     def _copies(self, expression: "Expression", M: int) -> Tensor:
         """A copy (M, ...) of an expression for each row; reports its parameters' gradients.

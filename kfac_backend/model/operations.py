@@ -244,7 +244,8 @@ class Follower(TorchFunctionMode):
         """Remember the operation's results as expressions."""
         # The operation runs again on the twins, whose graph leads to the leaves. The model sees the
         # result without one, since a graph is how a tensor is told that depends on the examples.
-        twins = tensors_in(call.run(self._twin))
+        known = {id(e.value): e.twin for e in call.expressions}
+        twins = tensors_in(call.run(lambda value: known.get(id(value), value)))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
@@ -313,10 +314,6 @@ class Follower(TorchFunctionMode):
     def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
         self._known[id(value)] = Expression(value, twin, key, leaves)
 
-    def _twin(self, value: Tensor) -> Tensor:
-        expression = self._known.get(id(value))
-        return value if expression is None else expression.twin
-
     def _expression(self, value: Any) -> Expression | None:
         name = self._roots.get(id(value))
         if name is not None and any(name in t.parameters.values() for t in self.inside):
@@ -359,10 +356,6 @@ class Follower(TorchFunctionMode):
         """
         if func is Tensor.repeat:
             return _repeat if _repeated(*args) else None
-        if func is torch.addmm:
-            return (
-                _addmm if any(self._expression(value) for value in (args[0], *args[2:])) else None
-            )
         if func not in AFFINE:
             return by_matrix(func, args, self._is_stack)
         places = AFFINE[func][0].items()
@@ -581,7 +574,7 @@ class Trial(Follower):
             if self.inside or self._stored(use.weight) is None:
                 return "mapped"
             return self._layer_of(call, use, shapes[0])
-        if call.func in PRODUCTS:
+        if str(call) in PRODUCTS:
             raise Refused(f"meets {call} as a matrix")
         # Only an axis of size one can become the axis of the copies.
         for e in call.expressions:
@@ -800,58 +793,38 @@ def _without_affine(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> T
     return y
 
 
-def _addmm(bias: Tensor, input: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
-    if scales:
-        raise Refused("meets addmm with scales")
-    return input @ mat2 + bias
-
-
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_MATRICES = ("input", "weight")
-PRODUCTS: set[Callable[..., Any]] = {
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.einsum,
-    torch.baddbmm,
-    torch.addmm,
-    F.linear,
-    F.bilinear,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
-    Tensor.mm,
-    Tensor.bmm,
+PRODUCTS = {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum"),
+    *("addmm", "baddbmm", "linear", "bilinear"),
 }
-"""Operations that sum over the entries of an expression. They would read copies (N, ...) as another
-matrix, so an expression may meet the examples here only as a layer's weight."""
+"""Names of operations that sum over the entries of an expression. They would read copies (N, ...)
+as another matrix, so an expression may meet the examples here only as a layer's weight."""
 WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     F.linear: (LinearRule, ("input", "weight", "bias")),
-    F.conv1d: (ConvolutionRule, _CONVOLUTION),
-    F.conv2d: (ConvolutionRule, _CONVOLUTION),
-    F.conv3d: (ConvolutionRule, _CONVOLUTION),
+    **dict.fromkeys(
+        (F.conv1d, F.conv2d, F.conv3d),
+        (
+            ConvolutionRule,
+            ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+        ),
+    ),
     F.embedding: (
         EmbeddingRule,
         ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
     ),
-    torch.matmul: (TransposedLinearRule, _MATRICES),
-    torch.mm: (TransposedLinearRule, _MATRICES),
-    Tensor.matmul: (TransposedLinearRule, _MATRICES),
-    Tensor.__matmul__: (TransposedLinearRule, _MATRICES),
-    Tensor.mm: (TransposedLinearRule, _MATRICES),
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm),
+        (TransposedLinearRule, ("input", "weight")),
+    ),
 }
 """Linear operations -> the rule of a layer that computes the same, and the arguments' names."""
-_BIAS = {"bias": 2}
-_AFFINE = {"weight": 2, "bias": 3}
 AFFINE: dict[Callable[..., Any], tuple[dict[str, int], bool]] = {
-    F.layer_norm: (_AFFINE, False),
+    F.layer_norm: ({"weight": 2, "bias": 3}, False),
     F.rms_norm: ({"weight": 2}, False),
-    F.group_norm: (_AFFINE, True),
+    F.group_norm: ({"weight": 2, "bias": 3}, True),
     F.batch_norm: ({"weight": 3, "bias": 4}, True),
-    F.linear: (_BIAS, False),
-    F.conv1d: (_BIAS, True),
-    F.conv2d: (_BIAS, True),
-    F.conv3d: (_BIAS, True),
+    F.linear: ({"bias": 2}, False),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), ({"bias": 2}, True)),
 }
 """Functions that scale their output by a ``weight`` and add a ``bias`` at the end: the position of
 these arguments, and whether they are of channels, (N, C, ...), instead of the last axes."""

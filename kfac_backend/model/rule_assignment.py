@@ -327,26 +327,18 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
         ValueError: no block at all, or a block of a parameter that the model lacks, that has
             another size there, or that is frozen.
     """
-    check_module(model)
-    parameters = dict(model.named_parameters())
-    unknown = [name for name in sizes if name not in parameters]
-    if unknown or not sizes:
-        what = f"a block for '{unknown[0]}', which the model lacks" if unknown else "no block"
-        raise ValueError(f"The posterior has {what}; it belongs to another model.")
-    for name, size in sizes.items():
-        if size != parameters[name].numel():
-            raise ValueError(
-                f"The posterior's block of '{name}' has {size} entries, the parameter "
-                f"{parameters[name].numel()}; it belongs to another model."
-            )
     assignment = assign_rules(model, "diagonal")
-    frozen = [name for name in sizes if name not in assignment.names]
-    if frozen:
+    here = {name: p.numel() for name, p in model.named_parameters() if name in assignment.names}
+    wrong = [name for name in sizes if here.get(name) != sizes[name]]
+    if wrong or not sizes:
+        what = "no block"
+        if wrong:
+            what = f"a block of '{wrong[0]}' with {sizes[wrong[0]]} entries, where the model has "
+            what += str(here.get(wrong[0], "none that are trained"))
         raise ValueError(
-            f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
-            "requires_grad_(True) on it, as it was when the posterior was fitted."
+            f"The posterior has {what}; it belongs to another model, or the parameter was frozen "
+            "since: requires_grad_(True)."
         )
-
     others = {name: None for name in assignment.names if name not in sizes}
     return replace(assignment.without(others), names=list(sizes))
 

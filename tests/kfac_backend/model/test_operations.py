@@ -210,17 +210,6 @@ LAYERS = {
         {"fc": nn.Linear(3, 3)},
         normal(4, 4, 3),
     ),
-    "matmul by addmm": (
-        lambda m, x: m.head(
-            torch.addmm(m.fc.bias, x.flatten(0, 1), m.fc.weight.T)
-            .tanh()
-            .unflatten(0, (-1, 4))
-            .mean(1)
-        ),
-        linear,
-        {"fc": nn.Linear(3, 3)},
-        normal(4, 4, 3),
-    ),
     "F.linear on folded rows": (
         lambda m, x: m.head(
             F.linear(x.flatten(0, 1), m.fc.weight, m.fc.bias).tanh().unflatten(0, (-1, 4)).mean(1)
