@@ -90,9 +90,7 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
     Raises:
         TypeError: not a layer's class, or a decorated class that is not a rule.
     """
-    if not layer_types:
-        raise TypeError("register_rule needs a layer's class: @register_rule(MyLinear).")
-    for layer_type in layer_types:
+    for layer_type in layer_types or [None]:
         if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
             raise TypeError(
                 f"register_rule got {layer_type!r}; it needs a class derived from nn.Module: "
