@@ -100,7 +100,8 @@ class Capture:
         self._in_training = in_training
         self._differentiable = differentiable
         self._make_follower = follower
-        self._follower: "Follower | None" = None
+        self.follower: "Follower | None" = None
+        """What sees the operations of the present forward pass; None if nothing is followed."""
         self._handles: list[RemovableHandle] = []
         self._reset()
 
@@ -125,7 +126,7 @@ class Capture:
         # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
         # that holds the output would close a circle that Python's garbage collector cannot see.
         self._on_input = self._on_gradient = _ignore
-        self._follower = self._make_follower = None
+        self.follower = self._make_follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
@@ -144,8 +145,8 @@ class Capture:
                     for name in operations.names
                 }
                 make = self._make_follower or Follower
-                self._follower = make(operations, leaves, self._copies, self._seen, once)
-            follower = self._follower
+                self.follower = make(operations, leaves, self._copies, self._seen, once)
+            follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self._model, self._constants | copies | watched, x)
@@ -369,15 +370,15 @@ class Capture:
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook before a layer runs."""
         self._check(tracked, first_input(args, kwargs))
-        if self._follower is not None:
-            self._follower.inside.append(tracked)
+        if self.follower is not None:
+            self.follower.inside.append(tracked)
 
     def _after(
         self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Tensor:
         """The hook after it; what it returns takes the place of the layer's output."""
-        if self._follower is not None:
-            self._follower.inside.remove(tracked)
+        if self.follower is not None:
+            self.follower.inside.remove(tracked)
         return self._seen(tracked, first_input(args, kwargs), output)
 
     def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
@@ -428,7 +429,7 @@ class Capture:
         known = self._assignment.runs.get(tracked.layer, ("examples",))
         run = known[min(number, len(known) - 1)]
         N = self._num_examples
-        if run == "followed" and self._follower is not None and N is not None:
+        if run == "followed" and self.follower is not None and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             return self._begun(tracked, number, a.expand(N, *a.shape), output)
@@ -466,7 +467,7 @@ class Capture:
 
     def _begun(self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor) -> Tensor:
         """The output of a run on what all examples share, followed to where it meets them."""
-        assert self._follower is not None
+        assert self.follower is not None
         run = LayerRun(tracked, number)
         use = Use(a)
         self._on_input(tracked, use)
@@ -474,7 +475,7 @@ class Capture:
         if not (self._keep_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0))
         self._followed[run] = use, output.shape
-        return self._follower.begin(run, output)
+        return self.follower.begin(run, output)
 
     def _shown(
         self,

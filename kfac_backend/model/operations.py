@@ -214,7 +214,7 @@ class Follower(TorchFunctionMode):
             return self._computed(call)
         if isinstance(way, int):
             return self._met(call, way)
-        if isinstance(way, TrackedLayer | tuple):
+        if isinstance(way, tuple):
             return self._met_as_weight(call, way)
         if way == "mapped":
             return self._mapped(call)
@@ -274,7 +274,7 @@ class Follower(TorchFunctionMode):
             )
         return output
 
-    def _met_as_weight(self, call: Call, of: TrackedLayer | tuple[TrackedLayer, ...]) -> Any:
+    def _met_as_weight(self, call: Call, of: tuple[TrackedLayer, ...]) -> Any:
         """The operation as the run of a layer, or of that of its matrix in a stack."""
         use = weight_use(call.func, call.args, call.kwargs)
         assert use is not None
@@ -288,14 +288,10 @@ class Follower(TorchFunctionMode):
             )
         return self._layer(tracked, use.a, call.run())
 
-    def _in_stack(
-        self, of: TrackedLayer | tuple[TrackedLayer, ...], use: "WeightUse"
-    ) -> TrackedLayer:
-        if isinstance(of, TrackedLayer):
-            return of
+    def _in_stack(self, of: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
         stored = self._stored(use.weight)
-        assert stored is not None and stored.slot is not None
-        return of[stored.slot]
+        assert stored is not None
+        return of[stored.slot or 0]
 
     def _mapped(self, call: Call) -> Tensor:
         """A linear operation of each row (M, ...) of its input, with a copy of its weight."""
@@ -392,11 +388,6 @@ def follow(
         Refusal: parameters that cannot be followed.
     """
     errors = {**candidates, **shared}
-    places: dict[str, tuple[nn.Module, str]] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    for module in model.modules():
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(names[id(p)], (module, local))
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
     known = replace(assignment, operations=operations)
     copied: set[str] = set()
@@ -406,28 +397,23 @@ def follow(
             copied.update(tracked.parameters.values())
 
     def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
-        made = []
-        capture = Capture(
-            model, known, record,
-            follower=lambda *args: made.append(follower(*args)) or made[0],
-        )  # fmt: skip
-        with capture, forked_random_numbers(model):
+        with (
+            Capture(model, known, record, follower=follower) as capture,
+            forked_random_numbers(model),
+        ):
             capture.forward(examples(x, torch.tensor(numbers)))
-        return made[0]
+            return capture.follower
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.
     try:
         shapes = run(Shapes, [0])
-        tried = run(partial(Trial, seen=shapes.seen, places=places), [0, 0])
+        tried = run(partial(Trial, seen=shapes.seen, model=model), [0, 0])
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise Refusal(errors) from error
-    ways = operations.ways.values()
-    runs = [
-        w if isinstance(w, tuple) else (w,) for w in ways if isinstance(w, TrackedLayer | tuple)
-    ]
-    layers = list(dict.fromkeys(chain.from_iterable(runs)))
+    found = [way for way in operations.ways.values() if isinstance(way, tuple)]
+    layers = list(dict.fromkeys(chain.from_iterable(found)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
     why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
@@ -489,17 +475,14 @@ class Trial(Follower):
     Where an operation is refused, the run goes on with its plain result: all parameters that cannot
     be followed are found in one run.
 
-    ``seen`` is what `Shapes` saw; ``places`` has each parameter's module and its name there.
+    ``seen`` is what `Shapes` saw.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        seen: Mapping[int, list[list[torch.Size]]],
-        places: Mapping[str, tuple[nn.Module, str]],
+        self, *args: Any, seen: Mapping[int, list[list[torch.Size]]], model: nn.Module
     ) -> None:
         super().__init__(*args)
-        self._seen, self._places = seen, places
+        self._seen, self._model = seen, model
         self._times: dict[int, int] = {}  # how often an operation of each key has run so far
         self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
@@ -588,19 +571,25 @@ class Trial(Follower):
         So they are made for its weight, as a parametrisation does; else they are its input.
         """
         modules = set(self.inside[-1].layer.modules())
-        return all(self._places[name][0] in modules for e in call.expressions for name in e.names)
+        names = {name for e in call.expressions for name in e.names}
+        return all(self._place(name)[0] in modules for name in names)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """The module that has a parameter, and the parameter's name there."""
+        prefix, _, local = name.rpartition(".")
+        return self._model.get_submodule(prefix), local
 
     def _layer_of(
         self, call: Call, use: "WeightUse", shape: torch.Size
-    ) -> TrackedLayer | tuple[TrackedLayer, ...]:
-        known: Any = self._operations.ways.get(call.key)
-        if not isinstance(known, TrackedLayer | tuple):
+    ) -> tuple[TrackedLayer, ...]:
+        known = self._operations.ways.get(call.key)
+        if not isinstance(known, tuple):
             known = self._new_layer(call, use)
         if shape[0] > 2:
             self.folded.add(self._in_stack(known, use))
         return known
 
-    def _new_layer(self, call: Call, use: "WeightUse") -> TrackedLayer | tuple[TrackedLayer, ...]:
+    def _new_layer(self, call: Call, use: "WeightUse") -> tuple[TrackedLayer, ...]:
         stored = self._stored(use.weight)
         assert stored is not None
         name, turned, slot = stored
@@ -613,7 +602,7 @@ class Trial(Follower):
         matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
         if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
             raise Refused(f"is the weight of {call} in a way without a rule")
-        places = {local: self._places[full] for local, full in names.items()}
+        places = {local: self._place(full) for local, full in names.items()}
         if slot is not None:
             # All matrices of a stack at once: in other batches others may be used.
             E = len(getattr(*places["weight"]))
@@ -630,7 +619,7 @@ class Trial(Follower):
         rule.check(layer)
         prefix, _, local = name.rpartition(".")
         prefix = prefix if local == "weight" else name
-        return TrackedLayer(prefix, layer, rule, names, FunctionalLayer)
+        return (TrackedLayer(prefix, layer, rule, names, FunctionalLayer),)
 
 
 def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:

@@ -69,12 +69,12 @@ class DividedLayer:
     parts: Mapping[str, LinearPart]
 
 
-Way = int | TrackedLayer | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
+Way = int | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
 """What an operation on parameters is.
 
 - an integer: the parameters meet the examples here by broadcasting, and this axis of the output
   (counted from the end) has its rows;
-- a layer: the operation is a run of that layer; several are the matrices of a stack, by number;
+- layers: the operation is a run of that layer; several are the matrices of a stack, by number;
 - "mapped": a linear operation whose weight is computed from parameters: it runs row by row;
 - "computed": it computes with parameters alone;
 - "refused": it cannot be followed.
