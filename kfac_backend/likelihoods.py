@@ -349,11 +349,7 @@ class Classification(_Labels):
                 f"likelihood '{self}' needs at least two outputs, the model has one; "
                 "for one logit use likelihood='bernoulli'."
             )
-        if y.shape != f.shape[:-1]:
-            raise ValueError(
-                f"Class labels have shape {tuple(y.shape)}, but the model's output "
-                f"{tuple(f.shape)} asks for {tuple(f.shape[:-1])}."
-            )
+        super().check(f, y)
         outside = (y < 0) | (y >= C)
         wrong = y[outside & (y != IGNORED) if may_ignore else outside]
         if len(wrong):

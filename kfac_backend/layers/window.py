@@ -66,26 +66,17 @@ def windows(layer: Any, a: Float[Tensor, "N C *sizes"]) -> tuple[Window, ...]:
     """The axes of the input of an nn.Conv1d, Conv2d or Conv3d, in their order."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     axes = []
-    for axis, size in enumerate(a.shape[2:]):
+    of_axes = zip(a.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    for axis, (size, kernel, stride, dilation) in enumerate(of_axes):
         if layer.padding == "valid":
             before, after = 0, 0
         elif layer.padding == "same":
             # If the total is odd, PyTorch pads one more at the end.
-            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            total = dilation * (kernel - 1)
             before, after = total // 2, total - total // 2
         else:
             before = after = int(layer.padding[axis])
-        axes.append(
-            Window(
-                size,
-                layer.kernel_size[axis],
-                layer.stride[axis],
-                layer.dilation[axis],
-                before,
-                after,
-                mode,
-            )
-        )
+        axes.append(Window(size, kernel, stride, dilation, before, after, mode))
     return tuple(axes)
 
 
