@@ -33,7 +33,6 @@ loop may run longer in another batch. What is found is a hypothesis: `proof.veri
 compares the model's output and the gradients before a pass uses it.
 """
 
-import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -351,7 +350,7 @@ class Follower(TorchFunctionMode):
         and a bias in two different ways. As separate products and sums each has its own way.
         """
         if func is Tensor.repeat:
-            return _repeat if _repeated(*args) else None
+            return _repeat(*args)
         if func not in AFFINE:
             return by_matrix(func, args, self._is_stack)
         places = AFFINE[func][0].items()
@@ -748,21 +747,21 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _repeated(value: Tensor, *repeats: Any) -> int | None:
-    """How often a tensor is repeated along its first axis or a new one; None for other axes."""
+def _repeat(value: Tensor, *repeats: Any) -> Callable[..., Tensor] | None:
+    """`Tensor.repeat` along the first axis or a new one, as operations that can be followed.
+
+    None for other axes.
+    """
     times = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    behind = times[1:] if len(times) == value.dim() else times[-value.dim() :]
-    first = times[: len(times) - len(behind)]
-    return math.prod(first) if set(behind) <= {1} and len(first) == 1 else None
+    is_new = len(times) == value.dim() + 1
+    if not (is_new or len(times) == value.dim() > 0) or set(times[1:]) - {1} or not times[0]:
+        return None
 
+    def repeated(value: Tensor, *_: Any) -> Tensor:
+        copies = value.expand(times[0], *value.shape)
+        return copies if is_new else copies.flatten(0, 1)
 
-def _repeat(value: Tensor, *repeats: Any) -> Tensor:
-    """`Tensor.repeat` along the first axis, by expand and flatten, which can be followed."""
-    times = _repeated(value, *repeats)
-    assert times is not None
-    sizes = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    copies = value.expand(times, *value.shape)
-    return copies if len(sizes) > value.dim() else copies.flatten(0, 1)
+    return repeated
 
 
 def _without_affine(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
