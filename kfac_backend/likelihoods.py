@@ -147,7 +147,7 @@ class Likelihood(str):
             raise TypeError(
                 f"The targets are complex ({y.dtype}), and likelihoods are of real ones."
             )
-        if not torch.isfinite(y).all():
+        if y.is_floating_point() and not torch.isfinite(y).all():
             raise ValueError("The targets contain NaN or infinity; clean the data.")
 
     def losses(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
