@@ -169,10 +169,5 @@ def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def supported_layers() -> list[str]:
-    """Names of the layers that have a rule of their own."""
-    hidden = {
-        LinearPart,
-        TransposedPart,
-        *(t for t, rule in RULES.items() if rule == "by_parts.attention.SequenceFirst"),
-    }
-    return [layer_type.__name__ for layer_type in RULES if layer_type not in hidden]
+    """Names of the layers that have a rule, without the parts of others."""
+    return [kind.__name__ for kind in RULES if not issubclass(kind, LinearPart)]
