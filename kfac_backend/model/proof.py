@@ -717,6 +717,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
             g = capture.forward(twins)
         if not close(f.detach(), g.detach(), used.tolerance):
             return False
+        # Copies are all equal, so that along a wrong axis of the same size the output stays, too.
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
     except Exception as error:  # a forward may fail in any way on a tensor of another shape
@@ -798,6 +799,7 @@ def verify_gradients(
     rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
 
     def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        # A vector's gradients of all examples and uses add up to that of the parameter.
         if isinstance(tracked.layer, OwnParameter):
             found = dict.fromkeys(tracked.parameters, b.sum(0).flatten())
         elif sums.keys() & set(tracked.parameters.values()):

@@ -333,6 +333,7 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
         ValueError: no block at all, or a block of a parameter that the model lacks, that has
             another size there, or that is frozen.
     """
+    # "diagonal", since a posterior may have blocks of parameters without a rule.
     assignment = assign_rules(model, "diagonal")
     here = {name: p.numel() for name, p in model.named_parameters() if name in assignment.names}
     wrong = [name for name in sizes if here.get(name) != sizes[name]]
