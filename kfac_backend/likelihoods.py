@@ -147,7 +147,7 @@ class Likelihood(str):
             raise TypeError(
                 f"The targets are complex ({y.dtype}), and likelihoods are of real ones."
             )
-        if not torch.isfinite(y).all():
+        if y.is_floating_point() and not torch.isfinite(y).all():
             raise ValueError("The targets contain NaN or infinity; clean the data.")
 
     def losses(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
@@ -349,11 +349,7 @@ class Classification(_Labels):
                 f"likelihood '{self}' needs at least two outputs, the model has one; "
                 "for one logit use likelihood='bernoulli'."
             )
-        if y.shape != f.shape[:-1]:
-            raise ValueError(
-                f"Class labels have shape {tuple(y.shape)}, but the model's output "
-                f"{tuple(f.shape)} asks for {tuple(f.shape[:-1])}."
-            )
+        super().check(f, y)
         outside = (y < 0) | (y >= C)
         wrong = y[outside & (y != IGNORED) if may_ignore else outside]
         if len(wrong):
@@ -383,13 +379,13 @@ class Classification(_Labels):
         """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
 
         With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), and S_ij = −p_i / t_{j+1} · S_jj for
-        i > j. In descending order each t_j is a sum of the smallest terms, from the smallest up.
-        Computed as 1 − Σ_{k<j} p_k it would cancel.
+        i > j.
         """
         p = torch.softmax(f, dim=-1)
         in_order, order = p.sort(dim=-1, descending=True)
         place = order.argsort(-1)  # of each class in that order
-        # Cumulative sums from the smallest probability up, read backwards: t_j.
+        # Cumulative sums from the smallest probability up, read backwards: t_j. Computed as
+        # 1 − Σ_{k<j} p_k they would cancel.
         t = in_order.flip(-1).cumsum(-1).flip(-1)
         tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0, not 0 / 0
         p_j, t_j, t_next = in_order[..., :-1], t[..., :-1], t[..., 1:]
@@ -995,12 +991,12 @@ def _drawn_of_many(
 ) -> Int[Tensor, "M 1"]:
     """As `_drawn_of_few`, but first a block of classes, and then a class of this block.
 
-    So cumulative sums over all classes are not needed. Sums are in float64: differences of a
-    float32 sum are wrong by a percent where p is 1e-5.
+    So cumulative sums over all classes are not needed.
     """
     C, size = p.shape[1], CLASSES_OF_BLOCK
     whole = C - C % size
-    # Step 1: the block, from the sums of all blocks; the last one may be shorter.
+    # Step 1: the block, from the sums of all blocks; the last one may be shorter. In float64:
+    # differences of a float32 sum are wrong by a percent where p is 1e-5.
     blocks = p[:, :whole].unflatten(1, (-1, size)).sum(2, dtype=torch.float64)
     rest = p[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
     sums = torch.cat([blocks, rest], 1)

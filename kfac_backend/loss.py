@@ -65,12 +65,9 @@ def check_targets(f: object, y: object, likelihood: str, *, may_ignore: bool = F
 class BackwardVectors:
     """Vectors v such that Σ_v v vᵀ is Λ or its estimate, for each loss term.
 
-    - exact: the columns of a root S of Λ. If examples have several loss terms, the columns come one
-      term at a time: a vector with several terms would add products of different terms to v vᵀ.
+    - exact: the columns of a root S of Λ, one loss term at a time.
     - mc: ``mc_samples`` gradients of ℓ at labels drawn from p(y|f), divided by √mc_samples; for
       numbers S ε instead, with normal numbers ε (of a Gaussian that is the gradient at a drawn y).
-      The estimate is unbiased with all terms in one vector, too: labels are drawn independently,
-      so that products of different terms have expectation zero.
     - empirical: the gradient of ℓ at the label, one term at a time.
 
     At terms that do not count all vectors are zero. A term that counts for no example of the batch
@@ -101,6 +98,7 @@ class BackwardVectors:
         if self.options.fisher == "mc":
             samples = self.options.mc_samples
             draw = likelihood.drawn_root if self.differentiable else likelihood.drawn_gradient
+            # All terms in one vector: drawn independently, their products have expectation zero.
             for _ in range(samples):
                 drawn = draw(f, y, self.generator)
                 yield _where(counted, drawn.div_(samples**0.5) if samples > 1 else drawn)
@@ -108,6 +106,7 @@ class BackwardVectors:
             gradient = _where(counted, likelihood.gradient(f, y))
             yield from _one_term_at_a_time(gradient, counted)
         else:
+            # A vector with several terms would add products of different terms to v vᵀ.
             for column in likelihood.root(f, y):
                 yield from _one_term_at_a_time(_where(counted, column), counted)
 

@@ -1,7 +1,6 @@
 """Convolutions: all positions of the kernel share the weight; if transposed, all input pixels."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Float
@@ -27,6 +26,12 @@ class ImageRule(WeightSharingRule):
     def groups(self) -> int:
         """The layer's groups, each with a block of its own."""
         return self.layer.groups
+
+    def gram(self, of_rows: bool) -> Gram:
+        """The weight's columns are patches: all of them for expand, their sums for reduce."""
+        if of_rows or self.mode == "reduce":
+            return super().gram(of_rows)
+        return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
 
     def add_input(self, use: Use) -> None:
         """Add one use's input, which must have a batch axis."""
@@ -62,29 +67,19 @@ class ConvolutionRule(ImageRule):
     def input_sums(self, a: Tensor) -> tuple[Tensor, int]:
         """Sums of patches (G, N, d_in) without a patch, and R."""
         axes = windows(self.layer, a)
-        return _by_group(patch_sums(at_least_float32(a), *axes), self.groups), _num_positions(axes)
-
-    def input_gram(self) -> Gram:
-        """The Gram matrix of patches for expand, of their means for reduce."""
-        if self.mode == "reduce":
-            return super().input_gram()
-        return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
+        sums = _by_group(patch_sums(at_least_float32(a), *axes), self.groups)
+        return sums, math.prod(window.positions for window in axes)
 
     def add_input_rows(self, a: Tensor) -> int:
         """Add all patches to A; returns R."""
         axes = windows(self.layer, a)
         self.A["weight"].gram.add_images(a, *axes)
-        return _num_positions(axes)
+        return math.prod(window.positions for window in axes)
 
 
 def _by_group(sums: Float[Tensor, "N C *kernel"], groups: int) -> Float[Tensor, "G N d"]:
     """Sums of patches, channel by channel, as those of each group."""
     return sums.flatten(1).unflatten(1, (groups, -1)).movedim(1, 0)
-
-
-def _num_positions(axes: Sequence[Window]) -> int:
-    """R, over all axes."""
-    return math.prod(window.positions for window in axes)
 
 
 class ConvTransposeRule(ImageRule):
@@ -132,12 +127,6 @@ class ConvTransposeRule(ImageRule):
             b.shape[2:], layer.kernel_size, layer.stride, layer.dilation, layer.padding, strict=True
         )
         return tuple(Window(*axis, axis[-1], "constant") for axis in of_axes)
-
-    def gradient_gram(self) -> Gram:
-        """The Gram matrix of patches for expand, of their sums for reduce."""
-        if self.mode == "reduce":
-            return super().gradient_gram()
-        return PatchGram(self.layer.weight, self.layer.kernel_size, self.groups)
 
     def add_gradient_rows(self, b: Tensor) -> None:
         """Add the patches of output gradients."""

@@ -248,11 +248,6 @@ class OwnParameterRule(ExactRule):
         return {name: at_least_float32(b).flatten(1)}
 
 
-def default_view(p: Tensor) -> tuple[int, ...] | None:
-    """The parameter's own shape if its first axis has one entry."""
-    return tuple(p.shape) if p.dim() > 1 and p.shape[0] == 1 else None
-
-
 def _rows(x: Tensor) -> Tensor:
     """(M, ...) as rows (M, P)."""
     return x.flatten(1) if x.dim() > 1 else x[:, None]

@@ -50,12 +50,12 @@ class EmbeddingRule(WeightSharingRule):
                 "a linear layer. Leave them out, or freeze it (requires_grad_(False))."
             )
 
-    def input_gram(self) -> Gram:
-        """Counts of tokens in expand mode, else a dense matrix, or its diagonal."""
+    def gram(self, of_rows: bool) -> Gram:
+        """Over tokens, in expand mode, their counts; else a dense matrix, or its diagonal."""
         # Σ of one-hot outer products is a diagonal; that of examples' mean one-hot vectors is not.
-        if self.mode == "reduce":
-            return super().input_gram()
-        return CountGram(self.layer.weight, self.layer.num_embeddings)
+        if of_rows and self.mode == "expand":
+            return CountGram(self.layer.weight, self.layer.num_embeddings)
+        return super().gram(of_rows)
 
     def inputs(self, a: Tensor) -> Tensor:
         """(N, ...) one-hot as (1, N, R, V), zero for padding."""

@@ -96,13 +96,11 @@ class DenseGram(Gram):
         self._num_waiting = 0
 
     def add(self, rows: Float[Tensor, "G M d"], fresh: bool = False) -> None:
-        """Add the rows' Gram matrices, in float32 at least.
-
-        Few rows wait until there are more: a product reads and writes d² entries for one row as
-        well as for many.
-        """
+        """Add the rows' Gram matrices, in float32 at least."""
         rows = at_least_float32(rows)
         M, d = rows.shape[1:]
+        # Few rows wait until there are more: a product reads and writes d² entries for one row as
+        # well as for many.
         # Fresh rows are sums over positions, of which each vector of a part brings some more.
         is_product = M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS)
         if is_product and not self._are_few(M):

@@ -175,11 +175,11 @@ class _Correlation:
         """One complex product for each frequency of the lines, and for each lag of the rows.
 
         Σ_j p[j] q[j + s]ᵀ = 1/n Σ_f conj(p̂_f) q̂_fᵀ exp(2πi f s / n) for lines p and q at that lag.
-        A complex product takes four real ones, or three between the same lines. So with a kernel of
-        k offsets a line of W pixels takes 2 (W + k) products of pixels for all lags, where shifts
-        take W + k for each of the 2k − 1 lags. Rounding errors are relative to the largest lag's
-        product, not to each one's.
+        Rounding errors are relative to the largest lag's product, not to each one's.
         """
+        # A complex product takes four real ones, or three between the same lines. So with a kernel
+        # of k offsets a line of W pixels takes 2 (W + k) products of pixels for all lags, where
+        # shifts take W + k for each of the 2k − 1 lags.
         H, N, _, C = P.shape
         transform = _waves(self._x, P.dtype, P.device).transform
         real, imaginary = (transform @ P.permute(2, 0, 1, 3).flatten(1)).view(2, -1, H, N, C)

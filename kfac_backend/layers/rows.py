@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kfac_backend.precision import at_least_float32
 
@@ -48,16 +49,6 @@ class Rows:
         """(N,) int64: how many rows each example has."""
         return torch.bincount(self.index, minlength=self.num_examples + 1)[:-1]
 
-    @cached_property
-    def _slots(self) -> Tensor:
-        """(M,): each row's number within its example."""
-        order = self.index.argsort(stable=True)
-        sorted_index = self.index[order]
-        starts = torch.searchsorted(sorted_index, sorted_index)
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(len(order), device=order.device) - starts
-        return slots
-
     @property
     def as_given(self) -> Tensor:
         """The index as `examples_of_rows` takes it: in the rows' axes, -1 for rows without one."""
@@ -86,11 +77,12 @@ class Rows:
 
     def padded(self, x: Tensor) -> Tensor:
         """Each example's rows, padded with zeros at the end: (M, ...) as (N, K, ...)."""
-        longest = int(self.counts.max()) if self.num_examples else 0
-        padded = x.new_zeros(self.num_examples, max(longest, 1), *x.shape[1:])
-        keep = self.index < self.num_examples
-        padded[self.index[keep], self._slots[keep]] = x[keep]
-        return padded
+        counts = self.counts.tolist()
+        if not any(counts):
+            return x.new_zeros(self.num_examples, 1, *x.shape[1:])
+        # In the order of the examples, behind which come the rows that do not count.
+        ordered = x[self.index.argsort(stable=True)][: sum(counts)]
+        return pad_sequence(list(ordered.split(counts)), batch_first=True)
 
 
 @dataclass(frozen=True)

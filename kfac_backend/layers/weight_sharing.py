@@ -33,8 +33,8 @@ class WeightSharingRule(Rule):
     def make_sums(self) -> None:
         """A and B of the weight; of the bias B alone."""
         if "weight" in self.names:
-            self.A["weight"] = FactorSum(self.input_gram())
-            self.B["weight"] = FactorSum(self.gradient_gram())
+            self.A["weight"] = FactorSum(self.gram(of_rows=self.transposed))
+            self.B["weight"] = FactorSum(self.gram(of_rows=not self.transposed))
         if "bias" in self.names:
             # With one group, B of weight and bias are usually sums over the same rows: they are one
             # sum until something comes that tells them apart (`separate`).
@@ -73,16 +73,8 @@ class WeightSharingRule(Rule):
         """G, the number of independent weight matrices."""
         return 1
 
-    def input_gram(self) -> Gram:
-        """An empty sum of inputs' outer products."""
-        return self._gram(of_rows=self.transposed)
-
-    def gradient_gram(self) -> Gram:
-        """An empty sum of the outer products of the weight's gradients."""
-        return self._gram(of_rows=not self.transposed)
-
-    def _gram(self, of_rows: bool) -> Gram:
-        """An empty sum over the weight's rows or columns; over many rows only a diagonal."""
+    def gram(self, of_rows: bool) -> Gram:
+        """An empty factor over the weight's rows or columns; over many rows only a diagonal."""
         weight, G = self.layer.weight, self.groups
         if of_rows and self._rows_apart:
             return DiagonalGram(weight, len(weight))

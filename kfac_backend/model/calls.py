@@ -129,11 +129,21 @@ def _called(
     kwargs: dict[str, Any],
 ) -> Any:
     """What the model returns; its arguments are copied, since it may change them in place."""
-    # All parameters are given anew, detached unless the caller gives others, under each of their
-    # names: nothing is written into the model. Buffers that may change are copies.
     args, kwargs = _copied((args, kwargs))
+    first = {id(p): name for name, p in model.named_parameters()}
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
-    state = _tied(model, values) | _changing_buffers(model)
+    state: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        # All parameters are given anew, so that nothing is written into the model, and under each
+        # of their names. functional_call's own tie_weights visits a module with two names twice
+        # and leaves it without its parameters afterwards (pytorch issue 164759).
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            state[path + local] = values[first[id(p)]]
+        # Buffers that may change, such as running statistics, are copies.
+        if module.training:
+            for local, buffer in module.named_buffers(recurse=False):
+                state[path + local] = buffer.clone()
     with _no_fused_path.held(), uncompiled():
         return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
@@ -233,30 +243,6 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
     kinds = {p.kind for p in parameters}
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _tied(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values under every name of a tied tensor, once for each module and local name.
-
-    This replaces functional_call's own tie_weights, which visits a module with two names twice and
-    leaves it without its parameters afterwards (pytorch issue 164759).
-    """
-    first = {id(p): name for name, p in model.named_parameters()}
-    return {
-        f"{prefix}.{local}" if prefix else local: values[first[id(p)]]
-        for prefix, module in model.named_modules()  # each module once
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
-
-
-def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that modules in train mode may change, such as running statistics."""
-    return {
-        f"{prefix}.{local}" if prefix else local: buffer.clone()
-        for prefix, module in model.named_modules()
-        if module.training
-        for local, buffer in module.named_buffers(recurse=False)
-    }
 
 
 _no_fused_path = Setting(

@@ -100,7 +100,8 @@ class Capture:
         self._in_training = in_training
         self._differentiable = differentiable
         self._make_follower = follower
-        self._follower: "Follower | None" = None
+        self.follower: "Follower | None" = None
+        """What sees the operations of the present forward pass; None if nothing is followed."""
         self._handles: list[RemovableHandle] = []
         self._reset()
 
@@ -125,7 +126,7 @@ class Capture:
         # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
         # that holds the output would close a circle that Python's garbage collector cannot see.
         self._on_input = self._on_gradient = _ignore
-        self._follower = self._make_follower = None
+        self.follower = self._make_follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
@@ -133,7 +134,19 @@ class Capture:
             # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
             # others are constants, so that no graph leads to them.
             copies = self.begin(x)
-            follower = self._follower = self._new_follower()
+            operations, runs = self._assignment.operations, self._assignment.runs.items()
+            once = {layer for layer, kinds in runs if "followed" in kinds}
+            if operations.names or once:
+                # Loaded only where there is something to follow.
+                from kfac_backend.model.operations import Follower
+
+                leaves = {
+                    name: self._model.get_parameter(name).detach().requires_grad_()
+                    for name in operations.names
+                }
+                make = self._make_follower or Follower
+                self.follower = make(operations, leaves, self._copies, self._seen, once)
+            follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self._model, self._constants | copies | watched, x)
@@ -250,22 +263,6 @@ class Capture:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
 
-    def _new_follower(self) -> "Follower | None":
-        """A context that sees the operations on followed parameters; None if there are none."""
-        operations = self._assignment.operations
-        once = {layer for layer, kinds in self._assignment.runs.items() if "followed" in kinds}
-        if not operations.names and not once:
-            return None
-        leaves = {
-            name: self._model.get_parameter(name).detach().requires_grad_()
-            for name in operations.names
-        }
-        # Loaded only where there is something to follow.
-        from kfac_backend.model.operations import Follower
-
-        make = self._make_follower or Follower
-        return make(operations, leaves, self._copies, self._seen, once)
-
     def _copies(self, expression: "Expression", M: int) -> Tensor:
         """A copy (M, ...) of an expression for each row; reports its parameters' gradients.
 
@@ -373,15 +370,15 @@ class Capture:
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook before a layer runs."""
         self._check(tracked, first_input(args, kwargs))
-        if self._follower is not None:
-            self._follower.inside.append(tracked)
+        if self.follower is not None:
+            self.follower.inside.append(tracked)
 
     def _after(
         self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Tensor:
         """The hook after it; what it returns takes the place of the layer's output."""
-        if self._follower is not None:
-            self._follower.inside.remove(tracked)
+        if self.follower is not None:
+            self.follower.inside.remove(tracked)
         return self._seen(tracked, first_input(args, kwargs), output)
 
     def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
@@ -432,7 +429,7 @@ class Capture:
         known = self._assignment.runs.get(tracked.layer, ("examples",))
         run = known[min(number, len(known) - 1)]
         N = self._num_examples
-        if run == "followed" and self._follower is not None and N is not None:
+        if run == "followed" and self.follower is not None and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             return self._begun(tracked, number, a.expand(N, *a.shape), output)
@@ -470,7 +467,7 @@ class Capture:
 
     def _begun(self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor) -> Tensor:
         """The output of a run on what all examples share, followed to where it meets them."""
-        assert self._follower is not None
+        assert self.follower is not None
         run = LayerRun(tracked, number)
         use = Use(a)
         self._on_input(tracked, use)
@@ -478,7 +475,7 @@ class Capture:
         if not (self._keep_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0))
         self._followed[run] = use, output.shape
-        return self._follower.begin(run, output)
+        return self.follower.begin(run, output)
 
     def _shown(
         self,

@@ -46,14 +46,13 @@ def gradients_of_examples(
         which = slice(start, min(start + size, N))
         v = vectors(which).to(f.dtype)
         # First choice: all of the slice at once, by torch's map over examples.
-        if maps:
-            found = _mapped(model, leaves, examples(x, which), v)
-            maps = found is not None and (model.training or close(f[which].detach(), found[0]))
-            if maps and found is not None:
-                yield which, found[1]
-                continue
+        found = _mapped(model, leaves, examples(x, which), v) if maps else None
+        if found is not None and (model.training or close(f[which].detach(), found[0])):
+            yield which, found[1]
+            continue
+        maps = False
         # Otherwise a call for each example; or one for all, of a model that takes no single ones.
-        gradients = []
+        gradients = []  # of each example and vector, in their order
         for n in range(which.start, which.stop):
             f_n = _output(model, leaves, examples(x, slice(n, n + 1))) if alone else None
             if f_n is None or not (model.training or close(f[n : n + 1].detach(), f_n)):
@@ -61,14 +60,14 @@ def gradients_of_examples(
                 with torch.enable_grad(), forked_random_numbers(model):
                     of_batch = call_with(model, leaves, x) if of_batch is None else of_batch
                     f_n = of_batch[n : n + 1]
-            gradients.append(
-                [_gradients(f_n, leaves, v_n[None], differentiable) for v_n in v[n - start]]
-            )
-        stacked = {
-            name: torch.stack([torch.stack([g[i] for g in of_one]) for of_one in gradients])
-            for i, name in enumerate(names)
-        }
-        yield which, stacked
+            gradients += [_gradients(f_n, leaves, w[None], differentiable) for w in v[n - start]]
+        yield (
+            which,
+            {
+                name: torch.stack(of_name).unflatten(0, v.shape[:2])
+                for name, of_name in zip(names, zip(*gradients, strict=True), strict=True)
+            },
+        )
 
 
 def _mapped(

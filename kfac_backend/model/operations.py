@@ -33,7 +33,6 @@ loop may run longer in another batch. What is found is a hypothesis: `proof.veri
 compares the model's output and the gradients before a pass uses it.
 """
 
-import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -214,7 +213,7 @@ class Follower(TorchFunctionMode):
             return self._computed(call)
         if isinstance(way, int):
             return self._met(call, way)
-        if isinstance(way, TrackedLayer | tuple):
+        if isinstance(way, tuple):
             return self._met_as_weight(call, way)
         if way == "mapped":
             return self._mapped(call)
@@ -244,7 +243,8 @@ class Follower(TorchFunctionMode):
         """Remember the operation's results as expressions."""
         # The operation runs again on the twins, whose graph leads to the leaves. The model sees the
         # result without one, since a graph is how a tensor is told that depends on the examples.
-        twins = tensors_in(call.run(self._twin))
+        known = {id(e.value): e.twin for e in call.expressions}
+        twins = tensors_in(call.run(lambda value: known.get(id(value), value)))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
@@ -273,7 +273,7 @@ class Follower(TorchFunctionMode):
             )
         return output
 
-    def _met_as_weight(self, call: Call, of: TrackedLayer | tuple[TrackedLayer, ...]) -> Any:
+    def _met_as_weight(self, call: Call, of: tuple[TrackedLayer, ...]) -> Any:
         """The operation as the run of a layer, or of that of its matrix in a stack."""
         use = weight_use(call.func, call.args, call.kwargs)
         assert use is not None
@@ -287,14 +287,10 @@ class Follower(TorchFunctionMode):
             )
         return self._layer(tracked, use.a, call.run())
 
-    def _in_stack(
-        self, of: TrackedLayer | tuple[TrackedLayer, ...], use: "WeightUse"
-    ) -> TrackedLayer:
-        if isinstance(of, TrackedLayer):
-            return of
+    def _in_stack(self, of: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
         stored = self._stored(use.weight)
-        assert stored is not None and stored.slot is not None
-        return of[stored.slot]
+        assert stored is not None
+        return of[stored.slot or 0]
 
     def _mapped(self, call: Call) -> Tensor:
         """A linear operation of each row (M, ...) of its input, with a copy of its weight."""
@@ -312,10 +308,6 @@ class Follower(TorchFunctionMode):
 
     def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
         self._known[id(value)] = Expression(value, twin, key, leaves)
-
-    def _twin(self, value: Tensor) -> Tensor:
-        expression = self._known.get(id(value))
-        return value if expression is None else expression.twin
 
     def _expression(self, value: Any) -> Expression | None:
         name = self._roots.get(id(value))
@@ -358,11 +350,9 @@ class Follower(TorchFunctionMode):
         and a bias in two different ways. As separate products and sums each has its own way.
         """
         if func is Tensor.repeat:
-            return _repeat if _repeated(*args) else None
-        if func is torch.addmm:
-            return (
-                _addmm if any(self._expression(value) for value in (args[0], *args[2:])) else None
-            )
+            return _repeat(*args)
+        if func is torch.addmm and any(self._expression(value) for value in (args[0], *args[2:])):
+            return _addmm
         if func not in AFFINE:
             return by_matrix(func, args, self._is_stack)
         places = AFFINE[func][0].items()
@@ -399,11 +389,6 @@ def follow(
         Refusal: parameters that cannot be followed.
     """
     errors = {**candidates, **shared}
-    places: dict[str, tuple[nn.Module, str]] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    for module in model.modules():
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(names[id(p)], (module, local))
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
     known = replace(assignment, operations=operations)
     copied: set[str] = set()
@@ -413,28 +398,23 @@ def follow(
             copied.update(tracked.parameters.values())
 
     def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
-        made = []
-        capture = Capture(
-            model, known, record,
-            follower=lambda *args: made.append(follower(*args)) or made[0],
-        )  # fmt: skip
-        with capture, forked_random_numbers(model):
+        with (
+            Capture(model, known, record, follower=follower) as capture,
+            forked_random_numbers(model),
+        ):
             capture.forward(examples(x, torch.tensor(numbers)))
-        return made[0]
+            return capture.follower
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.
     try:
         shapes = run(Shapes, [0])
-        tried = run(partial(Trial, seen=shapes.seen, places=places), [0, 0])
+        tried = run(partial(Trial, seen=shapes.seen, model=model), [0, 0])
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise Refusal(errors) from error
-    ways = operations.ways.values()
-    runs = [
-        w if isinstance(w, tuple) else (w,) for w in ways if isinstance(w, TrackedLayer | tuple)
-    ]
-    layers = list(dict.fromkeys(chain.from_iterable(runs)))
+    found = [way for way in operations.ways.values() if isinstance(way, tuple)]
+    layers = list(dict.fromkeys(chain.from_iterable(found)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
     why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
@@ -496,17 +476,14 @@ class Trial(Follower):
     Where an operation is refused, the run goes on with its plain result: all parameters that cannot
     be followed are found in one run.
 
-    ``seen`` is what `Shapes` saw; ``places`` has each parameter's module and its name there.
+    ``seen`` is what `Shapes` saw.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        seen: Mapping[int, list[list[torch.Size]]],
-        places: Mapping[str, tuple[nn.Module, str]],
+        self, *args: Any, seen: Mapping[int, list[list[torch.Size]]], model: nn.Module
     ) -> None:
         super().__init__(*args)
-        self._seen, self._places = seen, places
+        self._seen, self._model = seen, model
         self._times: dict[int, int] = {}  # how often an operation of each key has run so far
         self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
@@ -581,7 +558,7 @@ class Trial(Follower):
             if self.inside or self._stored(use.weight) is None:
                 return "mapped"
             return self._layer_of(call, use, shapes[0])
-        if call.func in PRODUCTS:
+        if str(call) in PRODUCTS:
             raise Refused(f"meets {call} as a matrix")
         # Only an axis of size one can become the axis of the copies.
         for e in call.expressions:
@@ -595,19 +572,25 @@ class Trial(Follower):
         So they are made for its weight, as a parametrisation does; else they are its input.
         """
         modules = set(self.inside[-1].layer.modules())
-        return all(self._places[name][0] in modules for e in call.expressions for name in e.names)
+        names = {name for e in call.expressions for name in e.names}
+        return all(self._place(name)[0] in modules for name in names)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """The module that has a parameter, and the parameter's name there."""
+        prefix, _, local = name.rpartition(".")
+        return self._model.get_submodule(prefix), local
 
     def _layer_of(
         self, call: Call, use: "WeightUse", shape: torch.Size
-    ) -> TrackedLayer | tuple[TrackedLayer, ...]:
-        known: Any = self._operations.ways.get(call.key)
-        if not isinstance(known, TrackedLayer | tuple):
+    ) -> tuple[TrackedLayer, ...]:
+        known = self._operations.ways.get(call.key)
+        if not isinstance(known, tuple):
             known = self._new_layer(call, use)
         if shape[0] > 2:
             self.folded.add(self._in_stack(known, use))
         return known
 
-    def _new_layer(self, call: Call, use: "WeightUse") -> TrackedLayer | tuple[TrackedLayer, ...]:
+    def _new_layer(self, call: Call, use: "WeightUse") -> tuple[TrackedLayer, ...]:
         stored = self._stored(use.weight)
         assert stored is not None
         name, turned, slot = stored
@@ -620,7 +603,7 @@ class Trial(Follower):
         matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
         if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
             raise Refused(f"is the weight of {call} in a way without a rule")
-        places = {local: self._places[full] for local, full in names.items()}
+        places = {local: self._place(full) for local, full in names.items()}
         if slot is not None:
             # All matrices of a stack at once: in other batches others may be used.
             E = len(getattr(*places["weight"]))
@@ -637,7 +620,7 @@ class Trial(Follower):
         rule.check(layer)
         prefix, _, local = name.rpartition(".")
         prefix = prefix if local == "weight" else name
-        return TrackedLayer(prefix, layer, rule, names, FunctionalLayer)
+        return (TrackedLayer(prefix, layer, rule, names, FunctionalLayer),)
 
 
 def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
@@ -766,21 +749,21 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _repeated(value: Tensor, *repeats: Any) -> int | None:
-    """How often a tensor is repeated along its first axis or a new one; None for other axes."""
+def _repeat(value: Tensor, *repeats: Any) -> Callable[..., Tensor] | None:
+    """`Tensor.repeat` along the first axis or a new one, as operations that can be followed.
+
+    None for other axes.
+    """
     times = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    behind = times[1:] if len(times) == value.dim() else times[-value.dim() :]
-    first = times[: len(times) - len(behind)]
-    return math.prod(first) if set(behind) <= {1} and len(first) == 1 else None
+    is_new = len(times) == value.dim() + 1
+    if not (is_new or len(times) == value.dim() > 0) or set(times[1:]) - {1} or not times[0]:
+        return None
 
+    def repeated(value: Tensor, *_: Any) -> Tensor:
+        copies = value.expand(times[0], *value.shape)
+        return copies if is_new else copies.flatten(0, 1)
 
-def _repeat(value: Tensor, *repeats: Any) -> Tensor:
-    """`Tensor.repeat` along the first axis, by expand and flatten, which can be followed."""
-    times = _repeated(value, *repeats)
-    assert times is not None
-    sizes = repeats[0] if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
-    copies = value.expand(times, *value.shape)
-    return copies if len(sizes) > value.dim() else copies.flatten(0, 1)
+    return repeated
 
 
 def _without_affine(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -801,57 +784,44 @@ def _without_affine(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> T
 
 
 def _addmm(bias: Tensor, input: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
+    """Write transformers' Conv1D, and what was made after it, as a product and a sum."""
     if scales:
         raise Refused("meets addmm with scales")
     return input @ mat2 + bias
 
 
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_MATRICES = ("input", "weight")
-PRODUCTS: set[Callable[..., Any]] = {
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.einsum,
-    torch.baddbmm,
-    torch.addmm,
-    F.linear,
-    F.bilinear,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
-    Tensor.mm,
-    Tensor.bmm,
+PRODUCTS = {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum"),
+    *("addmm", "baddbmm", "linear", "bilinear"),
 }
-"""Operations that sum over the entries of an expression. They would read copies (N, ...) as another
-matrix, so an expression may meet the examples here only as a layer's weight."""
+"""Names of operations that sum over the entries of an expression. They would read copies (N, ...)
+as another matrix, so an expression may meet the examples here only as a layer's weight."""
 WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     F.linear: (LinearRule, ("input", "weight", "bias")),
-    F.conv1d: (ConvolutionRule, _CONVOLUTION),
-    F.conv2d: (ConvolutionRule, _CONVOLUTION),
-    F.conv3d: (ConvolutionRule, _CONVOLUTION),
+    **dict.fromkeys(
+        (F.conv1d, F.conv2d, F.conv3d),
+        (
+            ConvolutionRule,
+            ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+        ),
+    ),
     F.embedding: (
         EmbeddingRule,
         ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
     ),
-    torch.matmul: (TransposedLinearRule, _MATRICES),
-    torch.mm: (TransposedLinearRule, _MATRICES),
-    Tensor.matmul: (TransposedLinearRule, _MATRICES),
-    Tensor.__matmul__: (TransposedLinearRule, _MATRICES),
-    Tensor.mm: (TransposedLinearRule, _MATRICES),
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm),
+        (TransposedLinearRule, ("input", "weight")),
+    ),
 }
 """Linear operations -> the rule of a layer that computes the same, and the arguments' names."""
-_BIAS = {"bias": 2}
-_AFFINE = {"weight": 2, "bias": 3}
 AFFINE: dict[Callable[..., Any], tuple[dict[str, int], bool]] = {
-    F.layer_norm: (_AFFINE, False),
+    F.layer_norm: ({"weight": 2, "bias": 3}, False),
     F.rms_norm: ({"weight": 2}, False),
-    F.group_norm: (_AFFINE, True),
+    F.group_norm: ({"weight": 2, "bias": 3}, True),
     F.batch_norm: ({"weight": 3, "bias": 4}, True),
-    F.linear: (_BIAS, False),
-    F.conv1d: (_BIAS, True),
-    F.conv2d: (_BIAS, True),
-    F.conv3d: (_BIAS, True),
+    F.linear: ({"bias": 2}, False),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), ({"bias": 2}, True)),
 }
 """Functions that scale their output by a ``weight`` and add a ``bias`` at the end: the position of
 these arguments, and whether they are of channels, (N, C, ...), instead of the last axes."""

@@ -148,27 +148,15 @@ class Proof:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
-        # One example shows every use; two, with the first one again, show whether they mix.
-        one, (two, numbers) = examples(x, slice(1)), with_first_again(examples(x, slice(2)))
-        if numbers is None:
+        if not isinstance(x, Tensor | dict):  # `with_first_again` may not take it
             return False
-        own = [name for t in assignment.own_parameters for name in t.parameters.values()]
+        two = None if ignored is None else ignored[:2]
         try:
             with forked_random_numbers(self._model):
-                verify_divided(self._model, assignment, one)
-                _, found, candidates = verify_uses(self._model, assignment, one)
-                rules = [[t.rule for t in some.layers] for some in (found, assignment)]
-                if candidates or rules[0] != rules[1]:
-                    return False
-                if own:
-                    verify_gradients(self._model, assignment, two, dict.fromkeys(own, ""))
-                holds, _ = verify_independence(
-                    self._model, assignment, two, numbers, None if ignored is None else ignored[:2]
-                )
+                self._prove(examples(x, slice(2)), 2, two, again=True)
         except NotImplementedError:
             return False
-        self._uses_verified = self._independence_verified = holds
-        return holds
+        return self._independence_verified
 
     def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -183,7 +171,8 @@ class Proof:
             verify_independence(self._model, self.assignment, x, ignored=ignored)
         self.holds_for_masks = True
 
-    def _prove(self, x: Any, N: int | None, ignored: Tensor | None) -> None:
+    def _prove(self, x: Any, N: int | None, ignored: Tensor | None, again: bool = False) -> None:
+        """Prove all steps; ``again`` those that other numbers in the parameters could change."""
         # The order matters. Parts come first, since every later check runs them in place of the
         # layers' own forwards. Runs on shared inputs must be known before parameters are followed,
         # because the outputs of such runs are copied for each example; and before independence is
@@ -192,17 +181,18 @@ class Proof:
         assignment = self.assignment
         if not self._uses_verified:
             # Step 1: layers that run by parts compute what they compute whole.
-            verify_divided(self._model, assignment, x)
+            some = examples(x, slice(1)) if again else x  # one example shows every use
+            verify_divided(self._model, assignment, some)
             # Step 2: which parameters act through their own layers alone.
-            f, assignment, candidates = verify_uses(self._model, assignment, x)
+            f, assignment, candidates = verify_uses(self._model, assignment, some)
             self.output_dim = f.dim()
             shared: dict[str, str] = {}
             # Step 3: which runs are on what all examples share, or on several rows of each.
-            if by_example:
+            if by_example and not again:
                 assignment, shared = find_runs(self._model, assignment, x)
             # Step 4: all other uses, operation by operation.
             if candidates or shared:
-                if not by_example:  # following needs one example and two
+                if again or not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
                 from kfac_backend.model.operations import follow
@@ -314,6 +304,8 @@ class _Uses(Capture):
         """The rules that match all runs of a layer so far; empty if none does."""
         self.outside: dict[str, str] = {}
         """The parameters that are used outside of their layer's forward -> the message."""
+        self.dtypes = DtypesInUse()
+        """Sees the dtypes in the forward pass: a derived layer may compute in a coarser one."""
 
     def begin(self, x: Any) -> dict[str, Tensor]:
         """The parameters, which must require a gradient."""
@@ -354,7 +346,8 @@ class _Uses(Capture):
         own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
         known = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
         if known:  # one rule must match all runs of the layer
-            self.rules[tracked] = _matching_rules(tracked, known, own, args, kwargs, output)
+            tolerance = self.dtypes.tolerance
+            self.rules[tracked] = _matching_rules(tracked, known, own, a, output, tolerance)
         return output.detach()
 
 
@@ -369,7 +362,7 @@ def verify_uses(
         that fails. A parameter is among them if it is used outside of its layer's forward, if its
         layer computes something other than its rule assumes, or if it has no rule.
     """
-    with _Uses(model, assignment) as uses:
+    with _Uses(model, assignment) as uses, uses.dtypes:
         f = uses.forward(x)
     # All tracked outputs were detached: a graph at the end is that of a parameter used elsewhere.
     if f.requires_grad:
@@ -411,9 +404,9 @@ def _matching_rules(
     tracked: TrackedLayer,
     rules: list[type[Rule]],
     own: dict[str, Tensor],
-    args: tuple,
-    kwargs: dict,
+    a: Tensor,
     output: Any,
+    tolerance: float,
 ) -> list[type[Rule]]:
     """Those of the rules whose gradients in the layer's own parameters equal autograd's.
 
@@ -427,7 +420,7 @@ def _matching_rules(
         return []
     if _runs_its_class(tracked):
         return [tracked.rule]
-    a, u = first_input(args, kwargs).detach(), noise_like(output)
+    a, u = a.detach(), noise_like(output)
     rows = rows_of(tracked, a)
     if rows is not None:
         a, u = rows.flatten(a), rows.flatten(u)
@@ -451,17 +444,10 @@ def _matching_rules(
             if is_out_of_memory(error):
                 raise
             return False  # the rule is not for such inputs
-        pairs = [
-            (gradient.flatten(), does[local].to(gradient))
+        return all(
+            close(gradient.flatten(), does[local].to(gradient), tolerance)
             for local, gradient in zip(own, should, strict=True)
-        ]
-        if all(close(*pair) for pair in pairs):
-            return True
-        # The layer may compute in a coarser dtype inside. That is asked only after a mismatch,
-        # since it takes another forward of the layer.
-        with DtypesInUse() as used, torch.no_grad(), forked_random_numbers(layer):
-            layer.forward(*args, **kwargs)
-        return all(close(*pair, used.tolerance) for pair in pairs)
+        )
 
     return [kind for kind in rules if obeys(kind)]
 
@@ -731,6 +717,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
             g = capture.forward(twins)
         if not close(f.detach(), g.detach(), used.tolerance):
             return False
+        # Copies are all equal, so that along a wrong axis of the same size the output stays, too.
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
     except Exception as error:  # a forward may fail in any way on a tensor of another shape
@@ -812,6 +799,7 @@ def verify_gradients(
     rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
 
     def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        # A vector's gradients of all examples and uses add up to that of the parameter.
         if isinstance(tracked.layer, OwnParameter):
             found = dict.fromkeys(tracked.parameters, b.sum(0).flatten())
         elif sums.keys() & set(tracked.parameters.values()):

@@ -22,7 +22,7 @@ from kfac_backend.layers import (
     registered,
     supported_layers,
 )
-from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule, default_view
+from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule
 from kfac_backend.layers.rows import Run
 from kfac_backend.model.checks import check_batch_norm, check_module
 from kfac_backend.options import Unsupported
@@ -69,12 +69,12 @@ class DividedLayer:
     parts: Mapping[str, LinearPart]
 
 
-Way = int | TrackedLayer | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
+Way = int | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
 """What an operation on parameters is.
 
 - an integer: the parameters meet the examples here by broadcasting, and this axis of the output
   (counted from the end) has its rows;
-- a layer: the operation is a run of that layer; several are the matrices of a stack, by number;
+- layers: the operation is a run of that layer; several are the matrices of a stack, by number;
 - "mapped": a linear operation whose weight is computed from parameters: it runs row by row;
 - "computed": it computes with parameters alone;
 - "refused": it cannot be followed.
@@ -101,11 +101,6 @@ class Operations:
         play no part, so that a loop may run longer in another batch.
         """
         return self.keys.setdefault((made_by, *of), len(self.keys))
-
-    def without(self, names: Mapping[str, Any]) -> "Operations":
-        """The same, with some of the parameters taken as constants."""
-        own = {name: tracked for name, tracked in self.own.items() if name not in names}
-        return replace(self, names=tuple(n for n in self.names if n not in names), own=own)
 
 
 @dataclass(frozen=True)
@@ -139,12 +134,22 @@ class RuleAssignment:
 
     def without(self, names: Mapping[str, Any]) -> "RuleAssignment":
         """The assignment without the uses of some parameters, which still get a block."""
+
+        def left(layers: list[TrackedLayer]) -> list[TrackedLayer]:
+            kept = [
+                (t, {local: name for local, name in t.parameters.items() if name not in names})
+                for t in layers
+            ]
+            return [t if p == t.parameters else replace(t, parameters=p) for t, p in kept if p]
+
+        followed = [name for name in self.operations.names if name not in names]
+        own = {name: t for name, t in self.operations.own.items() if name not in names}
         return replace(
             self,
-            layers=_with_parameters(self.layers, lambda name: name not in names),
-            own_parameters=_with_parameters(self.own_parameters, lambda name: name not in names),
+            layers=left(self.layers),
+            own_parameters=left(self.own_parameters),
             unknown={name: error for name, error in self.unknown.items() if name not in names},
-            operations=self.operations.without(names),
+            operations=replace(self.operations, names=tuple(followed), own=own),
         )
 
     def with_constants(self, names: Mapping[str, Any]) -> "RuleAssignment":
@@ -299,7 +304,8 @@ def _own_parameter(
     prefix: str, module: nn.Module, local: str, view: tuple[int, ...] | None, full: str
 ) -> TrackedLayer:
     p = getattr(module, local)
-    view = view or default_view(p)
+    if view is None and p.dim() > 1 and p.shape[0] == 1:
+        view = tuple(p.shape)
     if view is None:
         raise NotImplementedError(
             f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}; "
@@ -327,43 +333,21 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
         ValueError: no block at all, or a block of a parameter that the model lacks, that has
             another size there, or that is frozen.
     """
-    check_module(model)
-    parameters = dict(model.named_parameters())
-    unknown = [name for name in sizes if name not in parameters]
-    if unknown or not sizes:
-        what = f"a block for '{unknown[0]}', which the model lacks" if unknown else "no block"
-        raise ValueError(f"The posterior has {what}; it belongs to another model.")
-    for name, size in sizes.items():
-        if size != parameters[name].numel():
-            raise ValueError(
-                f"The posterior's block of '{name}' has {size} entries, the parameter "
-                f"{parameters[name].numel()}; it belongs to another model."
-            )
+    # "diagonal", since a posterior may have blocks of parameters without a rule.
     assignment = assign_rules(model, "diagonal")
-    frozen = [name for name in sizes if name not in assignment.names]
-    if frozen:
+    here = {name: p.numel() for name, p in model.named_parameters() if name in assignment.names}
+    wrong = [name for name in sizes if here.get(name) != sizes[name]]
+    if wrong or not sizes:
+        what = "no block"
+        if wrong:
+            what = f"a block of '{wrong[0]}' with {sizes[wrong[0]]} entries, where the model has "
+            what += str(here.get(wrong[0], "none that are trained"))
         raise ValueError(
-            f"Parameter '{frozen[0]}' has a posterior, but requires_grad=False. Call "
-            "requires_grad_(True) on it, as it was when the posterior was fitted."
+            f"The posterior has {what}; it belongs to another model, or the parameter was frozen "
+            "since: requires_grad_(True)."
         )
-
     others = {name: None for name in assignment.names if name not in sizes}
     return replace(assignment.without(others), names=list(sizes))
-
-
-def _with_parameters(
-    layers: list[TrackedLayer], chosen: Callable[[str], bool]
-) -> list[TrackedLayer]:
-    """The layers with their chosen parameters only; layers without any are left out."""
-    own = [
-        (tracked, {local: name for local, name in tracked.parameters.items() if chosen(name)})
-        for tracked in layers
-    ]
-    return [
-        tracked if names == tracked.parameters else replace(tracked, parameters=names)
-        for tracked, names in own
-        if names
-    ]
 
 
 def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
