@@ -1,14 +1,11 @@
 """That the studies measure what they say: their own algebra against oracles."""
 
-import itertools
 import math
 import statistics
-from dataclasses import replace
 
 import pytest
 import torch
 import yaml
-from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
 from experiments.exactness import modes
@@ -16,10 +13,9 @@ from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
 from experiments.optimizers.training import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
-from experiments.speed.update_step_timing import amortised
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
-from experiments.weight_decay import default_options, training, weight_decay_study
+from experiments.weight_decay import training
 from marglik.cli import main as marglik
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
@@ -29,55 +25,6 @@ from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, 
 from tests import oracles
 
 TINY = Exactness(seeds=2, num_examples=3, num_positions=3, num_outputs=2, nodes=(2, 3, 5))
-ATTENTION = ("query", "key", "value", "output")
-CONVOLUTIONS = ("convolution 1", "convolution 2")
-
-
-def expected_modes():
-    """(network, setting, layer) -> the exact mode."""
-    expected = {}
-
-    def rows(network, setting, of_layers):
-        expected.update({(network, setting, layer): mode for layer, mode in of_layers.items()})
-
-    for setting in ("expand", "reduce"):
-        rows("deep linear network", setting, {f"layer {i}": setting for i in (1, 2, 3)})
-        # Only the last layer's positions never mix behind it; circular padding mixes them evenly.
-        last = dict(zip(CONVOLUTIONS, ("none", setting), strict=True))
-        even = dict.fromkeys(CONVOLUTIONS, "reduce") if setting == "reduce" else last
-        rows("two circular convolutions", setting, even)
-        rows("two circular convolutions, ReLU between", setting, last)
-        rows("two zero-padded convolutions", setting, last)
-        for kind, N in itertools.product(("linear", "softmax"), (1, TINY.num_examples)):
-            none = {f"block {i}, {name}": "none" for i in (1, 2) for name in ATTENTION}
-            exact = {"block 2, output": setting}
-            if (kind, N) == ("linear", 1):
-                exact["block 2, query"] = setting
-            rows(f"{kind} self-attention, N = {N}", setting, none | exact)
-    pooled = {"convolution": "reduce", "linear": "both"}
-    rows("convolution, average pooling, linear layer", "reduce", pooled)
-    sums = {"equal sizes, sum": "reduce", "different sizes, sum": "none"}
-    for graphs, mode in (
-        sums | {"different sizes, mean": "none", "different sizes, sum / √V": "reduce"}
-    ).items():
-        rows(f"GraphNetwork, {graphs}", "reduce", {"edge": mode, "node": mode, "graph": "both"})
-    return expected
-
-
-def test_modes_are_exact_where_they_should_be_and_far_off_elsewhere():
-    found = modes.run(TINY)["errors"]
-    measured = {}
-    for entry in found:
-        # Softmax attention makes positions so alike that the modes nearly agree.
-        softmax = entry["network"].startswith("softmax")
-        for layer, errors in entry["layers"].items():
-            measured[entry["network"], entry["setting"], layer] = modes.exact_modes(errors)
-            for values in errors.values():
-                assert max(values) < modes.EXACT or min(values) > (1e-4 if softmax else 0.1), layer
-            # The same shift of all keys changes no attention weight: reduce has no block for them.
-            if softmax and layer.endswith("key"):
-                assert errors["reduce"] == pytest.approx([1.0] * TINY.seeds)
-    assert measured == expected_modes()
 
 
 def test_exact_blocks_are_those_of_the_oracle():
@@ -87,9 +34,6 @@ def test_exact_blocks_are_those_of_the_oracle():
         blocks = modes.exact_blocks(model, x)
         for name, block in oracles.dense_ggn_blocks(model, x, "regression").items():
             assert_close(blocks[name], block)
-
-
-# Rivals
 
 
 def test_the_temperature_is_that_of_the_mixtures_held_out_nll():
@@ -106,23 +50,6 @@ def test_the_temperature_is_that_of_the_mixtures_held_out_nll():
     assert found["tau"] == pytest.approx(tau.item(), rel=1e-4) and tau > 2
     assert found["nll"] == pytest.approx(nll(tau).item()) != nll(1.0).item()
     assert found["raw_nll"] == pytest.approx(nll(1.0).item())
-
-
-def test_predictives_and_dropout_are_scored_as_the_probabilities_that_they_give(monkeypatch):
-    problem = weight_decay_study.PROBLEMS["digits, MLP"]
-    small = replace(problem, training=replace(problem.training, epochs=2), held_out=40)
-    monkeypatch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
-    monkeypatch.setattr(weight_decay_study, "SAMPLES", 3)
-    ways = weight_decay_study.Ways(weight_decay_study.Config("digits, MLP", 60, 0.0, 0))
-    learned = ways.fixed(None, "settling")
-    x, y = ways.test
-    for layers in ("all", "last"):
-        way = ways.laplace(learned, layers, calibrated=False)
-        config = PredictiveConfig("probit", layers=layers, calibration="none")
-        p = laplace_predictive(learned.posterior, config)(x).mean
-        assert ways.scores(way)["raw_nll"] == pytest.approx(nll_loss(p.log(), y).item(), rel=1e-5)
-    way = ways.dropout(5e-4, 0.4)
-    assert way.test.shape == (3, len(y), 10) and way.test.std(0).min() > 0
 
 
 def test_rows_of_one_pass_are_the_predictives():
@@ -224,20 +151,6 @@ def test_what_settles_at_a_target_first():
     assert [settled_at(c, "accuracy", 0.5) for c in curves] == [None, 3, None]
     assert [settled_at(c, "accuracy", 0.2) for c in curves] == [2, 2, None]
     assert [best_candidate(found, target).lr for target in (0.5, 0.3, None)] == [2.0, 1.0, 2.0]
-
-
-def test_amortised_is_the_mean_of_fifty_steps():
-    """Each step of a run in turn: inverses at step 0, factors at 0, 10, 20, 30, 40."""
-    ratios = {"old inverses": 1.1, "new factors, reduce": 1.5, "new inverses, reduce": 2.0}
-    kinds = ["old inverses"] * 50
-    kinds[::10] = ["new factors, reduce"] * 5
-    kinds[0] = "new inverses, reduce"
-    assert amortised(ratios, "reduce") == pytest.approx(sum(ratios[kind] for kind in kinds) / 50)
-
-
-def test_worse_than_no_decay_is_beyond_two_standard_errors():
-    assert default_options.is_worse([0.2, 0.21, 0.22])
-    assert not default_options.is_worse([0.2, -0.1, 0.1])
 
 
 # Table 2

@@ -1,10 +1,7 @@
 """Networks of 8×8 images that the backend does not cover, and networks with random parameters."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 
 class WithBilinear(nn.Module):
@@ -27,16 +24,3 @@ def randomised(model: nn.Module) -> nn.Module:
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
     return model
-
-
-def trained_loss(model: nn.Module, x: Any, y: Tensor) -> float:
-    """The loss after 60 steps, by which every parameter has got a gradient."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss = torch.zeros(())
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        optimizer.step()
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    return loss.item()

@@ -1,11 +1,11 @@
-"""Corrupted images: by their definitions, and worse with severity."""
+"""Corrupted images, by their definitions."""
 
 import numpy as np
 import pytest
 import torch
 from scipy.ndimage import gaussian_filter
 
-from experiments.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from experiments.data.corruptions import SEVERITIES, corrupt
 from tests.marglik.data.image_helpers import decoded_by_pil, encoded
 
 
@@ -19,20 +19,7 @@ def photographs():
     return patches.transpose(0, 1)[:60].contiguous()
 
 
-@pytest.mark.parametrize("kind", CORRUPTIONS)
-@pytest.mark.parametrize("channels", [1, 3])
-def test_corruption_grows_with_severity_and_has_a_seed(photographs, kind, channels):
-    images, state = photographs[:, :channels], torch.get_rng_state()
-    found = [corrupt(images, kind, severity) for severity in SEVERITIES]
-    distances = [(one.double() - images.double()).square().mean().item() for one in found]
-    assert distances[0] > 0 and distances == sorted(set(distances))
-    assert torch.equal(corrupt(images.contiguous(), kind, 3), found[2])
-    # Negative control: only noise has anything to draw.
-    assert torch.equal(corrupt(images, kind, 3, seed=2), found[2]) == (kind != "noise")
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("severity", [1, 5])
+@pytest.mark.parametrize("severity", SEVERITIES)
 def test_corruptions_have_the_stated_strengths(photographs, severity):
     i = severity - 1
     # Grey 128 is five standard deviations of the strongest noise away from black and white.
@@ -55,18 +42,3 @@ def test_corruptions_have_the_stated_strengths(photographs, severity):
     stored = encoded(photographs[0].permute(1, 2, 0).numpy(), quality=quality)
     expected, _ = decoded_by_pil({"test/cat/0.jpg": stored}, "test")
     assert torch.equal(corrupt(photographs[:1], "jpeg", severity), expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "fog"}, "kind='fog'.* noise, blur, contrast, jpeg"),
-        ({"severity": 6}, "severity=6"),
-        ({"images": torch.zeros(2, 3, 8, 8)}, "torch.float32 .*before normalisation"),
-        ({"images": torch.zeros(2, 4, 8, 8, dtype=torch.uint8)}, "'jpeg'.* C = 1 or 3"),
-    ],
-)
-def test_what_cannot_be_corrupted_is_named(change, message):
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=message):
-        corrupt(**({"images": images, "kind": "jpeg", "severity": 1} | change))

@@ -1,9 +1,7 @@
 """The data of experiments: whole as published, or one error that names the file."""
 
 import io
-import os
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,16 +154,3 @@ def test_uci_is_standardised_by_the_training_part(tmp_path):
     assert not x[:, 1].any() and x_test[0, 1] == 1  # its scale is not known
     # Negative control: with the test example the mean would be another.
     assert abs(splits.target_scale[0] - ROWS[:, 2].mean()) > 1
-
-
-def test_the_published_files():
-    folder = Path(os.environ.get("MARGLIK_DATA", Path(__file__).parents[3] / "../shared/data"))
-    if not (folder / "NCI1.tar.gz").exists():
-        pytest.skip(f"no archives in {folder}: put them there, or set MARGLIK_DATA")
-    (x, y), (x_test, y_test) = (lambda s: (s.train, s.test))(NCI1(folder / "NCI1.tar.gz").load())
-    assert len(y) + len(y_test) == 4110 and int(y.sum() + y_test.sum()) == 2057
-    assert x.nodes.shape[1] == 37 and len(x.edges) + len(x_test.edges) == 2 * 132_753
-    yacht = UCI("yacht", 19, folder / "uci.tar.gz").load()
-    assert yacht.train[0].shape == (277, 6) and yacht.test[1].shape == (31, 1)
-    text = DART(folder / "dart-v1.1.1-full-dev.json.gz", num_test=500).load()
-    assert len(text.train[0]) > 12_000 and b" => " in texts_of(*text.test)[0]
