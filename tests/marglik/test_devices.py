@@ -29,16 +29,16 @@ CUDA = ["--accelerator", "cuda"]
 
 def learned(likelihood, device):
     """A fitted posterior in float64, with hyperparameters of 20 steps on its evidence."""
-    model = posteriors.network(torch.float64).to(device)
+    model = posteriors.network().to(device)
     laplace = KronLaplace(model, likelihood, kfac_approx="reduce")
-    laplace.fit([posteriors.data(likelihood, torch.float64)])  # from the host
+    laplace.fit([posteriors.data(likelihood)])  # from the host
     Hyperparameters(PriorGroups.from_model(model), 1.0).update(laplace, 20)
     return laplace
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_evidence_hyperparameters_and_predictions_agree(likelihood):
-    x, y = posteriors.data(likelihood, torch.float64)
+    x, y = posteriors.data(likelihood)
     found = []
     for device in ("cuda", "cpu"):
         laplace = learned(likelihood, device)
@@ -60,9 +60,9 @@ def test_evidence_hyperparameters_and_predictions_agree(likelihood):
 @pytest.mark.parametrize(("written", "read"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
 def test_posteriors_move_between_devices(written, read, tmp_path):
     laplace = learned("classification", written)
-    x = posteriors.data("classification", torch.float64)[0]
+    x = posteriors.data("classification")[0]
     save_posterior(laplace, tmp_path)
-    loaded = load_posterior(tmp_path, posteriors.network(torch.float64, 1), read)
+    loaded = load_posterior(tmp_path, posteriors.network(seed=1), read)
     before = laplace_predictive(laplace, PredictiveConfig("probit"))(x.to(written))
     after = laplace_predictive(loaded, PredictiveConfig("probit"))(x.to(read))
     assert after.mean.device.type == read

@@ -13,12 +13,12 @@ from marglik.storage.run_folder import read_posterior
 from tests import oracles
 from tests.marglik.posteriors import data, network
 
-DELTA = torch.tensor([0.3, 2.0, 0.7, 5.0], dtype=torch.float64)
+DELTA = torch.tensor([0.3, 2.0, 0.7, 5.0, 1.0, 0.5], dtype=torch.float64)
 
 
 def fitted(likelihood="classification", kfac_approx="expand", *, corrected=True):
     noise = {"sigma_noise": 0.4} if likelihood == "regression" else {}
-    model, batch = network(torch.float64), data(likelihood, torch.float64)
+    model, batch = network(), data(likelihood)
     options = {"prior_precision": DELTA, "temperature": 0.6, **noise}
     laplace = Posterior(model, likelihood, kfac_approx=kfac_approx, **options)
     loader = DataLoader(TensorDataset(*batch), batch_size=4)
@@ -83,7 +83,7 @@ def test_the_evidence_is_a_lower_bound_that_is_not_maximised(kfac_approx):
 def test_files(tmp_path):
     laplace, x = fitted()
     save_posterior(laplace, tmp_path, frozen=True)
-    loaded = load_posterior(tmp_path, network(torch.float64, seed=5))
+    loaded = load_posterior(tmp_path, network(seed=5))
     assert loaded.factors.is_corrected and read_posterior(tmp_path)["corrected"] is True
     assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     assert torch.equal(loaded.output_distribution(x)[1], laplace.output_distribution(x)[1])
@@ -92,7 +92,7 @@ def test_files(tmp_path):
 
 
 def test_what_cannot_be():
-    model, batch = network(torch.float64), data("classification", torch.float64)
+    model, batch = network(), data()
     posterior = Posterior(model, "classification")
     with pytest.raises(TypeError, match="read only once.*DataLoader or a list"):
         posterior.fit(iter([batch]), corrected=True)

@@ -11,7 +11,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior
-from tests.marglik.small_laplace import data, network
+from tests.marglik.posteriors import data, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from marglik import KronLaplace, Posterior
-from tests.marglik.posteriors import CASES, LIKELIHOODS, data, fitted, network, predictions
+from tests.marglik.posteriors import CASES, LIKELIHOODS, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,8 +20,7 @@ def dtypes(laplace):
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_to_double(likelihood):
     noise = {"sigma_noise": 0.3} if likelihood == "regression" else {}
-    laplace = fitted(likelihood, **noise)
-    x, _ = data(likelihood)
+    laplace, x = fitted(likelihood, dtype=torch.float32, **noise)
     before, evidence = predictions(laplace, x, ["probit"])["probit"], laplace.evidence_terms
     assert laplace.to(dtype=torch.float64) is laplace
     assert dtypes(laplace) == {torch.float64}
@@ -57,17 +56,16 @@ def test_hyperparameters_of_networks_in_half_precision(dtype):
 def test_factors_of_another_model():
     laplace = KronLaplace(network()[:1], "classification")
     with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
-        laplace.restore(fitted().factors)
+        laplace.restore(fitted()[0].factors)
     assert laplace.factors is None
 
 
 @pytest.mark.parametrize("case", ["regression", "empirical Fisher", "frozen parameters"])
 def test_a_state_loads_at_torch_loads_default(case, tmp_path):
     """Which unpickles nothing but plain data and tensors."""
-    laplace = fitted(**CASES[case])
-    x, _ = data(laplace.likelihood, laplace.mean.dtype)
+    laplace, x = fitted(**CASES[case])
     torch.save(laplace.state_dict(), tmp_path / "state.pt")
-    other = fitted(**CASES[case], seed=7)
+    other, _ = fitted(**CASES[case], seed=7)
     other.model.load_state_dict(laplace.model.state_dict())
     before = predictions(other, x, ["mc"])["mc"].epistemic
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -82,8 +80,8 @@ def test_a_state_loads_at_torch_loads_default(case, tmp_path):
 def test_narrow_networks_predict():
     """In float32, from parameters rounded as the network's; nothing of it is left behind."""
     dtype = torch.bfloat16
-    laplace, wide = fitted().to(dtype=dtype), fitted()
-    x, _ = data("classification")
+    wide, x = fitted(dtype=torch.float32)
+    laplace = fitted(dtype=torch.float32)[0].to(dtype=dtype)
     uses = {
         "probit": lambda la, x: la(x),
         "mc": lambda la, x: la(x, link_approx="mc", n_samples=500),

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import Posterior
-from tests.marglik.small_laplace import DELTAS, data, fitted, network
+from tests.marglik.posteriors import DELTAS, data, fitted, network
 from tests.uses import kfac_blocks
 
 

@@ -1,4 +1,4 @@
-"""A posterior comes back from its folder to the bit, and damage to it is found."""
+"""A posterior comes back from its folder as it was, and damage to it is found."""
 
 from itertools import product
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing import assert_close
 
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior, load_posterior, save_posterior
@@ -19,22 +20,21 @@ FILES = (POSTERIOR, "posterior.safetensors", "model.safetensors")
 
 @pytest.fixture
 def folder(tmp_path):
-    save_posterior(fitted(), tmp_path, model={"class_path": "torch.nn.Linear"}, data={"name": "d"})
+    laplace, _ = fitted()
+    save_posterior(laplace, tmp_path, model={"class_path": "torch.nn.Linear"}, data={"name": "d"})
     return tmp_path
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(case, tmp_path):
-    laplace = fitted(**CASES[case])
+    laplace, x = fitted(**CASES[case])
     save_posterior(laplace, tmp_path / "run", frozen=True)
     model = network(next(laplace.model.parameters()).dtype, seed=5)  # other parameters
     loaded = load_posterior(tmp_path / "run", model)
-
-    x, _ = data(laplace.likelihood, laplace.mean.dtype)
     before, after = predictions(laplace, x), predictions(loaded, x)
     for method, part in product(before, ("mean", "aleatoric", "epistemic")):
         assert torch.equal(getattr(before[method], part), getattr(after[method], part)), method
-    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert_close(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     assert torch.equal(loaded.mean, laplace.mean)
     for name in ("likelihood", "sigma_noise", "temperature", "n_data"):
         assert getattr(loaded, name) == getattr(laplace, name), name
@@ -43,7 +43,7 @@ def test_round_trip(case, tmp_path):
     ]
     # Negative control: none of the case's options could get lost unnoticed.
     if case != "classification":
-        plain = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
+        plain, _ = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
         assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
 
 
@@ -89,7 +89,7 @@ def test_damaged_files_are_found(name, damage, folder, tmp_path):
     if damage == "missing":
         path.unlink()
     if damage == "another run's":
-        save_posterior(fitted("regression", seed=3), tmp_path / "other", frozen=True)
+        save_posterior(fitted("regression", seed=3)[0], tmp_path / "other", frozen=True)
         path.write_bytes((tmp_path / "other" / name).read_bytes())
     with pytest.raises((ValueError, FileNotFoundError), match=name) as caught:
         load_posterior(folder, model)
@@ -107,13 +107,13 @@ class WithExtraState(nn.Linear):
 
 def unsavable(kind):
     if kind == "extra state":
-        model = nn.Sequential(nn.Flatten(), WithExtraState(16, 3))
+        model = nn.Sequential(nn.Flatten(), WithExtraState(32, 3).double())
         laplace = KronLaplace(model, "classification")
         laplace.fit([data("classification")])
         return laplace
     if kind == "not fitted":
         return KronLaplace(network(), "classification")
-    laplace = fitted()
+    laplace, _ = fitted()
     if kind == "trained on":
         with torch.no_grad():
             laplace.model[0].bias[0] += 1e-3
@@ -143,9 +143,9 @@ def lora(rank=2, seed=0):
     class LoRA(nn.Module):
         def __init__(self):
             super().__init__()
-            self.base = nn.Linear(16, 16).requires_grad_(False)
+            self.base = nn.Linear(32, 16).requires_grad_(False)
             self.again = self.base
-            self.down, self.up = nn.Linear(16, rank, bias=False), nn.Linear(rank, 16, bias=False)
+            self.down, self.up = nn.Linear(32, rank, bias=False), nn.Linear(rank, 16, bias=False)
             self.head = nn.Linear(16, 3)
             self.register_buffer("scale", torch.tensor(0.5))
 
@@ -153,7 +153,7 @@ def lora(rank=2, seed=0):
             x = x.flatten(1)
             return self.head(self.again(x) + self.scale * self.up(self.down(x)))
 
-    return LoRA()
+    return LoRA().double()
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_frozen_base_is_not_saved(on_base, tmp_path):
     x, _ = data("classification")
     for method, prediction in predictions(on_base, x).items():
         assert torch.equal(predictions(loaded, x, [method])[method].mean, prediction.mean)
-    assert torch.equal(loaded.log_marginal_likelihood(), on_base.log_marginal_likelihood())
+    assert_close(loaded.log_marginal_likelihood(), on_base.log_marginal_likelihood())
     assert not model.base.weight.requires_grad and model.down.weight.requires_grad
 
 

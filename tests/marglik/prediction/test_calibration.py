@@ -28,8 +28,8 @@ from marglik.prediction.predictive import (
     predict_all,
     remembered_calibration,
 )
+from tests.marglik.posteriors import data, fitted, network
 from tests.marglik.prediction.gaussians import gaussians
-from tests.marglik.small_laplace import data, fitted, network
 
 LIKELIHOODS = ("classification", "bernoulli", "regression")
 EVERY = [

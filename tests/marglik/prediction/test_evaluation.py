@@ -35,7 +35,7 @@ from marglik.prediction.predictive import (
     map_predictive,
     predict_all,
 )
-from tests.marglik.small_laplace import TakesMapping, data, network
+from tests.marglik.posteriors import TakesMapping, data, network
 
 
 def test_batches_of_unequal_size_become_one_prediction():

@@ -9,7 +9,7 @@ from marglik import KronLaplace
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import Prediction, predict_from_gaussian, predict_from_outputs
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
-from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
+from tests.marglik.posteriors import DELTAS, TakesMapping, data, fitted, network
 
 LIKELIHOODS = ["classification", "regression", "bernoulli"]
 # A predictive's options; None is the MAP.
