@@ -132,22 +132,6 @@ def test_wheel_and_sdist_hold_the_packages(built, clone):
 
 
 @pytest.mark.slow
-def test_beside_a_clone_the_installed_package_is_found(uv, clone, tmp_path):
-    """And not the clone's folder, which is called marglik, too, and would be an empty package."""
-    folder = tmp_path / "environment"
-    python = str(folder / "bin/python")
-    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    install = [uv, "pip", "install", "-q", "--no-deps", "--python", python, "-e", str(clone)]
-    subprocess.run(install, check=True)
-    code = "from importlib.util import find_spec; print(find_spec('marglik').origin)"
-    found = subprocess.run(
-        [python, "-c", code], cwd=clone.parent, check=True, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": ""},
-    )  # fmt: skip
-    assert found.stdout.strip() == str(clone / "marglik" / "__init__.py")
-
-
-@pytest.mark.slow
 def test_the_index_can_show_the_readme(uv, built):
     """Without links and pictures that only a clone has."""
     check = [uv, "tool", "run", "twine", "check", "--strict", *map(str, built)]

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from marglik import KronLaplace
@@ -13,7 +12,6 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
-from marglik.storage.run_folder import read_log
 from tests.marglik import posteriors
 from tests.marglik.posteriors import LIKELIHOODS
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
@@ -97,31 +95,3 @@ def test_commands_on_the_gpu(options, tmp_path):
         metrics[device] = found["MAP"]["metrics"]
     for name, value in metrics["cuda"].items():
         assert metrics["cpu"][name] == pytest.approx(value, rel=0.02, abs=0.02), name
-
-
-def test_a_run_resumes(tmp_path, monkeypatch):
-    """Interrupted after two epochs, it is the run that was not; sums may be in another order."""
-    options = [*TRAIN, *DATA, *MODEL, *CUDA]
-    assert main([*options, "--output", str(tmp_path / "whole")]) == 0
-    cut = tmp_path / "cut"
-    with monkeypatch.context() as patched:
-        from marglik.storage.run_folder import RunLog
-
-        write = RunLog.write
-
-        def interrupted(self, record):
-            write(self, record)
-            if record["kind"] == "epoch" and record["epoch"] == 3:
-                raise KeyboardInterrupt
-
-        patched.setattr(RunLog, "write", interrupted)
-        assert main([*options, "--output", str(cut)]) == 130
-    assert main([*options, "--output", str(cut), "--resume"]) == 0
-    states = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
-    for name, tensor in states[0].items():
-        assert_close(tensor, states[1][name], rtol=1e-4, atol=1e-5)
-    losses = [
-        [record["loss"] for record in read_log(tmp_path / name) if record["kind"] == "epoch"]
-        for name in ("whole", "cut")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -63,24 +63,6 @@ def test_two_ranks_do_what_one_process_does(worlds, alone, tmp_path):
             assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        (["--prior.every", "3"], "config.prior.every is 1 on rank 0 and 3 on rank 1"),
-        (["--data.data.seed", "3"], "normalisation is "),
-    ],
-)
-def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
-    found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
-    for rank, (status, out, err) in enumerate(found):
-        assert (status, out) == (2, "")
-        assert "Ranks disagree: " in err and word in err, (
-            rank,
-            err,
-        )
-    assert not (tmp_path / "run").exists()
-
-
 def test_fewer_examples_than_ranks_in_a_batch_end(worlds, tmp_path):
     wrong = [*OPTIONS, "--output", str(tmp_path / "run"), "--batch_size", "1"]
     for status, _, err in worlds.all(2, f"{HERE}:command", *wrong):
