@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
-from marglik import KronLaplace
+from marglik import KronLaplace, Posterior
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 
@@ -24,6 +25,7 @@ CASES = {
     "one prior for all": {"prior_precision": 0.7},
     "frozen parameters": {"frozen": True, "prior_precision": 0.7},
     "float32": {"dtype": torch.float32},
+    "corrected": {"corrected": True},
 }
 
 
@@ -64,6 +66,7 @@ def fitted(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float64,
     frozen: bool = False,
+    corrected: bool = False,
     seed: int = 0,
     **options: object,
 ) -> tuple[KronLaplace, Tensor]:
@@ -73,8 +76,42 @@ def fitted(
         model[0].requires_grad_(not frozen)
     laplace = KronLaplace(model, likelihood, **{"prior_precision": DELTAS} | options)
     torch.manual_seed(seed)
-    laplace.fit([data(likelihood, dtype)])
+    laplace.fit([data(likelihood, dtype)], corrected=corrected)
     return laplace, data(likelihood, dtype)[0]
+
+
+def jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Trainable parameter -> J (N, C, P_b) of the outputs, in eval mode, by `torch.func`."""
+    learned = {n: p.detach() for n, p in model.eval().named_parameters() if p.requires_grad}
+    found = jacrev(lambda p: functional_call(model, p, (x,)))(learned)
+    return {name: J.flatten(2).detach() for name, J in found.items()}
+
+
+def by_jacobians(
+    laplace: Posterior,
+    x: Tensor,
+    blocks: dict[str, Tensor] | None = None,
+    *,
+    joint: bool = False,
+) -> Tensor:
+    """The outputs' covariance J Σ Jᵀ from dense matrices: the oracle.
+
+    Args:
+        laplace: fitted.
+        x: inputs (N, ...).
+        blocks: H of each parameter; by default those of the fitted factors.
+        joint: (N·C, N·C) of all examples together, in place of (N, C, C).
+    """
+    total = torch.zeros(())
+    J_of = jacobians(laplace.model, x)
+    deltas = laplace.prior_precision.expand(len(J_of))
+    for (name, J), delta in zip(J_of.items(), deltas, strict=True):
+        H = laplace.fitted_factors().blocks[name].to_dense() if blocks is None else blocks[name]
+        precision = H / (laplace.sigma_noise**2 * laplace.temperature)
+        precision = precision + delta * torch.eye(len(H)).to(H)
+        J = J.flatten(0, 1) if joint else J
+        total = total + J @ torch.linalg.solve(precision, J.mT)
+    return total
 
 
 def predictions(

@@ -36,6 +36,7 @@ def test_round_trip(case, tmp_path):
         assert torch.equal(getattr(before[method], part), getattr(after[method], part)), method
     assert_close(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     assert torch.equal(loaded.mean, laplace.mean)
+    assert loaded.fitted_factors().is_corrected == (case == "corrected")
     for name in ("likelihood", "sigma_noise", "temperature", "n_data"):
         assert getattr(loaded, name) == getattr(laplace, name), name
     assert [p.requires_grad for p in model.parameters()] == [
@@ -169,6 +170,10 @@ def test_a_frozen_base_is_not_saved(on_base, tmp_path):
     assert names == {"down.weight", "up.weight", "head.weight", "head.bias", "scale"}
     model = lora(seed=1)
     model.base.load_state_dict(on_base.model.base.state_dict())
+    with pytest.raises(
+        ValueError, match="saved without the frozen parameters.*SHA-256 sums differ"
+    ):
+        load_posterior(tmp_path, lora(seed=1))
     loaded = load_posterior(tmp_path, model)
     x, _ = data("classification")
     for method, prediction in predictions(on_base, x).items():
