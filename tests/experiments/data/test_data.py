@@ -10,7 +10,6 @@ from torch.testing import assert_close
 
 from experiments.data.archives import members
 from experiments.data.dart import DART
-from experiments.data.image_archive import CIFAR10Archive, ImageArchive
 from experiments.data.nci1 import NCI1
 from experiments.data.uci import UCI
 from tests.experiments.data.text_and_graphs import (
@@ -20,7 +19,7 @@ from tests.experiments.data.text_and_graphs import (
     write_dart,
     write_nci1,
 )
-from tests.marglik.data.image_helpers import decoded_by_pil, image_files, write_archive
+from tests.marglik.data.image_helpers import write_archive
 
 FILES = {"a/first.txt": b"1" * 2000, "second.txt": b"2"}
 GRAPHS = 40
@@ -38,21 +37,6 @@ def test_an_archive_gives_its_files_or_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("MARGLIK_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(FileNotFoundError, match="elsewhere.data.tar.gz' .*MARGLIK_DATA"):
         members(None, "data.tar.gz", "from somewhere")
-
-
-def test_images_equal_pillows(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    files = image_files()
-    path = write_archive(tmp_path / "pets.tar.gz", files)
-    for _ in range(2):  # decoded, and from the cache
-        splits = ImageArchive(path).load()
-        for name in ("train", "test"):
-            assert all(map(torch.equal, getattr(splits, name), decoded_by_pil(files, name)))
-    assert (splits.name, splits.classes) == ("pets", ("cat", "dog", "test"))
-    assert CIFAR10Archive(path).load().mean == (125.3, 123.0, 113.9)
-    assert len(list((tmp_path / "cache/marglik").iterdir())) == 2
-    write_archive(path, {k: v for k, v in files.items() if k != "train/dog/001.jpg"})
-    assert len(ImageArchive(path).load().train[1]) == len(splits.train[1]) - 1  # another archive
 
 
 def texts_of(x, y):

@@ -7,6 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.options import CurvatureOptions
@@ -150,20 +151,6 @@ def test_wrong_arguments_are_named(arguments, word):
         Affine("turn")
 
 
-class Batches:
-    """Shuffled batches of 25."""
-
-    def __init__(self, x: Tensor, y: Tensor):
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y) // 25
-
-    def __iter__(self):
-        for which in torch.randperm(len(self.y)).split(25):
-            yield self.x[which], self.y[which]
-
-
 def test_what_cannot_be_transformed_or_learned_is_named():
     model = LearnedAugmentation(nn.Flatten(), [Affine("rotate")])
     with pytest.raises(TypeError, match="not dict"):
@@ -209,7 +196,8 @@ def learned_angle(largest: float, epochs: int = 12) -> float:
         nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 10)
     )
     model = LearnedAugmentation(network, [Affine("rotate")], ranges={"rotate": 0.4})
-    loader = Batches(x, torch.tensor(found.target[:200]))
+    labels = torch.tensor(found.target[:200])
+    loader = DataLoader(TensorDataset(x, labels), 25, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     learner = PriorLearner("classification", CurvatureOptions(kfac_approx="reduce"))
     learner.start(model, optimizer, loader, epochs)

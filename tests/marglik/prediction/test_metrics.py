@@ -69,19 +69,6 @@ def two_classes(confidence, correct):
     return torch.stack([p, 1 - p], dim=1), torch.tensor([0 if right else 1 for right in correct])
 
 
-def test_classification_by_hand():
-    p = tensor([0.8, 0.2, 0.0], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6])
-    brier = (0.04 + 0.04) + (0.25 + 0.36 + 0.01) + (0.01 + 0.09 + 0.16)
-    assert classification(p, torch.tensor([0, 1, 2])) == {
-        "cls/NLL": pytest.approx(-(math.log(0.8) + math.log(0.4) + math.log(0.6)) / 3),
-        "cls/accuracy": pytest.approx(2 / 3),
-        "cls/Brier": pytest.approx(brier / 3),
-        "cls/AURC": pytest.approx((0 + 0 + 1 / 3) / 3),  # 0.8 right, 0.6 right, 0.5 wrong
-        # One example per bin: |right or wrong − confidence|.
-        "cal/ECE": pytest.approx((0.2 + 0.5 + 0.4) / 3),
-    }
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_impossible_label_costs_the_smallest_number_of_the_dtype(dtype):
     tiny = -math.log(torch.finfo(dtype).tiny)

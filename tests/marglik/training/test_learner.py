@@ -292,6 +292,10 @@ def test_several_terms_are_asked_for_before_anything_is_done():
     model = network()
     with pytest.raises(ValueError, match="3 loss terms each.*mean_over='terms'"):
         PriorLearner("classification").start(model, sgd(model), data)
+    with pytest.raises(ValueError, match="mean_over='batch' is not supported"):
+        PriorLearner("classification", mean_over="batch")
+    with pytest.raises(ValueError, match="learn_sigma_noise=True is for likelihood 'regression'"):
+        PriorLearner("classification", learn_sigma_noise=True)
 
 
 def test_a_step_before_the_start_is_told():
