@@ -56,10 +56,8 @@ def test_a_wrong_command_line_is_one_line_with_the_value_and_the_way_out(case, c
         assert part in said, said
 
 
-SEXAGESIMAL = ":".join(["59"] * 300) + ".5"
 CONFIGS = {
     "no mapping": (b"- 1\n", "onfig"),
-    "a number in base 60": (f"epochs: {SEXAGESIMAL}\n".encode(), "too large"),
     "a tag that calls": (b'epochs: !!python/object/apply:os.system ["touch ran"]\n', "python"),
     "a function in place of a class": (
         b"model: {class_path: os.system, init_args: {command: touch ran}}\n", "os.system",

@@ -1,7 +1,5 @@
 """Sequences: a loss term for each position, some of which do not count; by brute force."""
 
-import json
-
 import pytest
 import torch
 from torch.nn.utils import vector_to_parameters
@@ -14,7 +12,6 @@ from marglik.data import Splits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.evaluation import evaluate
 from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import (
@@ -225,17 +222,6 @@ def test_linearised_networks_predict_positions_as_mc_does(laplace):
         vector_to_parameters(sample, other.parameters())
         p.append(torch.softmax(other(x).detach(), -1))
     assert (torch.stack(p).mean(0) - gaussian.mean).abs().max() > 0.04
-
-
-def test_the_evaluation_says_how_many_positions_it_is_about():
-    found = evaluate({"MAP": map_predictive(network())}, splits(), "classification", batch_size=2)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["num_test"], found["num_positions"]) == (N, len(terms()))
-    assert (found["classes"], found["uncertain"]) == (["a", "b", "c"], None)
-    entry = found["predictives"]["MAP"]
-    mean = float(sum(losses())) / len(terms())
-    assert entry["metrics"]["test/cls/NLL"] == pytest.approx(mean)
-    assert sum(entry["reliability"]["counts"]) == len(terms())
 
 
 def test_predictives_refuse_what_would_not_end(monkeypatch):

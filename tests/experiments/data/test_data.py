@@ -1,42 +1,17 @@
-"""The data of experiments: whole as published, or one error that names the file."""
-
-import io
-import tarfile
+"""The data of experiments: what is for training stays apart from what is for tests."""
 
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.data.archives import members
 from experiments.data.dart import DART
-from experiments.data.nci1 import NCI1
 from experiments.data.uci import UCI
 from tests.experiments.data.text_and_graphs import (
-    TYPES,
     dart_entries,
-    nci1_texts,
     write_dart,
-    write_nci1,
+    write_uci,
 )
-from tests.marglik.data.image_helpers import write_archive
-
-FILES = {"a/first.txt": b"1" * 2000, "second.txt": b"2"}
-GRAPHS = 40
-
-
-def test_an_archive_gives_its_files_or_is_refused(tmp_path, monkeypatch):
-    path = write_archive(tmp_path / "data.tar.gz", FILES)
-    assert members(path, "data.tar.gz", "from somewhere") == FILES
-    whole = bytearray(path.read_bytes())
-    whole[-8] ^= 1  # of gzip's sum
-    for damaged in (whole, whole[:80]):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="data.tar.gz' is damaged"):
-            members(path, "data.tar.gz", "from somewhere")
-    monkeypatch.setenv("MARGLIK_DATA", str(tmp_path / "elsewhere"))
-    with pytest.raises(FileNotFoundError, match="elsewhere.data.tar.gz' .*MARGLIK_DATA"):
-        members(None, "data.tar.gz", "from somewhere")
 
 
 def texts_of(x, y):
@@ -74,37 +49,6 @@ def test_each_byte_of_dart_is_a_target_once_and_no_triples_are_in_two_splits(tmp
     assert (splits.name, splits.ignore_index, len(splits.classes)) == ("DART", -100, 256)
 
 
-def graphs_of(x, y):
-    for i in range(len(x)):
-        one = x[i : i + 1]
-        assert one.nodes.sum(1).eq(1).all() and one.edges.eq(1).all()
-        edges = zip(one.senders.tolist(), one.receivers.tolist(), strict=True)
-        yield tuple(one.nodes.argmax(1).tolist()), tuple(sorted(edges)), int(y[i])
-
-
-def test_graphs_are_those_of_the_archive_in_stratified_splits(tmp_path):
-    texts = nci1_texts(GRAPHS)
-    lines = {part: text.splitlines() for part, text in texts.items()}
-    owner = [int(line) - 1 for line in lines["graph_indicator"]]
-    edges = [tuple(int(n) - 1 for n in line.split(",")) for line in lines["A"]]
-    expected = []
-    for graph, label in enumerate(lines["graph_labels"]):
-        nodes = [v for v, g in enumerate(owner) if g == graph]
-        own = sorted((s - nodes[0], r - nodes[0]) for s, r in edges if s in nodes)
-        kinds = tuple(int(lines["node_labels"][v]) for v in nodes)
-        expected.append((kinds, tuple(own), int(label)))
-    texts["A"] = "".join(f"{line}\n" for line in reversed(lines["A"]))  # in any order
-    path = write_nci1(tmp_path / "graphs.tar.gz", texts)
-    splits = NCI1(path, test=0.5, validation=0.5).load()
-    parts = [list(graphs_of(*p)) for p in (splits.train, splits.validation, splits.test)]
-    assert [len(part) for part in parts] == [10, 10, 20]
-    assert sorted(sum(parts, [])) == sorted(expected)
-    share = sum(label for *_, label in expected) / GRAPHS
-    assert all(abs(sum(g[2] for g in part) / len(part) - share) < 0.06 for part in parts)
-    assert (splits.train[0].nodes.shape[1], splits.classes) == (TYPES, ("0", "1"))
-    assert len(NCI1(path, num_train=20).load().train[1]) == 20
-
-
 ROWS = np.array(
     [[1.0, 7.0, 10.0, 4.0], [2.0, 7.0, 20.0, 3.0], [4.0, 7.0, 60.0, 9.0], [9.0, 8.0, 90.0, 1.0]]
 )  # the second column is constant over the first three rows, the third is the target
@@ -117,17 +61,8 @@ UCI_TEXTS = {
 }
 
 
-def write_uci(path, texts):
-    with tarfile.open(path, "w:gz") as archive:
-        for part, text in texts.items():
-            info = tarfile.TarInfo(f"uci/tiny/{part}.txt")
-            info.size = len(text)
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return path
-
-
 def test_uci_is_standardised_by_the_training_part(tmp_path):
-    splits = UCI("tiny", path=write_uci(tmp_path / "uci.tar.gz", UCI_TEXTS)).load()
+    splits = UCI("tiny", path=write_uci(tmp_path / "uci.tar.gz", "tiny", UCI_TEXTS)).load()
     (x, y), (x_test, y_test) = splits.train, splits.test
     # By hand: rows 0, 2, 1; targets 10, 60, 20 with mean 30 and variance (400 + 900 + 100) / 3.
     std = (1400 / 3) ** 0.5

@@ -112,28 +112,23 @@ def unsavable(kind):
         laplace = KronLaplace(model, "classification")
         laplace.fit([data("classification")])
         return laplace
-    if kind == "not fitted":
-        return KronLaplace(network(), "classification")
     laplace, _ = fitted()
-    if kind == "trained on":
-        with torch.no_grad():
-            laplace.model[0].bias[0] += 1e-3
+    with torch.no_grad():
+        laplace.model[0].bias[0] += 1e-3
     return laplace
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("kind", "message"),
     [
-        ("extra state", ValueError, "_extra_state' in the state dict of Sequential is a dict"),
-        ("not fitted", AttributeError, "call fit\\(\\) first"),
-        ("trained on", ValueError, "no longer those that the posterior was fitted at"),
-        ("no JSON", TypeError, "JSON"),
+        ("extra state", "_extra_state' in the state dict of Sequential is a dict"),
+        ("trained on", "no longer those that the posterior was fitted at"),
     ],
 )
-def test_what_cannot_be_saved_leaves_the_old_posterior(kind, error, message, folder):
+def test_what_cannot_be_saved_leaves_the_old_posterior(kind, message, folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(error, match=message):
-        save_posterior(unsavable(kind), folder, data={"x": folder} if kind == "no JSON" else None)
+    with pytest.raises(ValueError, match=message):
+        save_posterior(unsavable(kind), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -28,7 +28,6 @@ GROUPS = {  # of the four tensors
     "kind": ("weights", "biases", "weights", "biases"),
     "rules": ("first", "first", "rest", "rest"),
 }
-CURVATURES = {}
 STRUCTURES = {name: RULES if name == "rules" else name for name in GROUPS}
 
 
@@ -51,14 +50,8 @@ class Problem:
         self.laplace.fit([(self.x[:15], self.y[:15]), (self.x[15:], self.y[15:])])
         self.theta = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         self.sizes = torch.tensor([p.numel() for p in self.model.parameters()])
-
-    @property
-    def H(self):
-        """The curvature at σ = 1, the same for all problems of a likelihood."""
-        if self.likelihood not in CURVATURES:
-            blocks = kfac_blocks(self.model, self.x, self.likelihood, "expand")
-            CURVATURES[self.likelihood] = torch.block_diag(*blocks.values())
-        return CURVATURES[self.likelihood]
+        blocks = kfac_blocks(self.model, self.x, likelihood, "expand")
+        self.H = torch.block_diag(*blocks.values())  # at σ = 1
 
     def log_likelihood(self, sigma):
         f = self.model(self.x).detach()
