@@ -24,7 +24,7 @@ from marglik.runs.config import CurvatureConfig
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
 from tests import oracles
-from tests.marglik.linear_networks import TokenNetwork
+from tests.marglik.networks import TokenNetwork
 
 N, R, C = 5, 4, 3
 IGNORED = -100

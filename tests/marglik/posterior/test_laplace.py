@@ -30,23 +30,6 @@ def test_auto_is_the_default():
     assert (found["expand"] - found["reduce"]).abs() > 0.1  # nats
 
 
-def test_modes_are_restored_and_dropout_is_off():
-    batch, model = data(), network()
-    model.train()
-    model[1].eval()
-    modes = [module.training for module in model.modules()]
-    la = KronLaplace(model, "classification")
-    x = batch[0][:3]
-    la.fit([batch])
-    predictions = [la(x) for _ in range(2)]
-    samples = [
-        la.predictive_samples(x, generator=torch.Generator().manual_seed(0)) for _ in range(2)
-    ]
-    assert [module.training for module in model.modules()] == modes
-    assert_close(predictions[0], predictions[1])
-    assert_close(samples[0], samples[1])
-
-
 def test_a_fit_in_inference_mode_is_the_same():
     loader = [data()]
     plain, inside = (Posterior(network().eval(), "classification") for _ in range(2))
@@ -119,19 +102,6 @@ def test_wrong_hyperparameters_leave_the_old_ones(name, value):
     ):
         setattr(la, name, value)
     assert (la.prior_precision == 0.5).all() and la.sigma_noise == 0.5
-
-
-def test_not_fitted():
-    la = KronLaplace(network(), "classification")
-    x, _ = data()
-    for use in (
-        la.log_marginal_likelihood,
-        la.state_dict,
-        la.effective_parameters,
-        lambda: la.output_distribution(x),
-    ):
-        with pytest.raises(AttributeError, match="call fit\\(\\) first"):
-            use()
 
 
 def test_weights_in_channels_last():

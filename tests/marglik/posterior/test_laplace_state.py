@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from marglik import KronLaplace, Posterior
-from tests.marglik.posteriors import CASES, LIKELIHOODS, fitted, network, predictions
+from tests.marglik.posteriors import LIKELIHOODS, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,23 +58,6 @@ def test_factors_of_another_model():
     with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
         laplace.restore(fitted()[0].factors)
     assert laplace.factors is None
-
-
-@pytest.mark.parametrize("case", ["regression", "empirical Fisher", "frozen parameters"])
-def test_a_state_loads_at_torch_loads_default(case, tmp_path):
-    """Which unpickles nothing but plain data and tensors."""
-    laplace, x = fitted(**CASES[case])
-    torch.save(laplace.state_dict(), tmp_path / "state.pt")
-    other, _ = fitted(**CASES[case], seed=7)
-    other.model.load_state_dict(laplace.model.state_dict())
-    before = predictions(other, x, ["mc"])["mc"].epistemic
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for method, prediction in predictions(laplace, x).items():
-        assert torch.equal(predictions(other, x, [method])[method].mean, prediction.mean)
-    assert torch.equal(other.log_marginal_likelihood(), laplace.log_marginal_likelihood())
-    assert not torch.equal(before, predictions(laplace, x, ["mc"])["mc"].epistemic)
-    for name, block in laplace.factors.blocks.items():
-        assert other.factors.blocks[name].num_terms == block.num_terms
 
 
 def test_narrow_networks_predict():

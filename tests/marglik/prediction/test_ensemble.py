@@ -112,10 +112,6 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(loaded(x).mean, ensemble(x).mean)
     with pytest.raises(ValueError, match="of another network"):
         Ensemble.load(tmp_path, MLP(4, (5,), 3))
-    record = tmp_path / "ensemble.json"
-    record.write_text(record.read_text().replace('"members": 3', '"members": 2'))
-    with pytest.raises(ValueError, match="altered"):
-        Ensemble.load(tmp_path, MLP(4, (3,), 3))
     with pytest.raises(FileNotFoundError, match="--members"):
         Ensemble.load(tmp_path / "nothing", MLP(4, (3,), 3))
 

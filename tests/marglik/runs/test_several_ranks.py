@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.marglik.close_state import assert_near
+from tests.marglik.states import assert_near
 from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, results_of
 
 HERE = "tests.marglik.runs.command_line"

@@ -23,7 +23,7 @@ from marglik.runs.config import PriorConfig, RunConfig
 from marglik.runs.train import Training, train
 from marglik.storage.run_folder import read_log, read_posterior
 from tests.experiments.data.text_and_graphs import dart_entries, nci1_texts, write_dart, write_nci1
-from tests.marglik.linear_networks import NodeCounts, TokenNetwork
+from tests.marglik.networks import NodeCounts, TokenNetwork
 from tests.marglik.runs.command_line import (
     DATA,
     MODEL,
@@ -235,7 +235,7 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     else:
         data = write_nci1(tmp_path / "nci1.tar.gz", nci1_texts(60))
     source, model, more = OTHERS[kind]
-    named = ["--model", f"tests.marglik.linear_networks.{model}", "--data", source]
+    named = ["--model", f"tests.marglik.networks.{model}", "--data", source]
     options = [*named, "--data.path", str(data), *more]
     adam = ["--optimizer.name", "adamw", "--optimizer.lr", "0.02", "--epochs", "2"]
     run = tmp_path / "run"

@@ -21,7 +21,7 @@ from marglik import (
 from marglik.training.loaders import MergedBatches, count_examples
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from tests.kfac_backend.test_steady_batch import WAITS, Dispatched
-from tests.marglik.same_state import same
+from tests.marglik.states import same
 from tests.marglik.training.runs import scaled_fabric
 
 pytestmark = pytest.mark.usefixtures("one_thread")

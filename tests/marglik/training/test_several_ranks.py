@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.marglik.close_state import assert_near
+from tests.marglik.states import assert_near
 from tests.worlds import failed
 
 HERE = "tests.marglik.training.runs"
