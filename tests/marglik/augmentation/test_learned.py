@@ -15,6 +15,7 @@ from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
 from marglik.augmentation.ranges import RangeLearner, _random_parts, evidence_gradient
 from marglik.augmentation.transforms import Transform
+from tests.marglik.plain_loop import learn
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -200,14 +201,7 @@ def learned_angle(largest: float, epochs: int = 12) -> float:
     loader = DataLoader(TensorDataset(x, labels), 25, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     learner = PriorLearner("classification", CurvatureOptions(kfac_approx="reduce"))
-    learner.start(model, optimizer, loader, epochs)
-    for epoch in range(1, epochs + 1):
-        for inputs, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), labels).backward()
-            learner.add_to_gradients()
-            optimizer.step()
-        learner.end_of_epoch(epoch)
+    learn(model, optimizer, learner, loader, epochs)
     return model.ranges.item()
 
 

@@ -13,6 +13,7 @@ from marglik.cli import main
 from marglik.models import MLP
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.training.loop import OnlineTraining
+from tests.marglik.plain_loop import learn
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, results_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,17 +124,13 @@ def train(learner, steps=15):
     data, seen = [(x, x[:, :3].argmax(1))], []
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    learner.start(model, optimizer, data, steps)
     learner.seen = []
-    for epoch in range(1, steps + 1):
-        optimizer.zero_grad()
-        cross_entropy(model(x), data[0][1]).backward()
-        learner.add_to_gradients()
+
+    def look():
         learner.seen.append(learner.decays_of_parameters())
-        optimizer.step()
         seen.append([p.detach().clone() for p in model.parameters()])
-        learner.end_of_epoch(epoch)
-    learner.end_of_training()
+
+    learn(model, optimizer, learner, data, steps, after_step=look)
     return model, seen
 
 

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.marglik.states import assert_near
 from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, results_of
+from tests.marglik.states import assert_near
 
 HERE = "tests.marglik.runs.command_line"
 OPTIONS = [*TRAIN, *DATA, *MODEL, *NOISE]
