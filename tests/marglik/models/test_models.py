@@ -45,6 +45,19 @@ def test_wrn_and_its_residual_branches_are_zero_at_initialisation(wrn):
     assert blocks(wrn)[0].residual(torch.randn(2, 16, 8, 8)).any()
 
 
+def test_wrn_initial_standard_deviations_follow_fixup(wrn):
+    L = len(blocks(wrn))
+    for block in blocks(wrn):
+        c_out, _, k, _ = block.conv1.weight.shape
+        expected = (2 / (k**2 * c_out)) ** 0.5 * L**-0.5
+        assert block.conv1.weight.std().item() == pytest.approx(expected, rel=0.03)
+        assert block.conv1.weight.mean().abs() < 0.05 * expected
+        assert not block.conv2.weight.any()
+        if block.shortcut is not None:
+            expected = (2 / block.shortcut.out_channels) ** 0.5
+            assert block.shortcut.weight.std().item() == pytest.approx(expected, rel=0.08)
+            # Negative control: the shortcut is not scaled by the depth.
+            assert block.shortcut.weight.std() > 2 * expected * L**-0.5
 
 
 def test_wrn_equals_its_formula_written_out(wrn):

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from marglik import Ensemble, PriorLearner

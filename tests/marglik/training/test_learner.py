@@ -40,8 +40,6 @@ from tests.marglik.plain_loop import learn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
-
 def test_all_entries_learn_the_same_decays_by_default():
     """README's first call, `PriorLearner`, and what `marglik train` does with its defaults."""
     epochs, rate = 6, {"lr": 0.05, "momentum": 0.9, "nesterov": True}
