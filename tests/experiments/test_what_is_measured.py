@@ -15,11 +15,9 @@ from experiments.optimizers.training import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
-from experiments.weight_decay import training
 from marglik.cli import main as marglik
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from tests import oracles
@@ -34,22 +32,6 @@ def test_exact_blocks_are_those_of_the_oracle():
         blocks = modes.exact_blocks(model, x)
         for name, block in oracles.dense_ggn_blocks(model, x, "regression").items():
             assert_close(blocks[name], block)
-
-
-def test_the_temperature_is_that_of_the_mixtures_held_out_nll():
-    torch.manual_seed(0)
-    f, y = 7 * torch.randn(3, 200, 4, dtype=torch.float64), torch.arange(200) % 4
-
-    def nll(tau):
-        return -(f / tau).softmax(-1).mean(0)[torch.arange(200), y].log().mean()
-
-    grid = torch.logspace(-1, 1.5, 126).double()
-    prior = 0.5 * PRIOR_OF_SHARPNESS * grid.log().square() / 200
-    tau = grid[(torch.stack([nll(t) for t in grid]) + prior).argmin()]
-    found = training.scaled_scores(f, y, f, y)
-    assert found["tau"] == pytest.approx(tau.item(), rel=1e-4) and tau > 2
-    assert found["nll"] == pytest.approx(nll(tau).item()) != nll(1.0).item()
-    assert found["raw_nll"] == pytest.approx(nll(1.0).item())
 
 
 def test_rows_of_one_pass_are_the_predictives():
@@ -83,33 +65,6 @@ def data(n=20):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
     return x, x[:, :1].sin() + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
-
-
-def trained_alone(weight_decay, seed, order_seed):
-    """A plain loop over one network, with Adam's own formulas left to torch's slow form."""
-    network = TRAINING.network(3, seed)
-    optimizer = torch.optim.Adam(network.parameters(), TRAINING.lr, foreach=False)
-    loader = TRAINING.batches(data(), order_seed)
-    for step, (a, b) in enumerate([batch for _ in range(4) for batch in loader]):
-        optimizer.param_groups[0]["lr"] = (
-            TRAINING.lr * (1 + math.cos(math.pi * step / TRAINING.steps)) / 2
-        )
-        loss = 0.5 * (network(a) - b).square().mean()
-        loss = loss + 0.5 * weight_decay * sum(p.square().sum() for p in network.parameters())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return network
-
-
-def test_networks_trained_side_by_side_are_those_trained_alone():
-    together = uci.train_side_by_side(TRAINING, data(), [0.0, 0.3, 0.3], [5, 5, 7])
-    alone = [trained_alone(wd, seed, 5) for wd, seed in ((0.0, 5), (0.3, 5), (0.3, 7))]
-    for a, b in zip(together, alone, strict=True):
-        for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            assert_close(p, q, rtol=1e-8, atol=1e-10)
-    first, second, third = (n.state_dict()["layers.1.weight"] for n in together)
-    assert (first - second).abs().max() > 1e-2 and (second - third).abs().max() > 1e-2
 
 
 def test_the_ensemble_is_a_mixture_and_metrics_are_in_the_targets_units():

@@ -111,21 +111,6 @@ def record(digits, predictives):
     return evaluate(predictives, digits, "classification", ood=ood, batch_size=16)
 
 
-def test_form(record):
-    assert json.loads(json.dumps(record, allow_nan=False)) == record
-    expected = {
-        "data": "digits", "likelihood": "classification", "num_test": 40, "num_positions": None,
-        "classes": [str(digit) for digit in range(10)],
-        "ood": {"name": "noise", "num_examples": 30, "score": "entropy", "note": None},
-    }  # fmt: skip
-    assert expected.items() <= record.items()
-    assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
-    parts = {"metrics", "intervals", "reliability", "risk_coverage", "roc", "classes"}
-    for entry in record["predictives"].values():
-        assert set(entry) - {"against"} == parts | {"seconds"} and entry["seconds"] > 0
-        assert sum(entry["reliability"]["counts"]) == 40
-
-
 def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
     test, validation = digits.test, digits.validation
     sets = {"test": test, "validation": validation}
