@@ -3,11 +3,13 @@
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from torch.testing import assert_close
 
+from experiments.data.uci import UCI
 from experiments.exactness import modes
 from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
@@ -21,6 +23,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from tests import oracles
+from tests.experiments.data.text_and_graphs import write_uci
 
 TINY = Exactness(seeds=2, num_examples=3, num_positions=3, num_outputs=2, nodes=(2, 3, 5))
 
@@ -58,26 +61,34 @@ def test_rows_of_one_pass_are_the_predictives():
 
 # Regression
 
-TRAINING = uci.Training(hidden=4, steps=12, batch_size=8, lr=0.05)
+
+ROWS = np.array(
+    [[1.0, 7.0, 10.0, 4.0], [2.0, 7.0, 20.0, 3.0], [4.0, 7.0, 60.0, 9.0], [9.0, 8.0, 90.0, 1.0]]
+)  # the second column is constant over the first three rows, the third is the target
+UCI_TEXTS = {
+    "data": "\n".join(" ".join(map(str, row)) for row in ROWS),
+    "index_features": "0\n1\n3\n",
+    "index_target": "2\n",
+    "index_train_0": "0.0\n2.0\n1.0\n",
+    "index_test_0": "3.0\n",
+}
 
 
-def data(n=20):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    return x, x[:, :1].sin() + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+def test_uci_is_standardised_by_the_training_part(tmp_path):
+    splits = UCI("tiny", path=write_uci(tmp_path / "uci.tar.gz", "tiny", UCI_TEXTS)).load()
+    (x, y), (x_test, y_test) = splits.train, splits.test
+    # By hand: rows 0, 2, 1; targets 10, 60, 20 with mean 30 and variance (400 + 900 + 100) / 3.
+    std = (1400 / 3) ** 0.5
+    assert splits.target_scale == pytest.approx((30, std))
+    assert_close(y, torch.tensor([[-20.0], [30.0], [-10.0]]) / std)
+    assert_close(y_test, torch.tensor([[60.0]]) / std)
+    assert_close(x[:, 0], (torch.tensor([1.0, 4.0, 2.0]) - 7 / 3) / (14 / 9) ** 0.5)
+    assert not x[:, 1].any() and x_test[0, 1] == 1  # its scale is not known
+    # Negative control: with the test example the mean would be another.
+    assert abs(splits.target_scale[0] - ROWS[:, 2].mean()) > 1
 
 
-def test_the_ensemble_is_a_mixture_and_metrics_are_in_the_targets_units():
-    x_test = data(7)[0]
-    found, chosen = uci.grid_and_ensemble(TRAINING, data(), x_test, 0)
-    decays, seeds = [chosen["weight_decay"]] * 5, [0, 100, 200, 300, 400]
-    members = uci.train_side_by_side(TRAINING, data(), decays, seeds)
-    f = torch.stack([member(x_test) for member in members]).detach()
-    assert_close(found["grid search"].mean, f[0])
-    assert_close(found["ensemble of five"].mean, f.mean(0))
-    variance = (f - f.mean(0)).square().mean(0) + chosen["sigma_noise"] ** 2
-    assert_close(found["ensemble of five"].variance, variance)
-
+def test_metrics_of_regression_are_in_the_targets_units():
     class Splits:
         target_scale = 30.0, 4.0
 

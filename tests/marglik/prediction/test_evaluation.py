@@ -48,14 +48,11 @@ def test_batches_of_unequal_size_become_one_prediction():
     assert torch.equal(targets, y[order])
     with pytest.raises(ValueError, match="The data is empty: the loader yields no batch"):
         predict_all(predict, [])
-
-
-def test_batches_that_are_mappings():
-    x, y = data()
+    # Batches that are mappings.
     predict = map_predictive(TakesMapping(network()))
     batches = [{"pixels": x[part], "target": y[part]} for part in (slice(3), slice(3, 8))]
-    found, targets = predict_all(predict, batches, dict_key_y="target")
-    assert_close(found.mean, map_predictive(network())(x).mean)
+    by_key, targets = predict_all(predict, batches, dict_key_y="target")
+    assert_close(by_key.mean[order], found.mean)
     assert torch.equal(targets, y)
     with pytest.raises(KeyError, match="no 'labels'; pass the targets' key as dict_key_y"):
         predict_all(predict, batches)
