@@ -93,13 +93,6 @@ def test_what_does_not_count_would_change_them():
     assert abs(every - float(sum(losses())) / len(terms())) > 0.05
 
 
-def test_nothing_that_counts_is_named():
-    x, _ = data()
-    nothing = torch.full((N, R), IGNORED)
-    with pytest.raises(ValueError, match="No target counts"):
-        predict_all(map_predictive(network()), [(x, nothing)], targets=splits().targets)
-
-
 def trained(ignore_index, y, steps_lr=0.1):
     """The record of an epoch of one batch, and the parameters after its step."""
     model = network()

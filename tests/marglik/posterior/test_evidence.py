@@ -162,9 +162,6 @@ def test_gradients_in_all_hyperparameters():
 def test_wrong_hyperparameters(hyperparameters, message):
     with pytest.raises(ValueError, match=message):
         log_marginal_likelihood(small_terms(), *hyperparameters)
-
-
-def test_noise_is_for_regression():
     with pytest.raises(ValueError, match="only regression has noise"):
         log_marginal_likelihood(small_terms("classification"), 1.0, 0.5)
 

@@ -96,37 +96,26 @@ def visiting(browser, path):
     context.close()
 
 
-@pytest.fixture(scope="module")
-def one(browser, pages):
-    """A visit to the page of one run on a desktop; tests leave it as they found it."""
+def test_draws_every_chart_and_table(browser, pages):
     with visiting(browser, pages["one"]) as visit:
-        yield visit.wait()
-
-
-@pytest.fixture(scope="module")
-def hostile(browser, pages):
-    """A visit to a page of hostile names."""
-    with visiting(browser, pages["evil"]) as visit:
-        yield visit.wait()
-
-
-def test_draws_every_chart_and_table(one):
-    page = one.page
-    assert page.title() == "MLP on digits (0, 1, 2) – marglik report"
-    plots = page.locator(".chart-plot")
-    assert plots.count() == 6
-    for plot in plots.all():
-        assert plot.locator(".trace, .scatterlayer .js-line").count() > 0
-        assert plot.locator("svg.main-svg").first.get_attribute("aria-hidden") == "true"
-    assert page.get_by_role("group", name="Training loss: nats per example over epoch").count() == 1
-    assert page.get_by_role("region", name="Metrics of every predictive").locator("tr").count() > 8
-    loaded = "images => images.every(image => image.complete && image.naturalWidth === 8)"
-    assert page.eval_on_selector_all(".gallery img", loaded)
-    # A whisker for each point; the more errors, the more colour.
-    points = page.locator("#reliability-chart-1 .scatterlayer .point").count()
-    assert page.locator("#reliability-chart-1 .errorbars .yerror").count() >= points > 5
-    cells = (".hit[style]", ".miss[style]", ".miss:not([style])")
-    assert len({one.style(f".confusion {cell}", "backgroundColor") for cell in cells}) == 3
+        page = visit.wait().page
+        assert page.title() == "MLP on digits (0, 1, 2) – marglik report"
+        plots = page.locator(".chart-plot")
+        assert plots.count() == 6
+        for plot in plots.all():
+            assert plot.locator(".trace, .scatterlayer .js-line").count() > 0
+            assert plot.locator("svg.main-svg").first.get_attribute("aria-hidden") == "true"
+        loss = page.get_by_role("group", name="Training loss: nats per example over epoch")
+        assert loss.count() == 1
+        metrics = page.get_by_role("region", name="Metrics of every predictive")
+        assert metrics.locator("tr").count() > 8
+        loaded = "images => images.every(image => image.complete && image.naturalWidth === 8)"
+        assert page.eval_on_selector_all(".gallery img", loaded)
+        # A whisker for each point; the more errors, the more colour.
+        points = page.locator("#reliability-chart-1 .scatterlayer .point").count()
+        assert page.locator("#reliability-chart-1 .errorbars .yerror").count() >= points > 5
+        cells = (".hit[style]", ".miss[style]", ".miss:not([style])")
+        assert len({visit.style(f".confusion {cell}", "backgroundColor") for cell in cells}) == 3
 
 
 def test_several_runs_are_overlaid(browser, pages):
@@ -148,12 +137,13 @@ def test_several_runs_are_overlaid(browser, pages):
         assert len(rows) == 1 and rows[0].startswith("k.kfac_approx")
 
 
-def test_names_do_nothing(hostile):
-    page = hostile.page
-    assert page.locator("img:not([src^='data:'])").count() == 0
-    assert page.get_by_role("heading", level=1).inner_text() == f"{EVIL} on {EVIL}"
-    legend = page.locator("#weight-decay-chart-1 .legendtext").all_text_contents()
-    assert legend[0].startswith(EVIL[:30]) and legend[1] == "%{y} <b>bold</b>"
-    shown, _ = hostile.hover("weight-decay-chart-1", 2)
-    assert "%{y} <b>bold</b>" in shown
-    assert page.locator(".chart-plot svg a, .chart-plot :is(img, b)").count() == 0
+def test_names_do_nothing(browser, pages):
+    with visiting(browser, pages["evil"]) as visit:
+        page = visit.wait().page
+        assert page.locator("img:not([src^='data:'])").count() == 0
+        assert page.get_by_role("heading", level=1).inner_text() == f"{EVIL} on {EVIL}"
+        legend = page.locator("#weight-decay-chart-1 .legendtext").all_text_contents()
+        assert legend[0].startswith(EVIL[:30]) and legend[1] == "%{y} <b>bold</b>"
+        shown, _ = visit.hover("weight-decay-chart-1", 2)
+        assert "%{y} <b>bold</b>" in shown
+        assert page.locator(".chart-plot svg a, .chart-plot :is(img, b)").count() == 0
