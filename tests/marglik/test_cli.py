@@ -26,13 +26,11 @@ DIGITS = ["train", "--config", "digits", "--no_progress"]
 WRONG = {
     "no such command": (["trian"], ["'trian'", "train", "marglik --help"]),
     "what train needs": (["train"], ["model", "data", "marglik train --help"]),
-    "no such option": ([*DIGITS, "--epochss", "3"], ["--epochss", "marglik train --help"]),
     "an abbreviation": ([*DIGITS, "--epoch", "3"], ["--epoch 3", "marglik train --help"]),
     "no such optimiser": (
         [*DIGITS, "--optimizer.name", "adam"],
         ["optimizer.name", "adam", "'sgd', 'adamw', 'kfac'", "marglik train --help"],
     ),
-    "a number": ([*DIGITS, "--epochs", "many"], ["epochs", "many"]),
     "not a number": ([*DIGITS, "--prior.weight_decay", ".nan"], ["prior.weight_decay", "nan"]),
     "no class": (
         [*DIGITS, "--model", "Lenet"], ["--model Lenet", "MLP, LeNet, Standardised", "path"],

@@ -38,7 +38,6 @@ def test_no_gpu_is_named(capsys):
 
 EVALUATES = {
     "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), and"),
-    "an unknown method": (["--methods", "[laplace]"], "Given value: ['laplace']"),
     "linearised networks of a layer": (
         ["--methods", "[linearised]", "--predictive.layers", "last"],
         "predictive.layers 'last' is not for method 'linearised'",
