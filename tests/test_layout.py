@@ -124,20 +124,6 @@ def test_conda_environment_installs_python_pip_and_the_project():
     assert through_pip == {"pip": ["-e .[all]"]}
 
 
-def test_presets_and_marks_of_types_are_packaged():
-    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {"packages": ["kfac_backend", "marglik"], "exclude": ["*.md"]}
-    assert (ROOT / "marglik" / "py.typed").exists() and (
-        ROOT / "kfac_backend" / "py.typed"
-    ).exists()
-    assert list((ROOT / "marglik" / "presets").glob("*.yaml"))
-
-
-def test_tests_work_outside_of_the_checkout(tmp_path):
-    """Commands whose output is not said write to runs/ and results/ of the working directory."""
-    assert Path.cwd() == tmp_path.resolve()
-
-
 def test_the_backend_imports_few_packages():
     """What runs without the others is tested in `test_light_core`."""
     own = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}

@@ -113,18 +113,3 @@ def test_example_runs(name, tmp_path):
         assert set(rows) == {"MAP", "MAP, temperature", "Laplace", "Laplace, calibrated"}
         assert all(0 < float(nll) < 2 for nll in rows.values())
         assert re.search(r"(\d+) KiB, the network (\d+) KiB: True", printed)
-
-
-def test_the_runner_keeps_order_and_names_lines(tmp_path):
-    script = tmp_path / "example.py"
-    script.write_text(
-        "# %% [markdown]\n# # Title\n#\n# Text.\n\n# %%\nx = 1\nprint(x)\n# %%\n1 / 0\n"
-    )
-    command = [sys.executable, str(RUNNER), str(script)]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    first, second, third = json.loads(listed)
-    assert first == {"kind": "markdown", "source": "# Title\n\nText."}
-    assert second["source"] == "x = 1\nprint(x)" and third["source"] == "1 / 0"
-    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert failed.returncode and 'example.py", line 10' in failed.stderr
-    assert "ZeroDivisionError" in failed.stderr and not (tmp_path / "cells.json").exists()

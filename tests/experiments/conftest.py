@@ -1,13 +1,13 @@
 """Stand-ins for the experiments' data, and their runs in this process."""
 
 import io
-import tarfile
 
 import numpy as np
 import pytest
 import torch
 
 from experiments import studies
+from tests.experiments.data.text_and_graphs import write_uci
 from tests.marglik.data.image_helpers import encoded, write_archive
 
 
@@ -66,12 +66,8 @@ def tiny_yacht(tmp_path, monkeypatch):
         "index_train_0": np.arange(32),
         "index_test_0": np.arange(32, 40),
     }
-    with tarfile.open(tmp_path / "uci.tar.gz", "w:gz") as archive:
-        for part, values in files.items():
-            text = io.BytesIO()
-            np.savetxt(text, values)
-            member = tarfile.TarInfo(f"uci/yacht/{part}.txt")
-            member.size = text.tell()
-            text.seek(0)
-            archive.addfile(member, text)
+    texts = {part: io.StringIO() for part in files}
+    for part, values in files.items():
+        np.savetxt(texts[part], values)
+    write_uci(tmp_path / "uci.tar.gz", "yacht", {k: t.getvalue() for k, t in texts.items()})
     monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))

@@ -1,83 +1,31 @@
 """That the studies measure what they say: their own algebra against oracles."""
 
-import itertools
 import math
 import statistics
-from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
+from experiments.data.uci import UCI
 from experiments.exactness import modes
 from experiments.exactness.networks import Config as Exactness
 from experiments.exactness.networks import cases
 from experiments.optimizers.steps_to_target import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
-from experiments.speed.update_step_timing import amortised
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
-from experiments.weight_decay import default_options, training, weight_decay_study
 from marglik.cli import main as marglik
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
 from tests import oracles
+from tests.experiments.data.text_and_graphs import write_uci
 
 TINY = Exactness(seeds=2, num_examples=3, num_positions=3, num_outputs=2, nodes=(2, 3, 5))
-ATTENTION = ("query", "key", "value", "output")
-CONVOLUTIONS = ("convolution 1", "convolution 2")
-
-
-def expected_modes():
-    """(network, setting, layer) -> the exact mode."""
-    expected = {}
-
-    def rows(network, setting, of_layers):
-        expected.update({(network, setting, layer): mode for layer, mode in of_layers.items()})
-
-    for setting in ("expand", "reduce"):
-        rows("deep linear network", setting, {f"layer {i}": setting for i in (1, 2, 3)})
-        # Only the last layer's positions never mix behind it; circular padding mixes them evenly.
-        last = dict(zip(CONVOLUTIONS, ("none", setting), strict=True))
-        even = dict.fromkeys(CONVOLUTIONS, "reduce") if setting == "reduce" else last
-        rows("two circular convolutions", setting, even)
-        rows("two circular convolutions, ReLU between", setting, last)
-        rows("two zero-padded convolutions", setting, last)
-        for kind, N in itertools.product(("linear", "softmax"), (1, TINY.num_examples)):
-            none = {f"block {i}, {name}": "none" for i in (1, 2) for name in ATTENTION}
-            exact = {"block 2, output": setting}
-            if (kind, N) == ("linear", 1):
-                exact["block 2, query"] = setting
-            rows(f"{kind} self-attention, N = {N}", setting, none | exact)
-    pooled = {"convolution": "reduce", "linear": "both"}
-    rows("convolution, average pooling, linear layer", "reduce", pooled)
-    sums = {"equal sizes, sum": "reduce", "different sizes, sum": "none"}
-    for graphs, mode in (
-        sums | {"different sizes, mean": "none", "different sizes, sum / √V": "reduce"}
-    ).items():
-        rows(f"GraphNetwork, {graphs}", "reduce", {"edge": mode, "node": mode, "graph": "both"})
-    return expected
-
-
-def test_modes_are_exact_where_they_should_be_and_far_off_elsewhere():
-    found = modes.run(TINY)["errors"]
-    measured = {}
-    for entry in found:
-        # Softmax attention makes positions so alike that the modes nearly agree.
-        softmax = entry["network"].startswith("softmax")
-        for layer, errors in entry["layers"].items():
-            measured[entry["network"], entry["setting"], layer] = modes.exact_modes(errors)
-            for values in errors.values():
-                assert max(values) < modes.EXACT or min(values) > (1e-4 if softmax else 0.1), layer
-            # The same shift of all keys changes no attention weight: reduce has no block for them.
-            if softmax and layer.endswith("key"):
-                assert errors["reduce"] == pytest.approx([1.0] * TINY.seeds)
-    assert measured == expected_modes()
 
 
 def test_exact_blocks_are_those_of_the_oracle():
@@ -87,42 +35,6 @@ def test_exact_blocks_are_those_of_the_oracle():
         blocks = modes.exact_blocks(model, x)
         for name, block in oracles.dense_ggn_blocks(model, x, "regression").items():
             assert_close(blocks[name], block)
-
-
-# Rivals
-
-
-def test_the_temperature_is_that_of_the_mixtures_held_out_nll():
-    torch.manual_seed(0)
-    f, y = 7 * torch.randn(3, 200, 4, dtype=torch.float64), torch.arange(200) % 4
-
-    def nll(tau):
-        return -(f / tau).softmax(-1).mean(0)[torch.arange(200), y].log().mean()
-
-    grid = torch.logspace(-1, 1.5, 126).double()
-    prior = 0.5 * PRIOR_OF_SHARPNESS * grid.log().square() / 200
-    tau = grid[(torch.stack([nll(t) for t in grid]) + prior).argmin()]
-    found = training.scaled_scores(f, y, f, y)
-    assert found["tau"] == pytest.approx(tau.item(), rel=1e-4) and tau > 2
-    assert found["nll"] == pytest.approx(nll(tau).item()) != nll(1.0).item()
-    assert found["raw_nll"] == pytest.approx(nll(1.0).item())
-
-
-def test_predictives_and_dropout_are_scored_as_the_probabilities_that_they_give(monkeypatch):
-    problem = weight_decay_study.PROBLEMS["digits, MLP"]
-    small = replace(problem, epochs=2, held_out=40)
-    monkeypatch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
-    monkeypatch.setattr(weight_decay_study, "SAMPLES", 3)
-    ways = weight_decay_study.Ways(weight_decay_study.Config("digits, MLP", 60, 0.0, 0))
-    learned = ways.fixed(None, "settling")
-    x, y = ways.test
-    for layers in ("all", "last"):
-        way = ways.laplace(learned, layers, calibrated=False)
-        config = PredictiveConfig("probit", layers=layers, calibration="none")
-        p = laplace_predictive(learned.posterior, config)(x).mean
-        assert ways.scores(way)["raw_nll"] == pytest.approx(nll_loss(p.log(), y).item(), rel=1e-5)
-    way = ways.dropout(5e-4, 0.4)
-    assert way.test.shape == (3, len(y), 10) and way.test.std(0).min() > 0
 
 
 def test_rows_of_one_pass_are_the_predictives():
@@ -149,53 +61,34 @@ def test_rows_of_one_pass_are_the_predictives():
 
 # Regression
 
-TRAINING = uci.Training(hidden=4, steps=12, batch_size=8, lr=0.05)
+
+ROWS = np.array(
+    [[1.0, 7.0, 10.0, 4.0], [2.0, 7.0, 20.0, 3.0], [4.0, 7.0, 60.0, 9.0], [9.0, 8.0, 90.0, 1.0]]
+)  # the second column is constant over the first three rows, the third is the target
+UCI_TEXTS = {
+    "data": "\n".join(" ".join(map(str, row)) for row in ROWS),
+    "index_features": "0\n1\n3\n",
+    "index_target": "2\n",
+    "index_train_0": "0.0\n2.0\n1.0\n",
+    "index_test_0": "3.0\n",
+}
 
 
-def data(n=20):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    return x, x[:, :1].sin() + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+def test_uci_is_standardised_by_the_training_part(tmp_path):
+    splits = UCI("tiny", path=write_uci(tmp_path / "uci.tar.gz", "tiny", UCI_TEXTS)).load()
+    (x, y), (x_test, y_test) = splits.train, splits.test
+    # By hand: rows 0, 2, 1; targets 10, 60, 20 with mean 30 and variance (400 + 900 + 100) / 3.
+    std = (1400 / 3) ** 0.5
+    assert splits.target_scale == pytest.approx((30, std))
+    assert_close(y, torch.tensor([[-20.0], [30.0], [-10.0]]) / std)
+    assert_close(y_test, torch.tensor([[60.0]]) / std)
+    assert_close(x[:, 0], (torch.tensor([1.0, 4.0, 2.0]) - 7 / 3) / (14 / 9) ** 0.5)
+    assert not x[:, 1].any() and x_test[0, 1] == 1  # its scale is not known
+    # Negative control: with the test example the mean would be another.
+    assert abs(splits.target_scale[0] - ROWS[:, 2].mean()) > 1
 
 
-def trained_alone(weight_decay, seed, order_seed):
-    """A plain loop over one network, with Adam's own formulas left to torch's slow form."""
-    network = TRAINING.network(3, seed)
-    optimizer = torch.optim.Adam(network.parameters(), TRAINING.lr, foreach=False)
-    loader = TRAINING.batches(data(), order_seed)
-    for step, (a, b) in enumerate([batch for _ in range(4) for batch in loader]):
-        optimizer.param_groups[0]["lr"] = (
-            TRAINING.lr * (1 + math.cos(math.pi * step / TRAINING.steps)) / 2
-        )
-        loss = 0.5 * (network(a) - b).square().mean()
-        loss = loss + 0.5 * weight_decay * sum(p.square().sum() for p in network.parameters())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return network
-
-
-def test_networks_trained_side_by_side_are_those_trained_alone():
-    together = uci.train_side_by_side(TRAINING, data(), [0.0, 0.3, 0.3], [5, 5, 7])
-    alone = [trained_alone(wd, seed, 5) for wd, seed in ((0.0, 5), (0.3, 5), (0.3, 7))]
-    for a, b in zip(together, alone, strict=True):
-        for p, q in zip(a.parameters(), b.parameters(), strict=True):
-            assert_close(p, q, rtol=1e-8, atol=1e-10)
-    first, second, third = (n.state_dict()["layers.1.weight"] for n in together)
-    assert (first - second).abs().max() > 1e-2 and (second - third).abs().max() > 1e-2
-
-
-def test_the_ensemble_is_a_mixture_and_metrics_are_in_the_targets_units():
-    x_test = data(7)[0]
-    found, chosen = uci.grid_and_ensemble(TRAINING, data(), x_test, 0)
-    decays, seeds = [chosen["weight_decay"]] * 5, [0, 100, 200, 300, 400]
-    members = uci.train_side_by_side(TRAINING, data(), decays, seeds)
-    f = torch.stack([member(x_test) for member in members]).detach()
-    assert_close(found["grid search"].mean, f[0])
-    assert_close(found["ensemble of five"].mean, f.mean(0))
-    variance = (f - f.mean(0)).square().mean(0) + chosen["sigma_noise"] ** 2
-    assert_close(found["ensemble of five"].variance, variance)
-
+def test_metrics_of_regression_are_in_the_targets_units():
     class Splits:
         target_scale = 30.0, 4.0
 
@@ -224,20 +117,6 @@ def test_what_settles_at_a_target_first():
     assert [settled_at(c, "accuracy", 0.5) for c in curves] == [None, 3, None]
     assert [settled_at(c, "accuracy", 0.2) for c in curves] == [2, 2, None]
     assert [best_candidate(found, target).lr for target in (0.5, 0.3, None)] == [2.0, 1.0, 2.0]
-
-
-def test_amortised_is_the_mean_of_fifty_steps():
-    """Each step of a run in turn: inverses at step 0, factors at 0, 10, 20, 30, 40."""
-    ratios = {"old inverses": 1.1, "new factors, reduce": 1.5, "new inverses, reduce": 2.0}
-    kinds = ["old inverses"] * 50
-    kinds[::10] = ["new factors, reduce"] * 5
-    kinds[0] = "new inverses, reduce"
-    assert amortised(ratios, "reduce") == pytest.approx(sum(ratios[kind] for kind in kinds) / 50)
-
-
-def test_worse_than_no_decay_is_beyond_two_standard_errors():
-    assert default_options.is_worse([0.2, 0.21, 0.22])
-    assert not default_options.is_worse([0.2, -0.1, 0.1])
 
 
 # Table 2

@@ -4,62 +4,114 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
-from marglik import KronLaplace
+from marglik import KronLaplace, Posterior
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 
 LIKELIHOODS = ("classification", "regression", "bernoulli")
 METHODS = ("probit", "mc", "linearised")
+DELTAS = torch.linspace(0.5, 3.0, 6)
+"""Prior precisions of the network's six tensors."""
 CASES = {
     "classification": {},
     "regression": {"likelihood": "regression", "sigma_noise": 0.4},
     "bernoulli": {"likelihood": "bernoulli"},
-    "expand": {"kfac_approx": "expand"},
+    "reduce": {"kfac_approx": "reduce"},
     "empirical Fisher": {"fisher": "empirical"},
     "Monte Carlo Fisher": {"fisher": "mc"},
     "temperature": {"temperature": 0.3},
-    "a prior for each tensor": {"prior_precision": torch.tensor([0.1, 3.0, 1 / 3, 70.0])},
-    "frozen parameters": {"frozen": True},
-    "float64": {"dtype": torch.float64},
+    "one prior for all": {"prior_precision": 0.7},
+    "frozen parameters": {"frozen": True, "prior_precision": 0.7},
+    "float32": {"dtype": torch.float32},
+    "corrected": {"corrected": True},
 }
 
 
-def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    """A network of images (1, 4, 4) with dropout and three outputs."""
+class TakesMapping(nn.Module):
+    """A network of batches that are mappings."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of the batch's "pixels"."""
+        return self.net(batch["pixels"])
+
+
+def network(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+    """A network of images (2, 4, 4) with dropout and three outputs."""
     torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 3)
-    )
-    return model.to(dtype)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Dropout(0.5), nn.Conv2d(4, 4, 1),
+        nn.Tanh(), nn.Flatten(), nn.Linear(16, 3),
+    ).to(dtype)  # fmt: skip
 
 
-def data(likelihood: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Ten examples for `network`."""
+def data(
+    likelihood: str = "classification", dtype: torch.dtype = torch.float64, n: int = 8
+) -> tuple[Tensor, Tensor]:
+    """Examples for `network`."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(10, 1, 4, 4, generator=generator, dtype=dtype)
-    if likelihood == "classification":
-        return x, torch.randint(3, (10,), generator=generator)
-    y = torch.randn(10, 3, generator=generator, dtype=dtype)
-    return x, y if likelihood == "regression" else (y > 0).to(dtype)
+    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator).to(dtype)
+    y = torch.randn(n, 3, dtype=torch.float64, generator=generator).to(dtype)
+    return x, {"classification": y.argmax(1), "bernoulli": (y > 0).to(y)}.get(likelihood, y)
 
 
 def fitted(
     likelihood: str = "classification",
     *,
-    dtype: torch.dtype = torch.float32,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float64,
     frozen: bool = False,
-    seed: int = 2,
+    corrected: bool = False,
+    seed: int = 0,
     **options: object,
-) -> KronLaplace:
-    """A fitted posterior; the convolution is known if ``frozen``; other factors by the seed."""
-    model = network(dtype, seed - 2)
-    model[0].requires_grad_(not frozen)
-    defaults = {"prior_precision": 0.7, "kfac_approx": "reduce"}
-    laplace = KronLaplace(model, likelihood, **(defaults | options))
+) -> tuple[KronLaplace, Tensor]:
+    """A posterior, and the inputs that it was fitted to; the first layer is known if ``frozen``."""
+    if model is None:
+        model = network(dtype, seed)
+        model[0].requires_grad_(not frozen)
+    laplace = KronLaplace(model, likelihood, **{"prior_precision": DELTAS} | options)
     torch.manual_seed(seed)
-    laplace.fit([data(likelihood, dtype)])
-    return laplace
+    laplace.fit([data(likelihood, dtype)], corrected=corrected)
+    return laplace, data(likelihood, dtype)[0]
+
+
+def jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Trainable parameter -> J (N, C, P_b) of the outputs, in eval mode, by `torch.func`."""
+    learned = {n: p.detach() for n, p in model.eval().named_parameters() if p.requires_grad}
+    found = jacrev(lambda p: functional_call(model, p, (x,)))(learned)
+    return {name: J.flatten(2).detach() for name, J in found.items()}
+
+
+def by_jacobians(
+    laplace: Posterior,
+    x: Tensor,
+    blocks: dict[str, Tensor] | None = None,
+    *,
+    joint: bool = False,
+) -> Tensor:
+    """The outputs' covariance J Σ Jᵀ from dense matrices: the oracle.
+
+    Args:
+        laplace: fitted.
+        x: inputs (N, ...).
+        blocks: H of each parameter; by default those of the fitted factors.
+        joint: (N·C, N·C) of all examples together, in place of (N, C, C).
+    """
+    total = torch.zeros(())
+    J_of = jacobians(laplace.model, x)
+    deltas = laplace.prior_precision.expand(len(J_of))
+    for (name, J), delta in zip(J_of.items(), deltas, strict=True):
+        H = laplace.fitted_factors().blocks[name].to_dense() if blocks is None else blocks[name]
+        precision = H / (laplace.sigma_noise**2 * laplace.temperature)
+        precision = precision + delta * torch.eye(len(H)).to(H)
+        J = J.flatten(0, 1) if joint else J
+        total = total + J @ torch.linalg.solve(precision, J.mT)
+    return total
 
 
 def predictions(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from marglik import KronLaplace
@@ -13,7 +12,6 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
-from marglik.storage.run_folder import read_log
 from tests.marglik import posteriors
 from tests.marglik.posteriors import LIKELIHOODS
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
@@ -29,16 +27,16 @@ CUDA = ["--accelerator", "cuda"]
 
 def learned(likelihood, device):
     """A fitted posterior in float64, with hyperparameters of 20 steps on its evidence."""
-    model = posteriors.network(torch.float64).to(device)
+    model = posteriors.network().to(device)
     laplace = KronLaplace(model, likelihood, kfac_approx="reduce")
-    laplace.fit([posteriors.data(likelihood, torch.float64)])  # from the host
+    laplace.fit([posteriors.data(likelihood)])  # from the host
     Hyperparameters(PriorGroups.from_model(model), 1.0).update(laplace, 20)
     return laplace
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_evidence_hyperparameters_and_predictions_agree(likelihood):
-    x, y = posteriors.data(likelihood, torch.float64)
+    x, y = posteriors.data(likelihood)
     found = []
     for device in ("cuda", "cpu"):
         laplace = learned(likelihood, device)
@@ -60,9 +58,9 @@ def test_evidence_hyperparameters_and_predictions_agree(likelihood):
 @pytest.mark.parametrize(("written", "read"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
 def test_posteriors_move_between_devices(written, read, tmp_path):
     laplace = learned("classification", written)
-    x = posteriors.data("classification", torch.float64)[0]
+    x = posteriors.data("classification")[0]
     save_posterior(laplace, tmp_path)
-    loaded = load_posterior(tmp_path, posteriors.network(torch.float64, 1), read)
+    loaded = load_posterior(tmp_path, posteriors.network(seed=1), read)
     before = laplace_predictive(laplace, PredictiveConfig("probit"))(x.to(written))
     after = laplace_predictive(loaded, PredictiveConfig("probit"))(x.to(read))
     assert after.mean.device.type == read
@@ -97,31 +95,3 @@ def test_commands_on_the_gpu(options, tmp_path):
         metrics[device] = found["MAP"]["metrics"]
     for name, value in metrics["cuda"].items():
         assert metrics["cpu"][name] == pytest.approx(value, rel=0.02, abs=0.02), name
-
-
-def test_a_run_resumes(tmp_path, monkeypatch):
-    """Interrupted after two epochs, it is the run that was not; sums may be in another order."""
-    options = [*TRAIN, *DATA, *MODEL, *CUDA]
-    assert main([*options, "--output", str(tmp_path / "whole")]) == 0
-    cut = tmp_path / "cut"
-    with monkeypatch.context() as patched:
-        from marglik.storage.run_folder import RunLog
-
-        write = RunLog.write
-
-        def interrupted(self, record):
-            write(self, record)
-            if record["kind"] == "epoch" and record["epoch"] == 3:
-                raise KeyboardInterrupt
-
-        patched.setattr(RunLog, "write", interrupted)
-        assert main([*options, "--output", str(cut)]) == 130
-    assert main([*options, "--output", str(cut), "--resume"]) == 0
-    states = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
-    for name, tensor in states[0].items():
-        assert_close(tensor, states[1][name], rtol=1e-4, atol=1e-5)
-    losses = [
-        [record["loss"] for record in read_log(tmp_path / name) if record["kind"] == "epoch"]
-        for name in ("whole", "cut")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -103,8 +103,3 @@ def test_what_does_not_fit_is_named(change, message):
     assert graphs.check() is graphs
     with pytest.raises(ValueError, match=message):
         replace(graphs, **change).check()
-
-
-def test_a_batch_has_a_graph():
-    with pytest.raises(ValueError, match="at least 1 graph"):
-        some_graphs()[:0].check()

@@ -160,12 +160,12 @@ def test_data_that_is_read_once_counts_whole():
     assert_close(once.log_marginal_likelihood(), again.log_marginal_likelihood())
 
 
-def small(structure, subset="all", data_of="classification", batches=1, **options):
-    """A fitted approximation, and H (P, P) by the definition."""
-    x, y = data(data_of)
-    la = Laplace(network(), data_of, subset, structure, prior_precision=0.7, **options)
+def low_rank(rank, batches):
+    """A fitted approximation of this rank, and the one of full rank."""
+    x, y = data("classification")
+    la = Laplace(network(), "classification", "all", "lowrank", prior_precision=0.7, rank=rank)
     la.fit([*zip(x.chunk(batches), y.chunk(batches), strict=True)])
-    dense = Laplace(network(), data_of, "all", "full", prior_precision=0.7)
+    dense = Laplace(network(), "classification", "all", "full", prior_precision=0.7)
     dense.fit([(x, y)])
     return la, dense
 
@@ -174,7 +174,7 @@ def test_low_rank_is_the_largest_eigenpairs():
     """Evidence, covariances and samples by the dense matrix whose other eigenvalues are 0."""
     x, _ = data("classification")
     for rank, batches in ((100, 4), (6, 1)):
-        la, dense = small("lowrank", rank=rank, batches=batches)
+        la, dense = low_rank(rank, batches)
         values, vectors = torch.linalg.eigh(dense.H)
         assert values[:-6].max() > 0.1  # negative control: six eigenpairs are not all
         values[: max(0, len(values) - rank)] = 0
@@ -186,7 +186,7 @@ def test_low_rank_is_the_largest_eigenpairs():
         samples = la.sample(100_000, torch.Generator().manual_seed(0))
         covariance = torch.linalg.inv(dense.H + 0.7 * torch.eye(len(values)).double())
         assert (samples.T.cov() - covariance).norm() < 0.03 * covariance.norm()
-    la, dense = small("lowrank", rank=6, batches=4)  # cut after each batch: never more than H
+    la, dense = low_rank(6, 4)  # cut after each batch: never more than H
     assert torch.linalg.eigvalsh(dense.H - la.H.T @ la.H).min() > -1e-9
 
 

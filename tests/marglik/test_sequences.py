@@ -1,7 +1,5 @@
 """Sequences: a loss term for each position, some of which do not count; by brute force."""
 
-import json
-
 import pytest
 import torch
 from torch.nn.utils import vector_to_parameters
@@ -14,7 +12,6 @@ from marglik.data import Splits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.evaluation import evaluate
 from marglik.prediction.links import predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics
 from marglik.prediction.predictive import (
@@ -27,7 +24,7 @@ from marglik.runs.config import CurvatureConfig
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
 from tests import oracles
-from tests.marglik.linear_networks import TokenNetwork
+from tests.marglik.networks import TokenNetwork
 
 N, R, C = 5, 4, 3
 IGNORED = -100
@@ -94,13 +91,6 @@ def test_what_does_not_count_would_change_them():
     assert prediction.mean.shape == (N * R, C)
     every = compute_metrics(prediction, labels, "classification")["cls/NLL"]
     assert abs(every - float(sum(losses())) / len(terms())) > 0.05
-
-
-def test_nothing_that_counts_is_named():
-    x, _ = data()
-    nothing = torch.full((N, R), IGNORED)
-    with pytest.raises(ValueError, match="No target counts"):
-        predict_all(map_predictive(network()), [(x, nothing)], targets=splits().targets)
 
 
 def trained(ignore_index, y, steps_lr=0.1):
@@ -225,17 +215,6 @@ def test_linearised_networks_predict_positions_as_mc_does(laplace):
         vector_to_parameters(sample, other.parameters())
         p.append(torch.softmax(other(x).detach(), -1))
     assert (torch.stack(p).mean(0) - gaussian.mean).abs().max() > 0.04
-
-
-def test_the_evaluation_says_how_many_positions_it_is_about():
-    found = evaluate({"MAP": map_predictive(network())}, splits(), "classification", batch_size=2)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["num_test"], found["num_positions"]) == (N, len(terms()))
-    assert (found["classes"], found["uncertain"]) == (["a", "b", "c"], None)
-    entry = found["predictives"]["MAP"]
-    mean = float(sum(losses())) / len(terms())
-    assert entry["metrics"]["test/cls/NLL"] == pytest.approx(mean)
-    assert sum(entry["reliability"]["counts"]) == len(terms())
 
 
 def test_predictives_refuse_what_would_not_end(monkeypatch):

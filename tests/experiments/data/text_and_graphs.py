@@ -1,13 +1,13 @@
-"""Small files in the form of DART and of NCI1."""
+"""Small files in the form of DART, of NCI1 and of the UCI archive."""
 
 import gzip
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.marglik.data.image_helpers import write_archive
 
 TYPES = 3
 """Kinds of nodes in the archives."""
@@ -56,10 +56,9 @@ def nci1_texts(number: int, seed: int = 0) -> dict[str, str]:
 
 def write_nci1(path: Path, texts: dict[str, str]) -> Path:
     """The parts as NCI1's archive has them."""
-    with tarfile.open(path, "w:gz") as archive:
-        for part, text in texts.items():
-            content = text.encode()
-            info = tarfile.TarInfo(f"./NCI1_{part}.txt")
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
+    return write_archive(path, {f"./NCI1_{k}.txt": v.encode() for k, v in texts.items()})
+
+
+def write_uci(path: Path, name: str, texts: dict[str, str]) -> Path:
+    """The parts of one data set as the UCI archive has them."""
+    return write_archive(path, {f"uci/{name}/{k}.txt": v.encode() for k, v in texts.items()})

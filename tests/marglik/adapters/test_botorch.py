@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from marglik import Posterior
@@ -18,6 +17,7 @@ from botorch.optim import optimize_acqf  # noqa: E402
 from botorch.sampling.normal import SobolQMCNormalSampler  # noqa: E402
 
 from marglik.adapters.botorch import LaplaceModel  # noqa: E402
+from tests.marglik.posteriors import by_jacobians  # noqa: E402
 
 SIGMA, DELTA, T = 0.3, 0.7, 0.5
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
@@ -34,18 +34,6 @@ def fitted(outputs=1):
     return posterior, x
 
 
-def dense(posterior, X):
-    """J(X) Σ J(X)ᵀ of one set of points, (q·m, q·m), from the blocks' dense matrices."""
-    parameters = {n: p.detach() for n, p in posterior.model.named_parameters()}
-    J = jacrev(lambda p: functional_call(posterior.model, p, (X,)))(parameters)
-    total = torch.zeros(())
-    for name, block in posterior.factors.blocks.items():
-        precision = block.to_dense() / (SIGMA**2 * T) + DELTA * torch.eye(block.numel)
-        J_n = J[name].flatten(2).flatten(0, 1)  # (q·m, P)
-        total = total + J_n @ torch.linalg.solve(precision, J_n.mT)
-    return total.detach()
-
-
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_posterior_is_the_joint_gaussian(outputs):
     posterior, _ = fitted(outputs)
@@ -58,7 +46,7 @@ def test_posterior_is_the_joint_gaussian(outputs):
     by_point = model.posterior(X, observation_noise=torch.full((1, outputs), 0.2).double())
     eye = torch.eye(3 * outputs).double()
     for t in range(5):
-        expected = dense(posterior, X[t])
+        expected = by_jacobians(posterior, X[t], joint=True)
         covariance = found.distribution.covariance_matrix[t]
         assert_close(covariance, expected)
         assert_close(noisy.distribution.covariance_matrix[t], expected + SIGMA**2 * eye)

@@ -7,6 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.options import CurvatureOptions
@@ -14,6 +15,7 @@ from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
 from marglik.augmentation.ranges import RangeLearner, _random_parts, evidence_gradient
 from marglik.augmentation.transforms import Transform
+from tests.marglik.plain_loop import learn
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
 
@@ -150,20 +152,6 @@ def test_wrong_arguments_are_named(arguments, word):
         Affine("turn")
 
 
-class Batches:
-    """Shuffled batches of 25."""
-
-    def __init__(self, x: Tensor, y: Tensor):
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y) // 25
-
-    def __iter__(self):
-        for which in torch.randperm(len(self.y)).split(25):
-            yield self.x[which], self.y[which]
-
-
 def test_what_cannot_be_transformed_or_learned_is_named():
     model = LearnedAugmentation(nn.Flatten(), [Affine("rotate")])
     with pytest.raises(TypeError, match="not dict"):
@@ -173,27 +161,11 @@ def test_what_cannot_be_transformed_or_learned_is_named():
 
 
 def test_random_parts_of_the_data():
-    read = []
-
     def parts(total: int, share: float) -> list[list[int]]:
-        def batches():
-            for k in range(total):
-                read.append(k)
-                yield k
-
-        class Data:
-            def __len__(self) -> int:
-                return total
-
-            def __iter__(self):
-                return batches()
-
-        read.clear()
-        return list(_random_parts(Data(), share))
+        return list(_random_parts(list(range(total)), share))
 
     found = parts(20, 0.15)
-    assert [len(part) for part in found] == [3, 3]
-    assert read == list(range(max(found[1]) + 1)) and len({*found[0], *found[1]}) == 6
+    assert [len(part) for part in found] == [3, 3] and len({*found[0], *found[1]}) == 6
     assert parts(1, 0.5) == [[0]]
     assert sorted(sum(parts(2, 1.0), [])) == [0, 1]
     assert sorted(sum(parts(5, 1.0), [])) != list(range(5))  # two of each
@@ -209,17 +181,11 @@ def learned_angle(largest: float, epochs: int = 12) -> float:
         nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 10)
     )
     model = LearnedAugmentation(network, [Affine("rotate")], ranges={"rotate": 0.4})
-    loader = Batches(x, torch.tensor(found.target[:200]))
+    labels = torch.tensor(found.target[:200])
+    loader = DataLoader(TensorDataset(x, labels), 25, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     learner = PriorLearner("classification", CurvatureOptions(kfac_approx="reduce"))
-    learner.start(model, optimizer, loader, epochs)
-    for epoch in range(1, epochs + 1):
-        for inputs, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), labels).backward()
-            learner.add_to_gradients()
-            optimizer.step()
-        learner.end_of_epoch(epoch)
+    learn(model, optimizer, learner, loader, epochs)
     return model.ranges.item()
 
 

@@ -82,25 +82,18 @@ def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
     )
 
 
-def resumed_from(folder, step):
-    """The model and prior of a run that goes on from its checkpoint after so many steps."""
-    model = Classifier()
-    run = trainer(folder, model, save_strategy="steps", save_steps=4)
-    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
-    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    return model, prior
-
-
 def test_resumes_from_a_checkpoint_of_an_epochs_last_step(tmp_path):
     """It is written before the epoch's update; steps 8 and 16 of four an epoch end epochs 2, 4."""
-    step = 8
-    whole = Classifier()
-    run = trainer(tmp_path, whole, save_strategy="steps", save_steps=4)
-    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
-    run.train()
-    resumed, second = resumed_from(tmp_path, step)
-    assert second.learner.evidences == prior.learner.evidences
-    assert torch.equal(second.learner.weight_decays(), prior.learner.weight_decays())
+    found = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-8")):
+        model = Classifier()
+        run = trainer(tmp_path, model, save_strategy="steps", save_steps=4)
+        prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+        run.train(resume_from_checkpoint=checkpoint)
+        found.append((model, prior.learner))
+    (whole, first), (resumed, second) = found
+    assert second.evidences == first.evidences
+    assert torch.equal(second.weight_decays(), first.weight_decays())
     for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
 

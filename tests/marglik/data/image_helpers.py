@@ -43,18 +43,14 @@ def write_folder(folder, files):
     return folder
 
 
-def write_archive(path, files, *, directories=(), order=None):
+def write_archive(path, files):
     """A tar archive, compressed as its name says."""
     mode = "w:gz" if path.suffix in {".gz", ".tgz"} else "w"
     with tarfile.open(path, mode) as archive:
-        for name in directories:
+        for name, content in files.items():
             info = tarfile.TarInfo(name)
-            info.type = tarfile.DIRTYPE
-            archive.addfile(info)
-        for name in order or files:
-            info = tarfile.TarInfo(name)
-            info.size = len(files[name])
-            archive.addfile(info, io.BytesIO(files[name]))
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
     return path
 
 

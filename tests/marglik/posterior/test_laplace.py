@@ -1,4 +1,4 @@
-"""Posteriors: laplace-torch's numbers, modes, cached eigenvalues, wrong arguments."""
+"""Posteriors: modes, cached eigenvalues, dtypes, wrong arguments."""
 
 import math
 
@@ -11,9 +11,12 @@ from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior
-from tests.marglik.small_laplace import data, network
+from tests.marglik.posteriors import LIKELIHOODS, data, fitted, network, predictions
 
-pytestmark = pytest.mark.filterwarnings("ignore:By default `link_approx`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:By default `link_approx`"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def test_auto_is_the_default():
@@ -28,23 +31,6 @@ def test_auto_is_the_default():
         assert torch.equal(found[mode], plain.log_marginal_likelihood())
     assert found["default"] == found["auto"]
     assert (found["expand"] - found["reduce"]).abs() > 0.1  # nats
-
-
-def test_modes_are_restored_and_dropout_is_off():
-    batch, model = data(), network()
-    model.train()
-    model[1].eval()
-    modes = [module.training for module in model.modules()]
-    la = KronLaplace(model, "classification")
-    x = batch[0][:3]
-    la.fit([batch])
-    predictions = [la(x) for _ in range(2)]
-    samples = [
-        la.predictive_samples(x, generator=torch.Generator().manual_seed(0)) for _ in range(2)
-    ]
-    assert [module.training for module in model.modules()] == modes
-    assert_close(predictions[0], predictions[1])
-    assert_close(samples[0], samples[1])
 
 
 def test_a_fit_in_inference_mode_is_the_same():
@@ -78,16 +64,14 @@ def test_eigenvectors_wait_for_a_predictive(monkeypatch):
 
 
 def test_sampled_networks_leave_mean_and_parameters_apart():
-    model, batch = network(), data()
-    la = KronLaplace(model, "classification")
-    la.fit([batch])
+    la, x = fitted()
     mean = la.mean.clone()
-    la(batch[0], pred_type="nn", link_approx="mc", n_samples=2)
+    la(x, pred_type="nn", link_approx="mc", n_samples=2)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in la.params:
             p.add_(1.0)
     assert_close(la.mean, mean)
-    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 6
+    assert len({p.untyped_storage().data_ptr() for p in la.params}) == 6
 
 
 @pytest.mark.parametrize(
@@ -109,31 +93,6 @@ def test_wrong_arguments(arguments, error, message):
         KronLaplace(**{"model": network(), "likelihood": "classification"} | arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("prior_precision", math.inf), ("sigma_noise", 0.0), ("sigma_noise", "1")]
-)
-def test_wrong_hyperparameters_leave_the_old_ones(name, value):
-    la = KronLaplace(network(), "regression", sigma_noise=0.5, prior_precision=0.5)
-    with pytest.raises(
-        (ValueError, TypeError), match=f"{name} (must be positive( and finite)?, not|is '1')"
-    ):
-        setattr(la, name, value)
-    assert (la.prior_precision == 0.5).all() and la.sigma_noise == 0.5
-
-
-def test_not_fitted():
-    la = KronLaplace(network(), "classification")
-    x, _ = data()
-    for use in (
-        la.log_marginal_likelihood,
-        la.state_dict,
-        la.effective_parameters,
-        lambda: la.output_distribution(x),
-    ):
-        with pytest.raises(AttributeError, match="call fit\\(\\) first"):
-            use()
-
-
 def test_weights_in_channels_last():
     """Their order in memory is not that of their entries."""
     found = []
@@ -147,3 +106,79 @@ def test_weights_in_channels_last():
     assert not model[0].weight.is_contiguous()
     assert torch.equal(found[0][0], found[1][0])
     assert_close(found[0][1], found[1][1])
+
+
+# --- other dtypes ---
+
+HYPERPARAMETERS = ("prior_precision", "sigma_noise")
+
+
+def dtypes(laplace):
+    tensors = [*laplace.model.parameters(), laplace.mean]
+    return {t.dtype for t in tensors + [getattr(laplace, name) for name in HYPERPARAMETERS]}
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_to_double(likelihood):
+    noise = {"sigma_noise": 0.3} if likelihood == "regression" else {}
+    laplace, x = fitted(likelihood, dtype=torch.float32, **noise)
+    before, evidence = predictions(laplace, x, ["probit"])["probit"], laplace.evidence_terms
+    assert laplace.to(dtype=torch.float64) is laplace
+    assert dtypes(laplace) == {torch.float64}
+    assert {block.B.dtype for block in laplace.factors.blocks.values()} == {torch.float64}
+    assert laplace.evidence_terms is not evidence  # nothing of before is used
+    after = predictions(laplace, x.double(), ["probit"])["probit"]
+    assert after.mean.dtype == torch.float64
+    assert_close(after.mean.float(), before.mean)
+    for method in ("mc", "linearised"):
+        assert predictions(laplace, x.double(), [method])[method].mean.dtype == torch.float64
+
+    # The same as a posterior that was made in float64 from these parameters and factors.
+    options = {name: getattr(laplace, name) for name in HYPERPARAMETERS}
+    made = KronLaplace(laplace.model, likelihood, **options)
+    made.restore(laplace.factors)
+    assert torch.equal(made.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    both = [predictions(la, x.double(), ["mc"])["mc"].mean for la in (made, laplace)]
+    assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hyperparameters_of_networks_in_half_precision(dtype):
+    """Float16 ends at 65,504, and bfloat16 has three digits."""
+    model = network().to(dtype)
+    for posterior in (Posterior(model, "regression"), KronLaplace(model, "regression")):
+        posterior.prior_precision, posterior.sigma_noise = 1.234567e5, 0.1234567
+        posterior.to(dtype=dtype)
+        assert posterior.prior_precision.item() == pytest.approx(1.234567e5, rel=1e-6)
+        assert posterior.sigma_noise.item() == pytest.approx(0.1234567, rel=1e-6)
+    assert not torch.tensor(1.234567e5, dtype=torch.float16).isfinite()
+
+
+def test_factors_of_another_model():
+    laplace = KronLaplace(network()[:1], "classification")
+    with pytest.raises(ValueError, match="needs a block for every trainable parameter"):
+        laplace.restore(fitted()[0].factors)
+    assert laplace.factors is None
+
+
+def test_narrow_networks_predict():
+    """In float32, from parameters rounded as the network's; nothing of it is left behind."""
+    dtype = torch.bfloat16
+    wide, x = fitted(dtype=torch.float32)
+    laplace = fitted(dtype=torch.float32)[0].to(dtype=dtype)
+    uses = {
+        "probit": lambda la, x: la(x),
+        "mc": lambda la, x: la(x, link_approx="mc", n_samples=500),
+        "nn": lambda la, x: la(x, pred_type="nn", link_approx="mc", n_samples=100),
+        "functional": lambda la, x: la.functional_samples(x, "nn", 100).softmax(-1).mean(0),
+        "predictive": lambda la, x: la.predictive_samples(x, "nn", 100).mean(0),
+        "our mc": lambda la, x: predictions(la, x, ["mc"])["mc"].mean,
+        "our linearised": lambda la, x: predictions(la, x, ["linearised"])["linearised"].mean,
+    }
+    for name, use in uses.items():
+        torch.manual_seed(0)
+        found = use(laplace, x.to(dtype))
+        torch.manual_seed(0)
+        assert found.dtype == torch.float32, name
+        assert_close(found, use(wide, x), atol=0.03, rtol=0, msg=name)
+    assert dtypes(laplace) == {dtype, torch.float32}  # δ and σ

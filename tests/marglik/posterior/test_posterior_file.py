@@ -1,4 +1,4 @@
-"""A posterior comes back from its folder to the bit, and damage to it is found."""
+"""A posterior comes back from its folder as it was, and damage to it is found."""
 
 from itertools import product
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing import assert_close
 
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior, load_posterior, save_posterior
@@ -19,23 +20,23 @@ FILES = (POSTERIOR, "posterior.safetensors", "model.safetensors")
 
 @pytest.fixture
 def folder(tmp_path):
-    save_posterior(fitted(), tmp_path, model={"class_path": "torch.nn.Linear"}, data={"name": "d"})
+    laplace, _ = fitted()
+    save_posterior(laplace, tmp_path, model={"class_path": "torch.nn.Linear"}, data={"name": "d"})
     return tmp_path
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(case, tmp_path):
-    laplace = fitted(**CASES[case])
+    laplace, x = fitted(**CASES[case])
     save_posterior(laplace, tmp_path / "run", frozen=True)
     model = network(next(laplace.model.parameters()).dtype, seed=5)  # other parameters
     loaded = load_posterior(tmp_path / "run", model)
-
-    x, _ = data(laplace.likelihood, laplace.mean.dtype)
     before, after = predictions(laplace, x), predictions(loaded, x)
     for method, part in product(before, ("mean", "aleatoric", "epistemic")):
         assert torch.equal(getattr(before[method], part), getattr(after[method], part)), method
-    assert torch.equal(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+    assert_close(loaded.log_marginal_likelihood(), laplace.log_marginal_likelihood())
     assert torch.equal(loaded.mean, laplace.mean)
+    assert loaded.fitted_factors().is_corrected == (case == "corrected")
     for name in ("likelihood", "sigma_noise", "temperature", "n_data"):
         assert getattr(loaded, name) == getattr(laplace, name), name
     assert [p.requires_grad for p in model.parameters()] == [
@@ -43,7 +44,7 @@ def test_round_trip(case, tmp_path):
     ]
     # Negative control: none of the case's options could get lost unnoticed.
     if case != "classification":
-        plain = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
+        plain, _ = fitted(laplace.likelihood) if len(CASES[case]) > 1 else fitted()
         assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
 
 
@@ -89,7 +90,7 @@ def test_damaged_files_are_found(name, damage, folder, tmp_path):
     if damage == "missing":
         path.unlink()
     if damage == "another run's":
-        save_posterior(fitted("regression", seed=3), tmp_path / "other", frozen=True)
+        save_posterior(fitted("regression", seed=3)[0], tmp_path / "other", frozen=True)
         path.write_bytes((tmp_path / "other" / name).read_bytes())
     with pytest.raises((ValueError, FileNotFoundError), match=name) as caught:
         load_posterior(folder, model)
@@ -107,32 +108,27 @@ class WithExtraState(nn.Linear):
 
 def unsavable(kind):
     if kind == "extra state":
-        model = nn.Sequential(nn.Flatten(), WithExtraState(16, 3))
+        model = nn.Sequential(nn.Flatten(), WithExtraState(32, 3).double())
         laplace = KronLaplace(model, "classification")
         laplace.fit([data("classification")])
         return laplace
-    if kind == "not fitted":
-        return KronLaplace(network(), "classification")
-    laplace = fitted()
-    if kind == "trained on":
-        with torch.no_grad():
-            laplace.model[0].bias[0] += 1e-3
+    laplace, _ = fitted()
+    with torch.no_grad():
+        laplace.model[0].bias[0] += 1e-3
     return laplace
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("kind", "message"),
     [
-        ("extra state", ValueError, "_extra_state' in the state dict of Sequential is a dict"),
-        ("not fitted", AttributeError, "call fit\\(\\) first"),
-        ("trained on", ValueError, "no longer those that the posterior was fitted at"),
-        ("no JSON", TypeError, "JSON"),
+        ("extra state", "_extra_state' in the state dict of Sequential is a dict"),
+        ("trained on", "no longer those that the posterior was fitted at"),
     ],
 )
-def test_what_cannot_be_saved_leaves_the_old_posterior(kind, error, message, folder):
+def test_what_cannot_be_saved_leaves_the_old_posterior(kind, message, folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(error, match=message):
-        save_posterior(unsavable(kind), folder, data={"x": folder} if kind == "no JSON" else None)
+    with pytest.raises(ValueError, match=message):
+        save_posterior(unsavable(kind), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -143,9 +139,9 @@ def lora(rank=2, seed=0):
     class LoRA(nn.Module):
         def __init__(self):
             super().__init__()
-            self.base = nn.Linear(16, 16).requires_grad_(False)
+            self.base = nn.Linear(32, 16).requires_grad_(False)
             self.again = self.base
-            self.down, self.up = nn.Linear(16, rank, bias=False), nn.Linear(rank, 16, bias=False)
+            self.down, self.up = nn.Linear(32, rank, bias=False), nn.Linear(rank, 16, bias=False)
             self.head = nn.Linear(16, 3)
             self.register_buffer("scale", torch.tensor(0.5))
 
@@ -153,7 +149,7 @@ def lora(rank=2, seed=0):
             x = x.flatten(1)
             return self.head(self.again(x) + self.scale * self.up(self.down(x)))
 
-    return LoRA()
+    return LoRA().double()
 
 
 @pytest.fixture
@@ -169,11 +165,15 @@ def test_a_frozen_base_is_not_saved(on_base, tmp_path):
     assert names == {"down.weight", "up.weight", "head.weight", "head.bias", "scale"}
     model = lora(seed=1)
     model.base.load_state_dict(on_base.model.base.state_dict())
+    with pytest.raises(
+        ValueError, match="saved without the frozen parameters.*SHA-256 sums differ"
+    ):
+        load_posterior(tmp_path, lora(seed=1))
     loaded = load_posterior(tmp_path, model)
     x, _ = data("classification")
     for method, prediction in predictions(on_base, x).items():
         assert torch.equal(predictions(loaded, x, [method])[method].mean, prediction.mean)
-    assert torch.equal(loaded.log_marginal_likelihood(), on_base.log_marginal_likelihood())
+    assert_close(loaded.log_marginal_likelihood(), on_base.log_marginal_likelihood())
     assert not model.base.weight.requires_grad and model.down.weight.requires_grad
 
 

@@ -35,7 +35,7 @@ from marglik.prediction.predictive import (
     map_predictive,
     predict_all,
 )
-from tests.marglik.small_laplace import TakesMapping, data, network
+from tests.marglik.posteriors import TakesMapping, data, network
 
 
 def test_batches_of_unequal_size_become_one_prediction():
@@ -48,14 +48,11 @@ def test_batches_of_unequal_size_become_one_prediction():
     assert torch.equal(targets, y[order])
     with pytest.raises(ValueError, match="The data is empty: the loader yields no batch"):
         predict_all(predict, [])
-
-
-def test_batches_that_are_mappings():
-    x, y = data()
+    # Batches that are mappings.
     predict = map_predictive(TakesMapping(network()))
     batches = [{"pixels": x[part], "target": y[part]} for part in (slice(3), slice(3, 8))]
-    found, targets = predict_all(predict, batches, dict_key_y="target")
-    assert_close(found.mean, map_predictive(network())(x).mean)
+    by_key, targets = predict_all(predict, batches, dict_key_y="target")
+    assert_close(by_key.mean[order], found.mean)
     assert torch.equal(targets, y)
     with pytest.raises(KeyError, match="no 'labels'; pass the targets' key as dict_key_y"):
         predict_all(predict, batches)
@@ -109,21 +106,6 @@ def predictives(digits):
 def record(digits, predictives):
     ood = Noise(num_images=30)
     return evaluate(predictives, digits, "classification", ood=ood, batch_size=16)
-
-
-def test_form(record):
-    assert json.loads(json.dumps(record, allow_nan=False)) == record
-    expected = {
-        "data": "digits", "likelihood": "classification", "num_test": 40, "num_positions": None,
-        "classes": [str(digit) for digit in range(10)],
-        "ood": {"name": "noise", "num_examples": 30, "score": "entropy", "note": None},
-    }  # fmt: skip
-    assert expected.items() <= record.items()
-    assert list(record["predictives"]) == ["MAP", "Laplace, mc"]
-    parts = {"metrics", "intervals", "reliability", "risk_coverage", "roc", "classes"}
-    for entry in record["predictives"].values():
-        assert set(entry) - {"against"} == parts | {"seconds"} and entry["seconds"] > 0
-        assert sum(entry["reliability"]["counts"]) == 40
 
 
 def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):

@@ -170,8 +170,6 @@ def test_wrong_options():
     f, covariance = gaussians(3)
     with pytest.raises(ValueError, match="link='bridge' is not supported; choose one of 'probit'"):
         predict(f, covariance, link="bridge")
-    with pytest.raises(ValueError, match="likelihood='gamma' is not supported"):
-        predict_from_outputs(f[None], "gamma")
     variance = covariance.diagonal(dim1=1, dim2=2)
     with pytest.raises(ValueError, match=r"needs the covariances .* not the variances \(4, 3\)"):
         predict(f, variance)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from marglik import KronLaplace
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import Prediction, predict_from_gaussian, predict_from_outputs
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
-from tests.marglik.small_laplace import DELTAS, TakesMapping, data, fitted, network
+from tests.marglik.posteriors import DELTAS, TakesMapping, data, fitted, jacobians, network
 
 LIKELIHOODS = ["classification", "regression", "bernoulli"]
 # A predictive's options; None is the MAP.
@@ -25,17 +24,10 @@ def of_kind(la, kind):
     return map_predictive(la.model) if kind is None else predictive(la, **kind)
 
 
-def jacobian(model, x):
-    """Of the outputs with respect to all parameters, (N, C, P)."""
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    J = jacrev(lambda p: functional_call(model, p, (x,)))(parameters)
-    return torch.cat([J[name].flatten(2) for name in parameters], dim=-1).detach()
-
-
 def test_mc_approaches_samples_of_the_parameters():
     """Linearised networks f + J (θ − θ*), whose parameters are drawn from the posterior."""
     la, x = fitted()
-    J = jacobian(la.model.eval(), x)
+    J = torch.cat([*jacobians(la.model, x).values()], dim=-1)
     changes = la.sample(20_000, torch.Generator().manual_seed(1)) - la.mean
     outputs = la.model(x).detach() + torch.einsum("ncp,sp->snc", J, changes)
     expected = predict_from_outputs(outputs, "classification")
@@ -50,7 +42,7 @@ def test_mc_approaches_samples_of_the_parameters():
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_linearised_networks_are_those_with_sampled_parameters(likelihood):
     la, x = fitted(likelihood, sigma_noise=0.3 if likelihood == "regression" else 1.0)
-    J = jacobian(la.model.eval(), x)
+    J = torch.cat([*jacobians(la.model, x).values()], dim=-1)
     changes = la.sample(5, torch.Generator().manual_seed(0)) - la.mean
     outputs = la.model(x).detach() + torch.stack([J @ change for change in changes])
     before = [p.clone() for p in la.model.parameters()]

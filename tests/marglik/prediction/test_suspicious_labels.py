@@ -117,9 +117,3 @@ def test_where_examples_are_unknown_training_goes_on_and_the_question_is_refused
     probabilities = run.run().training_probabilities
     with pytest.raises(ValueError, match=word):
         probabilities.mean()
-
-
-@pytest.mark.parametrize(("labels", "shape"), [([0, 1], (3, C)), ([0, C], (2, C))])
-def test_labels_that_do_not_fit_are_refused(labels, shape):
-    with pytest.raises(ValueError, match="pass"):
-        suspicious_labels(torch.tensor(labels), torch.rand(shape))

@@ -6,7 +6,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from kfac_backend.ranks import Ranks
 from marglik.cli import main
 
 DATA = [
@@ -79,8 +78,3 @@ def command(*arguments: str) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err):
         status = main(arguments)
     return status, out.getvalue(), err.getvalue()
-
-
-def different(arguments: list[str], more: list[str]) -> tuple[int, str, str]:
-    """A command that has more arguments on rank 1."""
-    return command(*arguments, *(more if Ranks().rank == 1 else ()))

@@ -4,31 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from marglik.data import DataSource, Digits, Splits
-from marglik.models import MLP
+from marglik.data import DataSource, Splits
 from marglik.runs.build import build_from_spec, check_model
 from marglik.runs.config import CurvatureConfig
-
-
-def test_objects_as_the_command_line_makes_them():
-    spec = {
-        "class_path": "marglik.models.MLP",
-        "init_args": {"in_features": 4, "hidden": [3], "num_classes": 2, "activation": "tanh"},
-    }
-    model = build_from_spec(nn.Module, spec)
-    assert isinstance(model, MLP)
-    assert [type(layer).__name__ for layer in model.layers] == [
-        "Flatten",
-        "Linear",
-        "Tanh",
-        "Linear",
-    ]
-    nested = {
-        "class_path": "marglik.data.ClassSubset",
-        "init_args": {"data": {"class_path": "marglik.data.Digits"}, "classes": ["3", "5"]},
-    }
-    subset = build_from_spec(DataSource, nested)
-    assert isinstance(subset.data, Digits) and subset.classes == ("3", "5")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`marglik evaluate`: what a saved posterior predicts, and with which calibration."""
 
-from pathlib import Path
-
 import pytest
 
 from marglik.cli import main
@@ -71,20 +69,3 @@ def test_a_posterior_without_a_run(trained, tmp_path, capsys):
     assert "how its data is built; pass --data" in message
     found = evaluate(folder, *MODEL, *DATA)
     assert found["MAP"].items() <= metrics(trained)["MAP"].items()
-
-
-MY_NET = "from marglik.models import MLP\nclass MyNet(MLP):\n    pass\n"
-
-
-def test_a_class_of_ones_own(trained, tmp_path, monkeypatch, capsys):
-    """Found where the command was started, once it is named."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_net_of_test.py").write_text(MY_NET)
-    sizes = {"in_features": 64, "hidden": [6], "num_classes": 3}
-    spec = {"class_path": "my_net_of_test.MyNet", "init_args": sizes}
-    record = read_posterior(trained)
-    posterior = load_posterior(trained, MLP(64, (6,), 3))
-    save_posterior(posterior, "a", model=spec, data=record["data"])
-    message = refusal(capsys, "evaluate", "a")
-    assert "name it on the command line: --model my_net_of_test.MyNet" in message
-    evaluate(Path("a"), "--model", "my_net_of_test.MyNet")

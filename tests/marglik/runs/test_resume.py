@@ -162,10 +162,7 @@ def test_another_run_is_named_and_nothing_touched(other, cut_off, capsys):
     assert content(cut_off) == before
 
 
-def test_a_checkpoint_that_is_damaged_or_gone_is_no_silent_restart(cut_off, capsys):
-    state = cut_off / "checkpoint" / "learned" / "state.pt"
-    state.write_bytes(state.read_bytes()[:-100])
-    assert "state.pt is not as marglik wrote it" in refusal(capsys, *arguments(cut_off, "--resume"))
+def test_a_checkpoint_that_is_gone_is_no_silent_restart(cut_off, capsys):
     shutil.rmtree(cut_off / "checkpoint")
     before = content(cut_off)
     message = refusal(capsys, *arguments(cut_off, "--resume", "--overwrite"))
@@ -193,10 +190,6 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
     later = results_of(run)
     assert main(arguments(run, "--overwrite", *short[2:])) == 0
     assert without_seconds(results_of(run)) == without_seconds(later) and later["differences"]
-    with (run / "log.jsonl").open("a") as file:
-        file.write(" ")
-    message = refusal(capsys, *arguments(run, *short, "--resume"))
-    assert "log.jsonl is missing, or not the one that results.json was written with" in message
 
 
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.marglik.close_state import assert_near
 from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, results_of
+from tests.marglik.states import assert_near
 
 HERE = "tests.marglik.runs.command_line"
 OPTIONS = [*TRAIN, *DATA, *MODEL, *NOISE]
@@ -61,24 +61,6 @@ def test_two_ranks_do_what_one_process_does(worlds, alone, tmp_path):
         assert list(found) == list(expected)
         if found["kind"] == "epoch":
             assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        (["--prior.every", "3"], "config.prior.every is 1 on rank 0 and 3 on rank 1"),
-        (["--data.data.seed", "3"], "normalisation is "),
-    ],
-)
-def test_ranks_that_were_started_differently_end(worlds, tmp_path, more, word):
-    found = worlds.all(2, f"{HERE}:different", [*OPTIONS, "--output", str(tmp_path / "run")], more)
-    for rank, (status, out, err) in enumerate(found):
-        assert (status, out) == (2, "")
-        assert "Ranks disagree: " in err and word in err, (
-            rank,
-            err,
-        )
-    assert not (tmp_path / "run").exists()
 
 
 def test_fewer_examples_than_ranks_in_a_batch_end(worlds, tmp_path):

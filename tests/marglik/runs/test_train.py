@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -23,7 +23,7 @@ from marglik.runs.config import PriorConfig, RunConfig
 from marglik.runs.train import Training, train
 from marglik.storage.run_folder import read_log, read_posterior
 from tests.experiments.data.text_and_graphs import dart_entries, nci1_texts, write_dart, write_nci1
-from tests.marglik.linear_networks import NodeCounts, TokenNetwork
+from tests.marglik.networks import NodeCounts, TokenNetwork
 from tests.marglik.runs.command_line import (
     DATA,
     MODEL,
@@ -127,7 +127,10 @@ def test_a_line_for_each_step_where_there_is_no_terminal(tmp_path, capsys):
         *(f"evaluating {name} on digits (0, 1, 2)" for name in names),
     ]  # fmt: skip
     assert list(metrics(tmp_path)) == names
-    assert len(Ensemble.load(tmp_path, MLP(64, (6,), 3)).models) == 2
+    first, second = Ensemble.load(tmp_path, MLP(64, (6,), 3)).models
+    assert not torch.equal(first.layers[1].weight, second.layers[1].weight)
+    entry = evaluated(tmp_path)["predictives"]["ensemble of 2"]
+    assert entry["calibration"] is not None and entry["seconds_of_training"] > 0
     assert main(["evaluate", str(tmp_path), "--progress", "false"]) == 0
     assert list(metrics(tmp_path)) == names
 
@@ -232,7 +235,7 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     else:
         data = write_nci1(tmp_path / "nci1.tar.gz", nci1_texts(60))
     source, model, more = OTHERS[kind]
-    named = ["--model", f"tests.marglik.linear_networks.{model}", "--data", source]
+    named = ["--model", f"tests.marglik.networks.{model}", "--data", source]
     options = [*named, "--data.path", str(data), *more]
     adam = ["--optimizer.name", "adamw", "--optimizer.lr", "0.02", "--epochs", "2"]
     run = tmp_path / "run"
@@ -258,41 +261,3 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     assert "holds no images; augmentation" in refusal(
         capsys, *command, "--overwrite", "--augmentation", "learned"
     )
-
-
-SIGMA = 0.2
-"""Noise of the regression data."""
-
-
-@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
-def test_targets_that_are_no_classes(likelihood, tmp_path):
-    """Regression's noise is learned; what is saved and evaluated knows the likelihood."""
-    x, w, noise = torch.randn(160, 3), torch.randn(3, 2), torch.randn(160, 2)
-    f, is_regression = (x @ w * 0.5).tanh(), likelihood == "regression"
-    y = f + SIGMA * noise if is_regression else (f + 0.1 * noise > 0).float()
-    parts = {"train": slice(100), "validation": slice(100, 130), "test": slice(130, None)}
-    tensors = {
-        f"{k}_{n}": v[part].clone()
-        for n, part in parts.items()
-        for k, v in zip("xy", (x, y), strict=True)
-    }
-    save_file(tensors, tmp_path / "data.safetensors")
-    arguments = [
-        "train", "--data", "marglik.data.TensorFile", "--data.path", "data.safetensors",
-        "--model", "marglik.models.MLP", "--model.in_features", "3", "--model.hidden", "[4]",
-        "--model.num_classes", "2", "--model.activation", "tanh", "--likelihood", likelihood,
-        "--epochs", "30", "--prior.every", "10", "--batch_size", "25",
-        "--optimizer.name", "adamw", "--optimizer.lr", "0.04",
-        "--no_progress", "--prior.average", "null",
-    ]  # fmt: skip
-    assert main([*arguments, "--output", "run"]) == 0
-    run = tmp_path / "run"
-    results, evaluation = results_of(run), evaluated(run)
-    assert results["likelihood"] == evaluation["likelihood"] == likelihood
-    laplace = load_posterior(run, MLP(3, (4,), 2, "tanh"))
-    assert laplace.factors is not None and laplace.factors.likelihood == likelihood
-    kept = results["evidence"]["kept"]
-    assert laplace.log_marginal_likelihood().item() == pytest.approx(kept)
-    if is_regression:
-        assert results["sigma_noise"] == pytest.approx(SIGMA, rel=0.3)  # it starts at half of it
-    assert (results["sigma_noise"] is None) == (not is_regression)

@@ -17,7 +17,7 @@ from marglik.storage.run_folder import (
     write_results,
 )
 from tests.marglik.runs.command_line import content
-from tests.marglik.same_state import same
+from tests.marglik.states import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -281,14 +281,3 @@ def in_a_plain_loop(mean_over: str) -> dict[str, Any]:
     prior.end_of_training()
     parameters = {name: p.detach() for name, p in net.named_parameters()}
     return parameters | {"decays": prior.weight_decays(), "evidences": prior.evidences}
-
-
-def drop_in() -> dict[str, Any]:
-    """`marglik_training` on this rank's part of the data."""
-    fabric = fabric_of_ranks()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    _, model, evidences, losses = marglik_training(
-        model, batches("classification", 23, 8), n_epochs=3, n_hypersteps=3, fabric=fabric
-    )
-    return {"parameters": list(model.state_dict().values()), "said": [evidences, losses]}

@@ -86,8 +86,6 @@ def test_what_it_returns():
         ({"hessian_structure": "full"}, ValueError, "'full'.*use laplace.marglik_training"),
         ({"backend": CurvlinopsGGN}, TypeError, "CurvlinopsGGN is not one of kfac_backend's"),
         ({"enable_backprop": True}, ValueError, "True is not.*joint_output_distribution"),
-        ({"prior_prec_init": 0.0}, ValueError, "positive"),
-        ({"likelihood": "gamma"}, ValueError, "likelihood='gamma' is not supported"),
     ],
 )
 def test_wrong_options(options, error, message):

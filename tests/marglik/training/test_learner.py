@@ -35,28 +35,9 @@ from tests.marglik.callbacks.online import (
     network,
     sgd,
 )
+from tests.marglik.plain_loop import learn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def learn(model, optimizer, prior, data=None, epochs=EPOCHS, scheduler=None, seen=None):
-    """A plain loop; ``seen`` gets the parameters after each step."""
-    data = loader() if data is None else data
-    prior.start(model, optimizer, data, epochs)
-    for epoch in range(1, epochs + 1):
-        for x, y in data:
-            model.train()
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            prior.add_to_gradients()
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            if seen is not None:
-                seen.append([p.detach().clone() for p in model.parameters()])
-        prior.end_of_epoch(epoch)
-    prior.end_of_training()
-    return prior
 
 
 def test_all_entries_learn_the_same_decays_by_default():
@@ -71,7 +52,7 @@ def test_all_entries_learn_the_same_decays_by_default():
     optimizer = optimizer_of(model)
     scheduler = settling_rate(optimizer, epochs * len(data))
     prior = PriorLearner("classification")
-    learn(model, optimizer, prior, data, epochs, scheduler)
+    learn(model, optimizer, prior, data, epochs, scheduler=scheduler)
     expected = prior.weight_decays()
     assert len(set(expected.tolist())) == len(expected)
 
@@ -116,7 +97,12 @@ def in_double(size=10):
 def test_training_ends_at_the_mean_of_the_last_thirds_steps():
     """And with BatchNorm's statistics, posterior and evidence at it; by brute force."""
     model, seen, data = with_norm(), [], in_double()
-    prior = learn(model, sgd(model), PriorLearner("classification"), data, 6, seen=seen)
+    prior = PriorLearner("classification")
+
+    def look():
+        seen.append([p.detach().clone() for p in model.parameters()])
+
+    learn(model, sgd(model), prior, data, 6, after_step=look)
     averaged = seen[4 * len(data) - 1 :]  # the parameters that epochs 5 and 6 begin and end with
     for i, p in enumerate(model.parameters()):
         assert_close(p, torch.stack([at[i] for at in averaged]).mean(0), rtol=1e-12, atol=0)
@@ -147,7 +133,7 @@ def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training
         return real(hyperparameters, posterior, *arguments, **keywords)
 
     monkeypatch.setattr(learner, "update_prior", noted)
-    learn(model, sgd(model), PriorLearner("classification", updates=20), epochs=epochs)
+    learn(model, sgd(model), PriorLearner("classification", updates=20), loader(), epochs)
     assert fishers[-1] == "exact"
     assert set(fishers[:-1]) == ({"mc"} if draws else {"exact"})
 
@@ -173,9 +159,9 @@ def test_update_prior_by_hand():
 def test_weights_before_a_normalisation_are_named_once(caplog):
     caplog.set_level("INFO", "marglik.training")
     model, plain = with_norm(), network()
-    learn(plain, sgd(plain), PriorLearner("classification"))
+    learn(plain, sgd(plain), PriorLearner("classification"), loader(), EPOCHS)
     assert "the length of" not in caplog.text
-    learn(model, sgd(model), PriorLearner("classification"), in_double())
+    learn(model, sgd(model), PriorLearner("classification"), in_double(), EPOCHS)
     assert caplog.text.count("the length of 0.weight (") == 1
 
 
@@ -206,7 +192,7 @@ def test_decays_that_still_move_at_the_end_are_named(epochs, moves):
     model = network()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        learn(model, sgd(model), PriorLearner("classification"), None, epochs)
+        learn(model, sgd(model), PriorLearner("classification"), loader(), epochs)
     assert any("before its weight decays settled" in str(w.message) for w in told) == moves
 
 
@@ -215,7 +201,7 @@ def test_an_evidence_that_fell_is_named(spoilt):
     model = network()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        prior = learn(model, sgd(model), PriorLearner("classification"), epochs=90)
+        prior = learn(model, sgd(model), PriorLearner("classification"), loader(), 90)
         if spoilt:
             with torch.no_grad():
                 model[-1].weight.neg_()
@@ -240,7 +226,8 @@ def test_an_evidence_that_fell_is_named(spoilt):
 )
 def test_a_state_of_other_options_is_refused(options, word):
     model = network()
-    first = learn(model, sgd(model), PriorLearner("classification", average="last"))
+    first = PriorLearner("classification", average="last")
+    learn(model, sgd(model), first, loader(), EPOCHS)
     second = PriorLearner("classification", **options)
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=word):
@@ -265,16 +252,11 @@ def decays_of_a_tagger(lr, loss_of_terms, loss_scale=1.0):
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     options = {**OPTIONS, "weight_decay": 1.0, "mean_over": "terms", "loss_scale": loss_scale}
     prior = PriorLearner("classification", **options)
-    prior.start(model, optimizer, data)
-    for epoch in range(1, EPOCHS + 1):
-        for x, y in data:
-            optimizer.zero_grad()
-            terms = cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-            loss_of_terms(terms).backward()
-            prior.add_to_gradients()
-            optimizer.step()
-        prior.end_of_epoch(epoch)
-    return prior.weight_decays()
+
+    def loss(f, y):
+        return loss_of_terms(cross_entropy(f.flatten(0, 1), y.flatten(), reduction="none"))
+
+    return learn(model, optimizer, prior, data, EPOCHS, loss=loss).weight_decays()
 
 
 def test_a_sum_over_terms_has_the_decays_of_their_mean():
@@ -292,6 +274,10 @@ def test_several_terms_are_asked_for_before_anything_is_done():
     model = network()
     with pytest.raises(ValueError, match="3 loss terms each.*mean_over='terms'"):
         PriorLearner("classification").start(model, sgd(model), data)
+    with pytest.raises(ValueError, match="mean_over='batch' is not supported"):
+        PriorLearner("classification", mean_over="batch")
+    with pytest.raises(ValueError, match="learn_sigma_noise=True is for likelihood 'regression'"):
+        PriorLearner("classification", learn_sigma_noise=True)
 
 
 def test_a_step_before_the_start_is_told():

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -22,7 +21,7 @@ from marglik import (
 from marglik.training.loaders import MergedBatches, count_examples
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from tests.kfac_backend.test_steady_batch import WAITS, Dispatched
-from tests.marglik.same_state import same
+from tests.marglik.states import same
 from tests.marglik.training.runs import scaled_fabric
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -154,27 +153,6 @@ def test_steps_follow_the_tempered_log_joint(likelihood, sigma, temperature, mak
     # Negative control: another precision of any one tensor is seen.
     unlike, _ = steps_of_autograd([*DELTA[:-1], 2 * DELTA[-1]])
     assert (trainable(model)[-1] - unlike[-1]).abs().max() > 1e-4
-
-
-def test_a_scaled_loss_has_a_scaled_penalty():
-    """What the optimiser sees is unscaled again; a power of two changes no bit."""
-
-    class Scaled(Fabric):
-        def backward(self, tensor, *arguments, **keywords):
-            super().backward(1024 * tensor, *arguments, **keywords)
-
-    ends = []
-    for kind, scale in ((Fabric, 1), (Scaled, 1024)):
-        run = training(fabric=kind(accelerator="cpu", devices=1))
-        parameters = trainable(run.model)
-
-        def unscale(*_, parameters=parameters, scale=scale):
-            for p in parameters:
-                p.grad /= scale
-
-        run.optimizer.optimizer.register_step_pre_hook(unscale)
-        ends.append([run.train_epoch()["objective"], *(p.detach() for p in parameters)])
-    assert same(ends[0], ends[1])
 
 
 def test_float16_with_a_scaler_follows_float32():

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik import threads
-from tests.marglik.same_state import same
+from tests.marglik.states import same
 from tests.marglik.training.runs import CASES, make, outcome, run_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,22 +89,6 @@ def test_every_part_of_the_state_counts(dropped, tmp_path):
     state[last] = fresh[last]
     Checkpoints(tmp_path).save(whole)
     assert not same(uninterrupted(case), resumed(case, Checkpoints(tmp_path)))
-
-
-def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
-    make("SGD").run(Checkpoints(tmp_path))
-    again = make("SGD", seed=77)
-    monkeypatch.setattr(again, "train_epoch", None)
-    check("SGD", outcome(again, again.run(Checkpoints(tmp_path))))
-
-
-def test_a_state_of_another_run_leaves_the_model_alone(tmp_path):
-    make("SGD").run(Checkpoints(tmp_path, run={"seed": 0}))
-    run = make("SGD", seed=5)
-    before = [p.detach().clone() for p in run.model.parameters()]
-    with pytest.raises(ValueError, match="seed is 0 there, 5 here"):
-        run.run(Checkpoints(tmp_path, run={"seed": 5}))
-    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
 def test_workers_that_live_on_are_refused_before_anything_is_done(tmp_path):

@@ -1,0 +1,39 @@
+"""A training loop as users write it, with the learner's calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from marglik import PriorLearner
+
+__all__ = ["learn"]
+
+
+def learn(
+    model: nn.Module,
+    optimizer: Any,
+    prior: PriorLearner,
+    data: Any,
+    epochs: int,
+    *,
+    scheduler: Any = None,
+    loss: Callable[..., Any] = cross_entropy,
+    after_step: Callable[[], None] = lambda: None,
+) -> PriorLearner:
+    """Train from the first epoch to the last; returns the learner."""
+    prior.start(model, optimizer, data, epochs)
+    for epoch in range(1, epochs + 1):
+        for x, y in data:
+            model.train()
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            prior.add_to_gradients()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            after_step()
+        prior.end_of_epoch(epoch)
+    prior.end_of_training()
+    return prior
