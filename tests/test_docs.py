@@ -95,3 +95,13 @@ def test_the_site_is_built_and_whole(site):
     for command in ("train", "fit", "evaluate", "report"):
         assert f"usage: marglik {command} " in pages["command-line.html"]
     assert "K-FAC-expand and K-FAC-reduce" in pages["mathematics.html"]
+
+
+@pytest.mark.slow
+def test_the_site_fetches_nothing(site):
+    loads = r"<(?:script|img|iframe|source)[^>]* src=\"([^\"]+)\"|<link[^>]* href=\"([^\"]+)\""
+    for path in site.rglob("*.html"):
+        for found in re.findall(loads, path.read_text()):
+            assert not re.match(r"(https?:)?//", "".join(found)), (path, found)
+    for path in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//", path.read_text()), path

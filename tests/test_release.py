@@ -1,5 +1,6 @@
 """What is released: metadata, a recipe that agrees with it, and a wheel that works by itself."""
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,14 @@ CONDA = {
     "docstring-parser": "docstring_parser",
 }
 """Distribution -> conda's name, where it is another."""
+UNTYPED_BASES = (
+    "marglik.adapters.",
+    "marglik.callbacks.transformers.",
+    "marglik.estimators.",
+    "marglik.MarglikClassifier",
+    "marglik.MarglikRegressor",
+)
+"""Classes of extras that are not there, and of scikit-learn, which has no types."""
 
 
 def test_the_version_stands_in_one_place():
@@ -123,6 +132,22 @@ def test_wheel_and_sdist_hold_the_packages(built, clone):
 
 
 @pytest.mark.slow
+def test_beside_a_clone_the_installed_package_is_found(uv, clone, tmp_path):
+    """And not the clone's folder, which is called marglik, too, and would be an empty package."""
+    folder = tmp_path / "environment"
+    python = str(folder / "bin/python")
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
+    install = [uv, "pip", "install", "-q", "--no-deps", "--python", python, "-e", str(clone)]
+    subprocess.run(install, check=True)
+    code = "from importlib.util import find_spec; print(find_spec('marglik').origin)"
+    found = subprocess.run(
+        [python, "-c", code], cwd=clone.parent, check=True, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+    )  # fmt: skip
+    assert found.stdout.strip() == str(clone / "marglik" / "__init__.py")
+
+
+@pytest.mark.slow
 def test_the_index_can_show_the_readme(uv, built):
     """Without links and pictures that only a clone has."""
     check = [uv, "tool", "run", "twine", "check", "--strict", *map(str, built)]
@@ -138,8 +163,16 @@ def environment(uv, built, tmp_path_factory):
     """An environment with the wheel, what it depends on, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel") / "environment"
     subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    install = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python")]
-    subprocess.run([*install, f"{built[0]}[all]"], check=True)
+    install = [
+        uv,
+        "pip",
+        "install",
+        "-q",
+        "--python",
+        str(folder / "bin/python"),
+        f"{built[0]}[all]",
+    ]
+    subprocess.run(install, check=True)
     yield folder
     shutil.rmtree(folder)  # gigabytes, which pytest would keep
 
@@ -169,3 +202,25 @@ def test_the_wheel_works_in_an_empty_environment(environment):
     shown = run(environment, "marglik", "train", *arguments)
     assert "log marginal likelihood per example" in shown
     assert Path("runs/digits/report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["kfac_backend", "marglik"])
+def test_the_types_of_all_public_names_are_known(package, environment):
+    """But for those whose base classes have none.
+
+    A type may be inferred: attributes that a constructor's call says all of have no annotation
+    beside it, which basedpyright counts as "ambiguous".
+    """
+    checker = Path(sys.executable).with_name("basedpyright")
+    arguments = ["--verifytypes", package, "--ignoreexternal", "--outputjson"]
+    path = f"{environment / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(checker), *arguments], capture_output=True, text=True,
+        env={**os.environ, "PATH": path, "PYTHONPATH": "", "VIRTUAL_ENV": str(environment)},
+    )  # fmt: skip
+    found = json.loads(done.stdout)["typeCompleteness"]
+    public = [symbol for symbol in found["symbols"] if symbol["isExported"]]
+    assert len(public) > 1000
+    unknown = [s["name"] for s in public if not (s["isTypeKnown"] or s["isTypeAmbiguous"])]
+    assert [name for name in unknown if not name.startswith(UNTYPED_BASES)] == []

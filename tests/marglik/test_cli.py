@@ -94,6 +94,24 @@ def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
     assert first.shape == ((128, 64) if joined else (6, 1, 5, 5))
 
 
+def test_what_matters_first_comes_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    brief = capsys.readouterr().out
+    assert len(brief.splitlines()) <= 100 and "marglik train --help all" in brief
+    assert "--epochs" in brief and "--model" in brief and "--curvature.fisher" not in brief
+    with pytest.raises(SystemExit):
+        main(["train", "--help", "all"])
+    lines = capsys.readouterr().out.splitlines()
+    options = [line.split()[0].rstrip(",") for line in lines if line.startswith("  --")]
+    first = ["config", "model", "data", "epochs", "batch_size", "output", "resume", "baseline"]
+    assert all(options.index(f"--{name}") < 20 for name in first)
+    assert options.index("--optimizer.lr") < options.index("--prior.weight_decay") < 35
+    of_classes = ("--model", "--data", "--help")
+    assert len({o.split("[")[0] for o in options if not o.startswith(of_classes)}) <= 40
+
+
 @pytest.mark.parametrize("preset", preset_names())
 def test_presets_parse_and_print(preset, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -11,10 +11,12 @@ from torch.testing import assert_close
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction import calibration
 from marglik.prediction.calibration import (
+    FEWEST_TERMS,
     PRIOR_OF_SCALE,
     PRIOR_OF_SHARPNESS,
     HeldOut,
     calibrate,
+    calibrations_of,
     fit_calibration,
 )
 from marglik.prediction.links import Calibration, predict_from_gaussian
@@ -203,6 +205,17 @@ def test_where_the_covariance_does_not_help_scores_keep_their_width(caplog):
         plain = laplace_predictive(la, PredictiveConfig(calibration="none"))(x)
         assert_close(found.uncalibrated(x).epistemic, plain.epistemic)
         assert plain.epistemic.std() > 1e-3
+
+
+def test_few_examples_are_said_once(caplog):
+    """With as many as the prior was checked with, there is no warning."""
+    la, x = fitted()
+    _, y = data("classification")
+    for number, said in ((5, 1), (FEWEST_TERMS, 0)):
+        caplog.clear()
+        some = torch.arange(number) % len(x)
+        calibrations_of(la, [(x[some], y[some])])
+        assert caplog.text.count(f"calibrated on {number} held-out") == said, caplog.text
 
 
 def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_of(tmp_path):
