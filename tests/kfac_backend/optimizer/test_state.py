@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import with_an_unseen_weight
-from tests.marglik.same_state import same
+from tests.marglik.states import same
 from tests.random_numbers import normal
 
 OPTIONS = {"factor_every": 1, "update_every": 1}
