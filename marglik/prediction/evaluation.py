@@ -53,12 +53,6 @@ ENTROPY_BINS = 30
 MOST_UNCERTAIN = 12
 """Number of the most uncertain test images that the report shows."""
 
-IN_SAMPLE = (
-    "Where a predictive was calibrated on the validation set, its metrics on that set are "
-    "in-sample: they do not test it."
-)
-"""Note to print beside such metrics."""
-
 
 def evaluate(
     predictives: Mapping[str, Predictive],
@@ -72,7 +66,7 @@ def evaluate(
     ranks: Ranks = Ranks(None),  # noqa: B008
     scores: dict[str, dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate predictives on test, validation and out-of-distribution data.
+    """Evaluate predictives on test and out-of-distribution data.
 
     Args:
         predictives: name -> predictive; the most uncertain images are those of the last one.
@@ -105,10 +99,6 @@ def evaluate(
         ood = out_of_distribution_images(ood, splits)
     *_, y = tensors_in(splits.test)
 
-    def predict_split(name: Any, predict: Predictive) -> tuple[Prediction, Tensor]:
-        batches = split_batches(splits, name, batch_size, device=device, ranks=ranks)
-        return predict_all(predict, batches, targets=splits.targets, progress=progress, ranks=ranks)
-
     def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
         no_labels = torch.zeros(len(pixels), dtype=torch.int64)
         options: Any = {"normalisation": (splits.mean, splits.std), "device": device}
@@ -123,7 +113,10 @@ def evaluate(
         # The first call computes eigenvectors; the time of the test set must not include that.
         predict(next(iter(split_batches(splits, "test", 2, device=device)))[0])
         start = time.perf_counter()
-        prediction, targets = predict_split("test", predict)
+        batches = split_batches(splits, "test", batch_size, device=device, ranks=ranks)
+        prediction, targets = predict_all(
+            predict, batches, targets=splits.targets, progress=progress, ranks=ranks
+        )
         seconds = time.perf_counter() - start
         num_positions = len(targets) if of.has_labels and y.dim() > 1 else None  # those that count
         entry = _entry_of_test(prediction, targets, likelihood)
@@ -131,13 +124,10 @@ def evaluate(
             of_rows = example_scores(prediction, targets, likelihood)
             scores[label] = {name: of_examples(row, positions) for name, row in of_rows.items()}
             ends = {name: list(pair) for name, pair in intervals(scores[label]).items()}
-            entry["intervals"] = _prefixed("test", ends)
+            entry["intervals"] = _of_test(ends)
             if (first := next(iter(scores))) != label:
                 found = compared(scores[label], scores[first])
                 entry["against"] = {"predictive": first, "differences": found}
-        if splits.validation is not None:
-            of_validation = compute_metrics(*predict_split("validation", predict), likelihood)
-            entry["metrics"] |= _prefixed("validation", of_validation)
         if ood is not None:
             _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
         if splits.are_images and of.kind == "classes":
@@ -214,8 +204,7 @@ def evaluate_network(
         record["predictives"][ensemble.label]["seconds_of_training"] = ensemble.seconds
     for label, calibration in calibrations.items():
         record["predictives"][label]["calibration"] = calibration
-    in_sample = bool(calibrations) and splits.validation is not None
-    return record | {"in_sample": IN_SAMPLE if in_sample else ""}
+    return record
 
 
 def compared(
@@ -223,7 +212,7 @@ def compared(
 ) -> dict[str, list[float]]:
     """`differences` of test metrics as plain data, under keys such as ``test/cls/NLL``."""
     found = differences(scores, reference).items()
-    return _prefixed("test", {name: list(values) for name, values in found})
+    return _of_test({name: list(values) for name, values in found})
 
 
 def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
@@ -240,7 +229,7 @@ def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
 def _entry_of_test(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Any]:
     """Metrics and curves of the test set."""
     entry: dict[str, Any] = {
-        "metrics": _prefixed("test", compute_metrics(prediction, targets, likelihood)),
+        "metrics": _of_test(compute_metrics(prediction, targets, likelihood)),
         "intervals": {},
         "reliability": reliability_curve(prediction, targets, likelihood),
     }
@@ -271,8 +260,8 @@ def _add_ood(
         entry["metrics"]["ood/AUROC_epistemic"] = found["ood/AUROC"]
 
 
-def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}/{key}": value for key, value in values.items()}
+def _of_test(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"test/{key}": value for key, value in values.items()}
 
 
 def _most_uncertain(prediction: Prediction, splits: Splits) -> list[dict[str, Any]]:

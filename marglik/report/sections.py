@@ -92,8 +92,6 @@ def _summary(runs: Sequence[Run]) -> Blocks:
             name = f"{ood['name']} ({ood['num_examples']:,} examples)"
             parts = [name, ood.get("note"), f"detected by {ood.get('score')}"]
             blocks.append(f"Out of distribution: {', '.join(filter(None, parts))}.")
-        if evaluation.get("in_sample"):
-            blocks.append(evaluation["in_sample"])
     return blocks
 
 

@@ -131,8 +131,8 @@ METRICS = {
     "AUPR": Metric("Area under the precision–recall curve", "", "higher"),
     "FPR95": Metric("False positives at 95 % true positives", "%", "lower"),
 }
-"""Part of a key after "test/", "validation/" or "ood/" -> metric."""
-SPLITS = {"test": "Test set", "validation": "Validation set", "ood": "Out of distribution"}
+"""Part of a key after "test/" or "ood/" -> metric."""
+SPLITS = {"test": "Test set", "ood": "Out of distribution"}
 SECONDS = {
     "seconds": "Time to predict the test set",
     "seconds_of_training": "Time to train its members",

@@ -257,7 +257,6 @@ def train(
         "held_out": held_out,
         "calibration": calibration_results(learned.laplace, predictive),
         "num_positions": found["num_positions"],
-        "in_sample": found["in_sample"],
         "suspicious_labels": suspicious_results(learned, splits, kept),
         **augmentation_results(model, splits),
         "seconds": learned.seconds + sum(beside.values()),
@@ -483,10 +482,8 @@ class Training:
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """What the evaluations of the learned and the plain network share; see `evaluate`."""
         scores: dict[str, dict[str, Tensor]] = {}
-        # Held-out examples have calibrated the predictives, and so cannot test them.
-        splits = replace(self.splits, validation=None) if self.held_out else self.splits
         found = by(
-            splits=splits,
+            splits=self.splits,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
