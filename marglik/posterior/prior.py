@@ -66,8 +66,8 @@ class PriorGroups:
             model: the model.
             structure: "layerwise", one group per tensor; "scalar", one for all; "kind", weights,
                 biases and scalars; "stage", one per top-level child of the model. Or rules, group
-                name -> pattern: a shell pattern on parameter names ("stage1.*"), or "kind:weights",
-                "kind:biases", "kind:scalars"; the first that matches decides.
+                name -> pattern: a shell pattern on parameter names ("stage1.*"); the first that
+                matches decides.
 
         Raises:
             ValueError: an unknown structure, rules that leave a parameter or a group out.
@@ -77,7 +77,7 @@ class PriorGroups:
         if not trainable:
             raise ValueError("The model has no trainable parameter to put a prior on.")
         if isinstance(structure, Mapping):
-            labels = [_first_match(name, p, structure) for name, p in trainable.items()]
+            labels = [_first_match(name, structure) for name in trainable]
             unused = [group for group in structure if group not in labels]
             if unused:
                 raise ValueError(
@@ -115,15 +115,9 @@ class PriorGroups:
         return dict(zip(self.names, values.tolist(), strict=True))
 
 
-def _first_match(name: str, parameter: Tensor, rules: Mapping[str, str]) -> str:
+def _first_match(name: str, rules: Mapping[str, str]) -> str:
     for group, pattern in rules.items():
-        kind = pattern.removeprefix("kind:")
-        if kind != pattern and kind not in ("weights", "biases", "scalars"):
-            raise ValueError(
-                f"Prior group '{group}' has pattern {pattern!r}; kinds are kind:weights, "
-                "kind:biases and kind:scalars."
-            )
-        if kind == parameter_kind(parameter) if kind != pattern else fnmatchcase(name, pattern):
+        if fnmatchcase(name, pattern):
             return group
     raise ValueError(
         f"No prior group matches parameter '{name}'; add a last group with pattern '*'."

@@ -181,11 +181,8 @@ def train(
 
     # Step 2: the folder, which may hold this run, or an earlier part of it.
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
-    made_with = environment(fabric.device) | ({"ranks": ranks.size} if ranks.size > 1 else {})
     states = {
-        name: Checkpoints(
-            folder / CHECKPOINT / name, run=identity, made_with=made_with, ranks=ranks
-        )
+        name: Checkpoints(folder / CHECKPOINT / name, run=identity, ranks=ranks)
         for name in ("learned", "plain", *(f"member_{k}" for k in range(1, run.members)))
     }
 

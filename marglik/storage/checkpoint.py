@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class Checkpoints:
         folder: where to keep the state; created with the first one.
         minutes: least time between two states; with 0 one is always due. By default `MINUTES`.
         run: what identifies the run, plain data; the state of another run is refused.
-        made_with: device, threads and versions, plain data; others give a warning.
         ranks: who works on the run; `OnlineTraining` sets its own.
     """
 
@@ -47,12 +45,10 @@ class Checkpoints:
         folder: str | Path,
         minutes: float | None = None,
         run: dict[str, Any] | None = None,
-        made_with: dict[str, Any] | None = None,
         ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> None:
         self.folder = Path(folder)
         self.run = run or {}
-        self.made_with = made_with or {}
         self.ranks = ranks
         self._seconds = 60 * (MINUTES if minutes is None else minutes)
         self._last = time.monotonic()
@@ -72,10 +68,8 @@ class Checkpoints:
         """Replace the state; raises an UnpicklingError if it would not be read back."""
         if self.ranks.rank > 0:
             return
-        # As JSON, which `differences` compares.
-        about = json.dumps({"run": self.run, "made_with": self.made_with})
         stream = io.BytesIO()
-        torch.save({"about": about, "state": state}, stream)
+        torch.save({"run": json.dumps(self.run), "state": state}, stream)
         # torch writes any object, but reads only plain ones back. Better now than after a kill.
         stream.seek(0)
         torch.load(stream, map_location="meta", weights_only=True)
@@ -100,14 +94,7 @@ class Checkpoints:
             raise ValueError(f"{path} is not as marglik wrote it: it is damaged. {REMEDY}")
         self.ranks.agree({"the sum of the checkpoint": found.hex()})
         file = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        about = json.loads(file["about"])
-        check_same_run(self.run, about["run"], self.folder)
-        for name, here, there in differences(self.made_with, about["made_with"]):
-            warnings.warn(
-                f"{self.folder} was started with {name} {there} and continues with {here}: the "
-                "result may differ by rounding from that of an uninterrupted run.",
-                stacklevel=2,
-            )
+        check_same_run(self.run, json.loads(file["run"]), self.folder)
         return file["state"]
 
 

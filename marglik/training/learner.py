@@ -136,7 +136,7 @@ class PriorLearner:
 
     STATE = (
         "_epoch", "_steps", "_steps_at_update", "_highest_rate", "evidences", "evidences_of_steps",
-        "_best", "_invariant", "_moves", "_said", "_gradient_norm", "_course",
+        "_best", "_invariant", "_moves", "_gradient_norm", "_course",
     )  # fmt: skip
     """Attributes of plain data and tensors that change from step to step; see `state_dict`."""
 
@@ -210,7 +210,6 @@ class PriorLearner:
         )
         # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
-        self._said: list[str] = []
         self.clipped: Tensor | int = 0
         """Number of steps of this epoch whose gradients were limited, see `Schedule`."""
 
@@ -249,12 +248,13 @@ class PriorLearner:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.schedule = replace(self.schedule, epochs=epochs)
-        self._say_once(
-            "average",
-            ["The parameters"] if epochs is None and self.schedule.average == "last" else [],
-            "{} are not averaged, since the number of epochs is unknown: call start(..., epochs), "
-            "or pass average=None.",
-        )
+        if epochs is None and self.schedule.average == "last":
+            warnings.warn(
+                "The parameters are not averaged, since the number of epochs is unknown: call "
+                "start(..., epochs), or pass average=None.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.num_data = count_on_ranks(loader, self._ranks)
         """N, the number of examples of all ranks."""
         self.hyperparameters = self._given or self._make_hyperparameters(
@@ -394,9 +394,8 @@ class PriorLearner:
             self._stable, limited = stable_decays(
                 self._named, self._optimizer, self._decays, self._gradient_scale
             )
-            self._say_once(
-                "limited",
-                limited,
+            _warn_of(
+                [name for name in limited if name not in self.limited],
                 "The weight decay of {} has grown beyond 1 / learning rate, where SGD would "
                 "diverge, and is limited to it: the data needs none of it, or training is "
                 "unstable.",
@@ -606,8 +605,7 @@ class PriorLearner:
             self.likelihood = self._best["likelihood"]
             self.kept_epoch = self._best["epoch"]
             self.evidences.append(self._fit(0, is_last=True)[0][-1])
-        self._say_once(
-            "moving",
+        _warn_of(
             [f"{name} (a factor of {move:.1f})" for name, move in self._moves.items()],
             "The training ended before its weight decays settled: the last update during steps at "
             "a high learning rate still changed {}. Train longer, or keep the rate high for longer "
@@ -615,15 +613,15 @@ class PriorLearner:
         )
         best, last = (e / self.num_data for e in (max(self.evidences), self.evidences[-1]))
         # After a few updates alone the network does not fit yet, and its evidence says little.
-        has_fallen = last < best - FALLEN_EVIDENCE and len(self.evidences) >= FEW_UPDATES
-        self._say_once(
-            "evidence",
-            [f"{best:.3f} to {last:.3f}"] if has_fallen else [],
-            "The evidence per example fell from {}: the network has come to fit what its weight "
-            "decays kept it from at first (wrong labels?), or its steps are too large. Try a "
-            "larger initial weight decay, such as 0.1, or a lower learning rate, and keep the run "
-            "whose last evidence is higher.",
-        )
+        if last < best - FALLEN_EVIDENCE and len(self.evidences) >= FEW_UPDATES:
+            warnings.warn(
+                f"The evidence per example fell from {best:.3f} to {last:.3f}: the network has "
+                "come to fit what its weight decays kept it from at first (wrong labels?), or its "
+                "steps are too large. Try a larger initial weight decay, such as 0.1, or a lower "
+                "learning rate, and keep the run whose last evidence is higher.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return found
 
     def _update(self, steps: int, is_last: bool = False) -> dict[str, float]:
@@ -711,14 +709,6 @@ class PriorLearner:
             # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
             if move > STILL_MOVING and number >= 1 and name not in self._invariant
         }
-
-    def _say_once(self, kind: str, names: list[str], text: str) -> None:
-        """Warn, once for each name."""
-        new = [name for name in names if f"{kind} {name}" not in self._said]
-        self._said += [f"{kind} {name}" for name in new]
-        if new:
-            shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
-            warnings.warn(text.format(shown), RuntimeWarning, stacklevel=4)
 
     # --- the state ---
 
@@ -927,6 +917,14 @@ def likelihood_step(
     found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
     taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
     return likelihood.but(**found), sigma * taken.log().mean().exp()
+
+
+def _warn_of(names: Sequence[str], text: str) -> None:
+    """Warn of names, if there are any: the first four in place of {}, and how many more."""
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        text = text.format(", ".join(names[:4]) + more)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _now(device: torch.device) -> float:

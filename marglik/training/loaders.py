@@ -43,7 +43,7 @@ def count_examples(loader: Loader) -> int:
 
 
 def _any_tensor(batch: Any) -> Tensor:
-    for value in _tensors(batch):
+    for value in batch.values() if isinstance(batch, Mapping) else batch:
         if isinstance(value, Tensor):
             return value
     raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")
@@ -66,8 +66,8 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
 class MergedBatches:
     """The batches of a loader, several small ones in one: for passes whose sums are over examples.
 
-    A curvature pass over a small network takes as long for 50 examples as for 500. Batches of
-    other things than tensors with examples first are left as they are, as are large ones.
+    A curvature pass over a small network takes as long for 50 examples as for 500. Merged are pairs
+    (x, y) of tensors, x of floating point: a token takes far more memory than its single number.
 
     Args:
         loader: batches (x, y) or mappings.
@@ -79,46 +79,32 @@ class MergedBatches:
     def __iter__(self) -> Iterator[Any]:
         waiting: list[Any] = []
         for batch in self._loader:
-            shape = _shape_of_examples(batch)
-            together = [*waiting, batch]
-            fits = shape is not None and _numbers(together) <= MERGED_NUMBERS
-            if waiting and not (fits and shape == _shape_of_examples(waiting[0])):
-                yield _joined(waiting)
-                together = [batch]
-            if shape is None or _numbers(together) > MERGED_NUMBERS:
-                yield batch
-                together = []
-            waiting = together
+            if waiting and not _fit_in_one([*waiting, batch]):
+                yield _merged(waiting)
+                waiting = []
+            waiting.append(batch)
         if waiting:
-            yield _joined(waiting)
+            yield _merged(waiting)
 
 
-def _tensors(batch: Any) -> list[Any]:
-    return list(batch.values() if hasattr(batch, "values") else batch)
+def _fit_in_one(batches: list[Any]) -> bool:
+    """Whether batches are small, and alike but for the number of their examples."""
+    pairs = [tuple(b) for b in batches if isinstance(b, (tuple, list))]
+    if len(pairs) < len(batches) or any([*map(type, pair)] != [Tensor, Tensor] for pair in pairs):
+        return False
+    forms = {tuple((v.shape[1:], v.dtype, v.device) for v in pair) for pair in pairs}
+    return (
+        len(forms) == 1
+        and pairs[0][0].is_floating_point()
+        and all(v.dim() for v in pairs[0])
+        and sum(v.numel() for pair in pairs for v in pair) <= MERGED_NUMBERS
+    )
 
 
-def _shape_of_examples(batch: Any) -> Any:
-    """What must agree for batches to be joined; None if a batch cannot be."""
-    if not isinstance(batch, (tuple, list, Mapping)):
-        return None
-    values = _tensors(batch)
-    if not all(type(v) is Tensor and v.dim() and len(v) == len(values[0]) for v in values):
-        return None
-    keys = list(batch) if isinstance(batch, Mapping) else None
-    return type(batch), keys, [(v.shape[1:], v.dtype, v.device) for v in values]
-
-
-def _numbers(batches: list[Any]) -> int:
-    return sum(value.numel() for batch in batches for value in _tensors(batch))
-
-
-def _joined(batches: list[Any]) -> Any:
+def _merged(batches: list[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
-    columns = [torch.cat(parts) for parts in zip(*map(_tensors, batches), strict=True)]
-    if isinstance(batches[0], Mapping):
-        return dict(zip(batches[0], columns, strict=True))
-    return tuple(columns)
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 # --- several ranks ---

@@ -36,9 +36,9 @@ def model():
         ("kind", ("weights", "biases", "scalars"), (0, 1, 2, 0, 1)),
         ("stage", ("stem", "stage1"), (0, 0, 1, 1, 1)),
         (
-            {"bias": "kind:biases", "first": "stem.*", "rest": "*"},
+            {"bias": "*.bias", "first": "stem.*", "rest": "*"},
             ("first", "bias", "rest"),
-            (0, 1, 2, 2, 1),
+            (0, 1, 1, 2, 1),
         ),
     ],
 )
@@ -64,7 +64,6 @@ def test_weight_decay_and_precision_are_inverse():
         ("blockwise", "'blockwise' is not supported; choose one of 'layerwise'"),
         ({"first": "stem.*"}, "No prior group matches parameter 'stage1.0.bias'"),
         ({"all": "*", "never": "stem.*"}, "'never' \\('stem.\\*'\\) matches no parameter"),
-        ({"a": "kind:matrices"}, "kinds are kind:weights"),
     ],
 )
 def test_wrong_structures(model, structure, message):

@@ -332,13 +332,12 @@ def test_small_batches_are_merged_without_a_change_of_the_data():
     assert torch.equal(merged[0], x) and torch.equal(merged[1], y)
     # Large batches, other lengths and other types stay as they are.
     large = [(torch.zeros(2, 2**17), torch.zeros(2))] * 2
-    tokens = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
+    lengths = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
+    tokens = [(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2))] * 2
     other = [("text", torch.zeros(2))] * 2
-    for kept in (large, tokens, other):
+    mappings = [{"x": x[:2], "labels": y[:2]}] * 2
+    for kept in (large, lengths, tokens, other, mappings):
         assert all(a is b for a, b in zip(MergedBatches(kept), kept, strict=True))
-    mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
-    (joined,) = MergedBatches(mapping)
-    assert torch.equal(joined["labels"], y[:4])
 
 
 # --- schedules and optimisers ---
