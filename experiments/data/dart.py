@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from experiments.data.archives import unpacked
+from kfac_backend.options import check_positive
 from marglik.data.splits import DataSource, Splits, check_fraction
-from marglik.sizes import check_sizes
 
 FILE = "dart-v1.1.1-full-dev.json.gz"
 ORIGIN = "DART v1.1.1 by Nan et al. 2021, github.com/Yale-LILY/dart, compressed by gzip"
@@ -58,7 +58,9 @@ class DART(DataSource):
         seed: int = 0,
         validation: float = 0.0,
     ) -> None:
-        check_sizes(context=context, num_train=num_train, num_test=num_test)
+        check_positive("context", context)
+        check_positive("num_train", 1 if num_train is None else num_train)
+        check_positive("num_test", num_test)
         check_fraction("validation", validation)
         self.path = path
         self.context = context

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import StackDataset
 
+from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
 from marglik.data.splits import Inputs, Pair, SplitName, Splits
-from marglik.sizes import check_sizes
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, in 0..255."""
@@ -66,7 +66,7 @@ class Batches:
         augment: bool = False,
         channels_last: bool = False,
     ) -> None:
-        check_sizes(batch_size=batch_size)
+        check_positive("batch_size", batch_size)
         self._x, self._y = x.to(device), y.to(device)
         self.dataset: StackDataset[Any] = StackDataset(self._x, self._y)  # pyright: ignore[reportArgumentType]
         self.batch_size = batch_size

@@ -7,8 +7,8 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from kfac_backend.extras import extra
+from kfac_backend.options import check_positive
 from marglik.data.splits import DataSource, Splits, tensors_in
-from marglik.sizes import check_sizes
 
 
 class Noise(DataSource):
@@ -25,7 +25,7 @@ class Noise(DataSource):
     """
 
     def __init__(self, num_images: int = 1000, seed: int = 0) -> None:
-        check_sizes(num_images=num_images)
+        check_positive("num_images", num_images)
         self.num_images = num_images
         self.seed = seed
 

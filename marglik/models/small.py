@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-from kfac_backend.options import check_option
-from marglik.sizes import check_sizes
+from kfac_backend.options import check_option, check_positive
 
 Activation = Literal["relu", "tanh", "gelu"]
 
@@ -123,7 +122,8 @@ class LeNet(nn.Module):
                 f"image_size={image_size}: LeNet halves the resolution twice and needs at least 4 "
                 "pixels a side; enlarge the images or use an MLP."
             )
-        check_sizes(num_classes=num_classes, in_channels=in_channels)
+        check_positive("num_classes", num_classes)
+        check_positive("in_channels", in_channels)
         pooled = image_size // 2 // 2  # each pooling drops an odd last row and column
         self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=2)
         self.conv2 = nn.Conv2d(6, 16, 5, padding=2)

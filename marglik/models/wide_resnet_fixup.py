@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from kfac_backend.layers import Bias, Scale
-from marglik.sizes import check_sizes
+from kfac_backend.options import check_positive
 
 
 class FixupBlock(nn.Module):
@@ -96,7 +96,9 @@ class WideResNetFixup(nn.Module):
                 f"depth={depth}: a wide residual network has 6 n + 4 layers with n >= 1 blocks in "
                 "each of its three stages; choose 10, 16, 22, 28, 34, 40, ..."
             )
-        check_sizes(widen_factor=widen_factor, num_classes=num_classes, in_channels=in_channels)
+        check_positive("widen_factor", widen_factor)
+        check_positive("num_classes", num_classes)
+        check_positive("in_channels", in_channels)
         n = (depth - 4) // 6
         widths = [16, 16 * widen_factor, 32 * widen_factor, 64 * widen_factor]
         self.conv = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)

@@ -6,7 +6,7 @@ All that the page relies on in a run's files. They may hold more, and lack what 
   {parameters, initial, learned, effective_parameters}}, [metrics {predictive: {key: value}},
   intervals, verdict, differences, calibration, suspicious_labels {unknown} or {judged, number,
   agreement, examples [{index, label, predicted, score, [image]}]}, augmentation {ranges {name:
-  {initial, learned, largest}}, copies, examples [[image and its copies]]}, seconds_beside, device,
+  {initial, learned, largest}}, copies, examples [[image and its copies]]}, device,
   threads, ranks, python, versions]
 - log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
   epoch, evidence_per_example, weight_decay, seconds {part: value}

@@ -27,13 +27,8 @@ PARTS = {
     "pass": "curvature pass",
     "eigenvalues": "eigenvalues",
     "steps": "hyperparameter steps",
-    "start": "data and checks",
-    "calibration": "calibration",
-    "evaluation": "evaluation",
-    "members": "other members",
-    "baseline": "plain network, to compare with",
 }
-"""Names of the parts of an update in the log, and of what results.json has beside training."""
+"""Names of the parts of an update in the log."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +150,11 @@ def _time(runs: Sequence[Run]) -> Blocks:
 
 def _seconds(run: Run) -> dict[str, float]:
     """Name of a part -> seconds spent on it; the last one completes the run's total."""
-    # Epochs are in the log, updates part by part, and what else the command did in its results.
+    # Epochs are in the log, and updates part by part.
     parts: defaultdict[str, float] = defaultdict(float)
     parts["training steps"] = sum(record["seconds"] for record in run.epochs)
-    beside: dict[str, float] = run.results.get("seconds_beside", {})
-    for seconds_of in [*(update["seconds"] for update in run.updates), beside]:
-        for key, seconds in seconds_of.items():
+    for update in run.updates:
+        for key, seconds in update["seconds"].items():
             parts[PARTS[key] if key in PARTS else key] += seconds
     rest = run.results.get("seconds", 0.0) - sum(parts.values())
     return parts | {"everything else": rest} if rest > 0 else parts

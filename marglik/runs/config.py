@@ -32,12 +32,9 @@ class CurvatureConfig(PassOptions):
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"curvature.batch_size must be at least 1, not {self.batch_size}.")
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            raise ValueError(f"curvature.{error}") from error
+        super().__post_init__()
+        if self.batch_size is not None:
+            check_positive("curvature.batch_size", self.batch_size)
 
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
         """The options of the pass, for data that gives its targets as ``targets`` says."""
@@ -70,11 +67,8 @@ class PriorConfig(Schedule):
     curvature_from: CurvatureFrom = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive("prior.weight_decay", self.weight_decay)
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            raise ValueError(f"prior.{error}") from error
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
@@ -140,8 +134,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_seed(self.seed)
         for name in ("batch_size", "epochs", "members"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+            check_positive(name, getattr(self, name))
         if not 0 <= self.held_out < 1:
             raise ValueError(
                 f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."

@@ -228,7 +228,6 @@ def train(
     # Before the posterior sees what is held out.
     results = identity | posterior_results(learned.laplace, prior.weight_decay)
     training.calibrate(learned.laplace)
-    calibrated = time.perf_counter()
     ensemble = None
     if run.members > 1:
         make = partial(build_from_spec, nn.Module, provenance.model, named=None)
@@ -238,16 +237,7 @@ def train(
             ensemble.save(folder)
         record = data_record(splits, provenance.data)
         save_posterior(learned.laplace, folder, model=provenance.model, data=record, frozen=True)
-    saved = time.perf_counter()
     found, scores = training.evaluate(learned.laplace, ensemble)
-    # Training counts in full, though resumed; the rest is this process's.
-    beside = {
-        "start": ready - start,
-        "calibration": calibrated - trained,
-        "evaluation": time.perf_counter() - saved,
-    }
-    if ensemble is not None:
-        beside["members"] = ensemble.seconds - learned.seconds
     results |= metrics_of("fixed" if prior.method == "fixed" else "learned", found)
     results |= {
         "evidence": evidence,
@@ -256,8 +246,8 @@ def train(
         "num_positions": found["num_positions"],
         "suspicious_labels": suspicious_results(learned, splits, kept),
         **augmentation_results(model, splits),
-        "seconds": learned.seconds + sum(beside.values()),
-        "seconds_beside": beside,
+        # Training counts in full, though resumed; the rest is this process's.
+        "seconds": learned.seconds + ready - start + time.perf_counter() - trained,
         "complete": False,
         **environment(fabric.device),
     }
@@ -533,15 +523,13 @@ class Training:
         here, there = (merged["metrics"][who] for who in (learned, f"plain, {name}"))
         said = in_one_sentence(differences.get(name, {}), here, there, gains)
         said += instability([of["loss"] for of in plain.records if of["kind"] == "epoch"])
-        seconds = plain.seconds + time.perf_counter() - trained
         return (
             results
             | merged
             | {
                 "differences": differences,
                 "verdict": said,
-                "seconds": results["seconds"] + seconds,
-                "seconds_beside": results["seconds_beside"] | {"baseline": seconds},
+                "seconds": results["seconds"] + plain.seconds + time.perf_counter() - trained,
                 "complete": True,
             }
         )

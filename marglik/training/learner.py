@@ -240,6 +240,7 @@ class PriorLearner:
             ValueError: an optimiser with weight decay, no data, a state of another model or of
                 other options, loaders that are not shards of one data set, or mean_over="examples"
                 for examples with several loss terms.
+            RankError: ranks with different models or options.
         """
         check_module(model)
         check_no_weight_decay(optimizer)
@@ -271,6 +272,8 @@ class PriorLearner:
         self._gradient_norm: Tensor | None = None
         self._invariant = sorted(self._named)  # of scale, as far as is known
         self._course: dict[int, tuple[Tensor, Tensor, str]] = {}
+        # A rank with another model or other options would learn something else, or wait forever.
+        self._ranks.agree(self._identity() | {"the number of epochs": epochs})
         if self._given_ranges:
             set_ranges(model, self._given_ranges)
         self._ranges = RangeLearner(model)

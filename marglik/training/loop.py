@@ -48,7 +48,6 @@ from marglik.eval_mode import kept_mode
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.provenance import versions
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader, check_shards, samplers_of
 from marglik.training.random_state import (
@@ -184,7 +183,11 @@ class OnlineTraining:
         learner.progress = self.progress
         # Before Fabric wraps the network in DDP, so that ranks which differ end with an error that
         # names the difference.
-        self._check_ranks()
+        check_shards(train_loader, self.ranks)
+        self._start = (model, optimizer, self.curvature_loader, epochs)
+        learner.start(*self._start, ranks=self.ranks, sums_terms=True)
+        if self.ranks.size > 1:
+            _warn_of_batch_norm(model)
         # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
         # gets a graph of its own, and none has a symbolic size.
         compiled: Any = (
@@ -202,8 +205,6 @@ class OnlineTraining:
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
         self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
-        self._start = (model, optimizer, self.curvature_loader, epochs)
-        learner.start(*self._start, ranks=self.ranks, sums_terms=True)
         self._epoch = 0
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
@@ -479,34 +480,17 @@ class OnlineTraining:
         own = random[self.ranks.rank if len(random) == self.ranks.size else 0]
         set_random_state(own, generators_of(self.train_loader, self.curvature_loader))
 
-    # --- several ranks ---
 
-    def _check_ranks(self) -> None:
-        """Raise an error on all ranks if their models, options or loaders do not fit together."""
-        if self.ranks.size == 1:
+def _warn_of_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            warnings.warn(
+                f"Layer '{name}' ({type(module).__name__}) normalises the examples of each rank "
+                "separately, so that steps differ from those of one process. On GPUs, "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all.",
+                stacklevel=3,
+            )
             return
-        parameters, learner = self.model.named_parameters(), self.learner
-        self.ranks.agree(
-            {
-                **{f"the version of {name}": value for name, value in versions().items()},
-                "the likelihood": learner.likelihood,
-                "the temperature": learner.temperature,
-                "the schedule": repr(learner.schedule),
-                "the curvature": repr(learner.curvature),
-                "the precision": str(getattr(self.fabric.strategy.precision, "precision", "")),
-                "the parameters": {n: (tuple(p.shape), p.requires_grad) for n, p in parameters},
-            }
-        )
-        check_shards(self.train_loader, self.ranks)
-        for name, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-                warnings.warn(
-                    f"Layer '{name}' ({type(module).__name__}) normalises the examples of each "
-                    "rank separately, so that steps differ from those of one process. On GPUs, "
-                    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all.",
-                    stacklevel=3,
-                )
-                return
 
 
 class OneDevice:

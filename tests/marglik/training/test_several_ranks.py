@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(each, tmp_path):
     ("options", "words"),
     [
         ({"sampler": "pads", "n": 23}, ["repeats 1 of 23", "drop_last=True"]),
-        ({"differs": {"epochs": 6}}, ["the schedule is", "on rank 0 and", "on rank 1"]),
+        ({"differs": {"epochs": 6}}, ["the number of epochs is", "on rank 0 and", "on rank 1"]),
         ({"differs": {"n": 25}}, ["numbers of batches: 3, 4"]),
     ],
 )
