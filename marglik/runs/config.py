@@ -9,6 +9,7 @@ from kfac_backend.options import (
     TargetOptions,
     check_positive,
 )
+from marglik.data.splits import check_fraction
 from marglik.posterior.prior import PriorStructure, UpdateMethod
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import CurvatureFrom, Schedule
@@ -135,10 +136,7 @@ class RunConfig:
         check_seed(self.seed)
         for name in ("batch_size", "epochs", "members"):
             check_positive(name, getattr(self, name))
-        if not 0 <= self.held_out < 1:
-            raise ValueError(
-                f"held_out must be a share in [0, 1), 0 for none, not {self.held_out}."
-            )
+        check_fraction("held_out", self.held_out)
 
 
 def check_seed(seed: int) -> None:

@@ -176,6 +176,7 @@ class PriorLearner:
         learns = s.updates and s.steps and (s.epochs is None or s.burn_in <= s.epochs)
         self._to_learn = self._asked.to_learn() if learns else {}
         self.likelihood = self._asked.but(**self._to_learn) if self._to_learn else self._asked
+        """The likelihood, with the noises that it has come to."""
         self.temperature = temperature
         self.mean_over: MeanOver = mean_over
         self.loss_scale = loss_scale
@@ -440,12 +441,7 @@ class PriorLearner:
         return learner
 
     def _set_decays(self) -> None:
-        """Computed once per update, since the steps read them; remembered for `replay`.
-
-        A decay λ of a scale-invariant weight w acts on its direction alone, which turns by up to
-        sqrt(2 η λ) in a step. The evidence knows of no such rate: it raises δ as ‖w‖ falls, and
-        training breaks down once the direction turns too far. So these decays have a limit.
-        """
+        """Computed once per update, since the steps read them; remembered for `replay`."""
         # How many times the loop's loss is the mean over examples of −log p/σ² plus the penalty:
         # σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
         sigma, likelihood = self.hyperparameters.sigma_noise, str(self.likelihood)
@@ -455,6 +451,9 @@ class PriorLearner:
         self._stable_at: list[float] = []  # to be found again, see `_stable_decays`
         of_groups = self.weight_decays()
         self._decays: list[float] = self.hyperparameters.groups.of_tensors(of_groups).tolist()
+        # A decay λ of a scale-invariant weight w acts on its direction alone, which turns by up to
+        # sqrt(2 η λ) in a step. The evidence knows of no such rate: it raises δ as ‖w‖ falls, and
+        # training breaks down once the direction turns too far. So these decays have a limit.
         if self._steps_at_update is not None and self._steps >= OBSERVED_STEPS:
             self._decays = [
                 min(decay, LARGEST_INVARIANT_DECAY) if name in self._invariant else decay
@@ -471,13 +470,11 @@ class PriorLearner:
         """Raise decays that begin at the default, where the network could fit wrong labels.
 
         A label that is fitted has no curvature, whether it is right or wrong, and then the evidence
-        cannot tell. So a classifier's decays come down to their values rather than up to them. Not
-        those of scale-invariant weights, whose decay acts on the learning rate alone; nor with
-        optimisers that divide gradients by their size, and the pull of the decays with them; nor so
-        far that the weights would have vanished before the first update.
+        cannot tell. So a classifier's decays come down to their values rather than up to them.
         """
         groups, schedule = self.hyperparameters.groups, self.schedule
         inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)  # Fabric's wrapper
+        # Not with optimisers that divide gradients by their size, and the decays' pull with them.
         if (
             self.likelihood.kind != "classes"
             or not isinstance(inner, torch.optim.SGD)
@@ -488,6 +485,7 @@ class PriorLearner:
         first = next((epoch for epoch in epochs if schedule.is_due(epoch)), None)
         if first is None:
             return
+        # Not so far that the weights would have vanished before the first update.
         momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
         rate = self._rate / max(1 - momentum, 1e-3)
         start = min(LARGEST_START, LARGEST_DECLINE / (rate * first * len(self._loader)))
@@ -495,6 +493,7 @@ class PriorLearner:
         raised = decays.clone()
         for g in range(len(decays)):
             members = [p for p, group in zip(self._named, groups.index, strict=True) if group == g]
+            # Not of scale-invariant weights, whose decay acts on the learning rate alone.
             if abs(decays[g].item() / WEIGHT_DECAY - 1) < 1e-6 and all(
                 self._named[name].dim() > 1 and name not in self._invariant for name in members
             ):
@@ -527,15 +526,6 @@ class PriorLearner:
                 return True
         return False
 
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood, with the noises that it has come to."""
-        return self._likelihood
-
-    @likelihood.setter
-    def likelihood(self, likelihood: str) -> None:
-        self._likelihood = likelihood_of(likelihood)
-
     # --- between epochs ---
 
     def is_due(self, epoch: int) -> bool:
@@ -557,7 +547,8 @@ class PriorLearner:
         self._epoch = epoch
         self.clipped = 0
         if epoch in self._replayed:
-            delta, sigma, self.likelihood = self._replayed[epoch]
+            delta, sigma, likelihood = self._replayed[epoch]
+            self.likelihood = likelihood_of(likelihood)
             self.hyperparameters.set(delta, sigma)
             self._set_decays()
         return self._update(self.schedule.steps) if self.is_due(epoch) else {}
@@ -605,7 +596,7 @@ class PriorLearner:
         if self._best is not None and self._best["evidence"] > self.evidences[-1]:
             self._model.load_state_dict(self._best["model"])
             self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
-            self.likelihood = self._best["likelihood"]
+            self.likelihood = likelihood_of(self._best["likelihood"])
             self.kept_epoch = self._best["epoch"]
             self.evidences.append(self._fit(0, is_last=True)[0][-1])
         _warn_of(
@@ -632,7 +623,17 @@ class PriorLearner:
         hyper = self.hyperparameters
         before = hyper.prior_precision
         evidences, self.record = self._fit(steps, is_last)
-        self._remember_moves(before)
+        # Decays that still move while steps are large; at a low rate no update moves them much.
+        if self.posterior is not None and self._rate >= 0.1 * self._highest_rate:
+            gamma = hyper.groups.sum_over_tensors(self.posterior.effective_parameters()).tolist()
+            moves = (hyper.prior_precision / before).log().abs().exp().tolist()
+            self._moves = {
+                name: move
+                for name, move, number in zip(hyper.groups.names, moves, gamma, strict=True)
+                # A group of which the data determines nothing has no decay to settle at, nor has
+                # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
+                if move > STILL_MOVING and number >= 1 and name not in self._invariant
+            }
         self._steps_at_update = self._steps
         self._set_decays()
         self.evidences.append(evidences[-1])
@@ -696,23 +697,6 @@ class PriorLearner:
         # The last posterior is that of the numbers as they are.
         return self._fit(0, is_last) if is_last else found
 
-    # --- what it says while it runs ---
-
-    def _remember_moves(self, before: Tensor) -> None:
-        """Remember which decays still move while steps are large; ``before`` is δ of the groups."""
-        posterior, groups = self.posterior, self.hyperparameters.groups
-        if posterior is None or self._rate < 0.1 * self._highest_rate:
-            return
-        gamma = groups.sum_over_tensors(posterior.effective_parameters()).tolist()
-        moves = (self.hyperparameters.prior_precision / before).log().abs().exp().tolist()
-        self._moves = {
-            name: move
-            for name, move, number in zip(groups.names, moves, gamma, strict=True)
-            # A group of which the data determines nothing has no decay to settle at, nor has
-            # a scale-invariant weight: the evidence fixes δ‖w‖² alone.
-            if move > STILL_MOVING and number >= 1 and name not in self._invariant
-        }
-
     # --- the state ---
 
     def state_dict(self) -> dict[str, Any]:
@@ -763,7 +747,7 @@ class PriorLearner:
         self.hyperparameters.load_state_dict(state["hyperparameters"])
         self._average.load_state_dict(state["average"], list(self._named.values()))
         self._ranges.load_state_dict(state["ranges"])
-        self.likelihood = state["likelihood"]
+        self.likelihood = likelihood_of(state["likelihood"])
         for name in self.STATE:
             setattr(self, name, copy(state[name.strip("_")]))
 

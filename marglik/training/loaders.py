@@ -43,7 +43,7 @@ def count_examples(loader: Loader) -> int:
 
 
 def _any_tensor(batch: Any) -> Tensor:
-    for value in batch.values() if isinstance(batch, Mapping) else batch:
+    for value in _values(batch):
         if isinstance(value, Tensor):
             return value
     raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")
@@ -66,8 +66,8 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
 class MergedBatches:
     """The batches of a loader, several small ones in one: for passes whose sums are over examples.
 
-    A curvature pass over a small network takes as long for 50 examples as for 500. Merged are pairs
-    (x, y) of tensors, x of floating point: a token takes far more memory than its single number.
+    A curvature pass over a small network takes as long for 50 examples as for 500. Batches of other
+    things than tensors, of tokens, and large ones are left as they are.
 
     Args:
         loader: batches (x, y) or mappings.
@@ -89,22 +89,33 @@ class MergedBatches:
 
 def _fit_in_one(batches: list[Any]) -> bool:
     """Whether batches are small, and alike but for the number of their examples."""
-    pairs = [tuple(b) for b in batches if isinstance(b, (tuple, list))]
-    if len(pairs) < len(batches) or any([*map(type, pair)] != [Tensor, Tensor] for pair in pairs):
+    if not all(isinstance(batch, (tuple, list, Mapping)) for batch in batches):
         return False
-    forms = {tuple((v.shape[1:], v.dtype, v.device) for v in pair) for pair in pairs}
-    return (
-        len(forms) == 1
-        and pairs[0][0].is_floating_point()
-        and all(v.dim() for v in pairs[0])
-        and sum(v.numel() for pair in pairs for v in pair) <= MERGED_NUMBERS
-    )
+    tensors = [value for batch in batches for value in _values(batch)]
+    # Of tokens, whose layers' inputs are far larger than they are, the user chooses how many.
+    if any(
+        type(t) is not Tensor or not t.dim() or (t.dim() > 1 and not t.is_floating_point())
+        for t in tensors
+    ):
+        return False
+    # Examples lie along the first axis, or else the tensors' lengths differ, as in packed graphs.
+    if any(len({len(t) for t in _values(batch)}) != 1 for batch in batches):
+        return False
+    names = {tuple(batch) if isinstance(batch, Mapping) else type(batch) for batch in batches}
+    forms = {tuple((t.shape[1:], t.dtype, t.device) for t in _values(batch)) for batch in batches}
+    return len(names) == len(forms) == 1 and sum(t.numel() for t in tensors) <= MERGED_NUMBERS
 
 
 def _merged(batches: list[Any]) -> Any:
+    first = batches[0]
     if len(batches) == 1:
-        return batches[0]
-    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        return first
+    columns = [torch.cat(parts) for parts in zip(*map(_values, batches), strict=True)]
+    return dict(zip(first, columns, strict=True)) if isinstance(first, Mapping) else tuple(columns)
+
+
+def _values(batch: Any) -> list[Any]:
+    return list(batch.values() if isinstance(batch, Mapping) else batch)
 
 
 # --- several ranks ---

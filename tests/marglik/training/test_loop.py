@@ -335,9 +335,12 @@ def test_small_batches_are_merged_without_a_change_of_the_data():
     lengths = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
     tokens = [(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2))] * 2
     other = [("text", torch.zeros(2))] * 2
-    mappings = [{"x": x[:2], "labels": y[:2]}] * 2
-    for kept in (large, lengths, tokens, other, mappings):
+    packed = [(torch.zeros(5, 3), torch.zeros(2))] * 2  # nodes, and the graphs' targets
+    for kept in (large, lengths, tokens, other, packed):
         assert all(a is b for a, b in zip(MergedBatches(kept), kept, strict=True))
+    mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
+    (joined,) = MergedBatches(mapping)
+    assert torch.equal(joined["labels"], y[:4])
 
 
 # --- schedules and optimisers ---
