@@ -8,7 +8,7 @@ T·δ/N.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -84,20 +84,14 @@ class PriorGroups:
                     f"Prior group '{unused[0]}' ({structure[unused[0]]!r}) matches no parameter "
                     "that an earlier group has not taken; drop it or reorder the rules."
                 )
-        elif structure == "layerwise":
-            labels = list(trainable)
-        elif structure == "scalar":
-            labels = ["all"] * len(trainable)
-        elif structure == "kind":
-            labels = [parameter_kind(p) for p in trainable.values()]
-        elif structure == "stage":
-            labels = [name.split(".")[0] for name in trainable]
         else:
-            supported = ", ".join(map(repr, get_args(PriorStructure)))
-            raise ValueError(
-                f"prior structure {structure!r} is not supported; choose one of {supported}, or "
-                "pass rules {group: pattern}."
-            )
+            check_option("structure", structure, PriorStructure)
+            labels = {
+                "layerwise": list(trainable),
+                "scalar": ["all"] * len(trainable),
+                "kind": [parameter_kind(p) for p in trainable.values()],
+                "stage": [name.split(".")[0] for name in trainable],
+            }[structure]
         names = tuple(dict.fromkeys(labels))
         return cls(names, tuple(map(names.index, labels)))
 

@@ -65,7 +65,11 @@ def build_fabric(
     Raises:
         ValueError: a device that this machine does not have, or more processes than GPUs.
     """
-    device, started = device_of(accelerator), _started()
+    device, by_torchrun = (
+        device_of(accelerator),
+        dist.is_available() and dist.is_torchelastic_launched(),
+    )
+    started = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
     if started == 1 and precision == "32-true":
         return OneDevice(device)
     with extra("lightning"):
@@ -92,12 +96,6 @@ def build_fabric(
         logging.getLogger(name).setLevel(logging.WARNING)
     fabric.launch()
     return fabric
-
-
-def _started() -> int:
-    """The number of processes that torchrun has started; 1 without torchrun."""
-    by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
-    return int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
 
 
 def build_from_spec(
