@@ -43,7 +43,6 @@ def print_results(results: dict[str, Any], report: Path) -> None:
         print(f"noise: standard deviation {', '.join(f'{s:.4g}' for s in of_outputs)}")
     _print_weight_decays(results["weight_decay"])
     _print_metrics(results["metrics"], results["intervals"], results["num_positions"])
-    _print_differences(results.get("differences", {}))
     _print_calibration(results["calibration"])
     _print_ranges(results.get("augmentation"))
     _print_suspicious(results.get("suspicious_labels", {}))
@@ -100,18 +99,6 @@ def _print_metrics(
         f"Test set{per}; ± half of a 95 % interval over the choice of test examples. The report "
         "has all metrics."
     )
-
-
-def _print_differences(differences: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Print metrics of the learned network minus the plain one's, with 95 % intervals."""
-    keys = [key for key in METRICS if any(key in of for of in differences.values())]
-    keys = [key for key in keys if "/cal/" not in key]  # for coverages, more is not better
-    rows = [
-        [name, *("{:+.3f} ({:+.3f} to {:+.3f})".format(*of[key]) for key in keys if key in of)]
-        for name, of in differences.items()
-    ]
-    if keys:
-        _print_table(["learned - plain", *(METRICS[key] for key in keys)], rows)
 
 
 def _print_calibration(fit: dict[str, Any] | None) -> None:
