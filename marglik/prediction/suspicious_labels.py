@@ -140,7 +140,7 @@ class TrainingProbabilities:
         if self.unknown:
             return ((None, batch) for batch in loader)
         if _is_in_memory(loader):
-            batches = iter(self._loader)  # draws the order
+            batches = iter(loader)  # draws the order
             return zip(loader.order, batches, strict=True)
         # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
         # copy shares all but the sampler with it, and so draws the same random numbers.

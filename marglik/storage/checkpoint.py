@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +105,16 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
         there: the same of the run in the folder.
         folder: for the error.
     """
-    for name, asked, found in differences(here, there):
-        raise ValueError(
-            f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with the "
-            "options that it was started with, or pass --overwrite to start again, or another "
-            "--output."
-        )
-
-
-def differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value here, value there) of each leaf that differs; "nothing" if absent."""
     # Both as they come from a file, where tuples are lists.
     ours, theirs = (leaves(json.loads(json.dumps(one))) for one in (here, there))
     for name in ours | theirs:
-        asked, found = ours.get(name, "nothing"), theirs.get(name, "nothing")
+        asked, found = (of.get(name, "nothing") for of in (ours, theirs))
         if asked != found:
-            yield name, asked, found
+            raise ValueError(
+                f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with "
+                "the options that it was started with, or pass --overwrite to start again, or "
+                "another --output."
+            )
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
