@@ -13,8 +13,10 @@ the rules of derived layers, and only the first batch decides kfac_approx="auto"
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from copy import copy
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -219,32 +221,42 @@ class CurvaturePass:
         return self.factors()
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
-        """Add all batches of some data, the first alone, small ones after it joined.
+        """Add all batches of some data, small ones joined.
 
         If joined batches exhaust the memory, the data is read again and all batches stay apart.
         Errors are those of `add`.
         """
-        # The first batch shows how many examples run fastest at once. It stays alone in later
-        # passes, too: a run that resumes begins with a new pass, and shall have the same bits.
-        self._joins = False
 
-        def batches(most: Callable[[], int]) -> Iterator[tuple[Any, Any]]:
+        def add_each(joins: bool) -> None:
             read = each_batch(data, description, progress)
-            return joined((split_batch(batch, self._options.dict_key_y) for batch in read), most)
-
-        try:
-            for x, y in batches(lambda: self._proof.plan.joined_size if self._joins else 0):
+            pairs = (split_batch(batch, self._options.dict_key_y) for batch in read)
+            for first in islice(pairs, 1):
+                pairs = chain([first], pairs)
+                if joins:
+                    self._plan_by(*first)
+            for x, y in joined(pairs, self._proof.plan.joined_size if joins else 0):
                 if self._precision == "auto" and self._num_data >= LONG_PASS:
                     self._precision = self._fitting_precision(x, y)
                 self.add(x, y)
-                self._joins = True
-            return
+
+        # An iterator could not be read again.
+        joins = not isinstance(data, Iterator)
+        try:
+            return add_each(joins)
         except torch.OutOfMemoryError:
-            if not self._joins or iter(data) is data:
+            if not joins or not self._proof.plan.joined_size:
                 raise
         self.reset()
-        for x, y in batches(lambda: 0):
-            self.add(x, y)
+        add_each(joins=False)
+
+    def _plan_by(self, x: Any, y: Any) -> None:
+        """Prove on the first batch, which also shows how many examples run fastest at once."""
+        if not splits_by_example(x, y) or not len(y):
+            return
+        x, y = detached(x, self._device), detached(y, self._device)
+        # What is wrong is said by `add`, with a batch size that fits if the memory is too small.
+        with suppress(Exception), full_float32():
+            self._verify(x, self._targets(self._model, x, y))
 
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
         """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""

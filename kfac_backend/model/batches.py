@@ -5,7 +5,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,26 +132,21 @@ def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
         yield examples(x, which), y[which]
 
 
-def joined(
-    batches: Iterable[tuple[Any, Any]], most: Callable[[], int]
-) -> Iterator[tuple[Any, Any]]:
+def joined(batches: Iterable[tuple[Any, Any]], most: int) -> Iterator[tuple[Any, Any]]:
     """Batches (x, y) in a row as one, while they have ``most`` examples at most.
 
-    ``most`` is asked anew for each batch. Batches whose examples have different forms, or are not
-    told by the first axis, stay as they are.
+    Batches whose examples have different forms, or do not lie along the first axis, stay as they
+    are.
     """
     waiting: list[tuple[Any, Any]] = []
     number, form = 0, None
     for x, y in batches:
-        fits = splits_by_example(x, y) and number + len(y) <= most()
+        fits = splits_by_example(x, y) and number + len(y) <= most
         if waiting and not (fits and form == (_form(x), _form(y))):
             yield _one(waiting)
             waiting, number = [], 0
         waiting.append((x, y))
         number, form = number + (num_examples(x) or 0), (_form(x), _form(y))
-        if number >= most():
-            yield _one(waiting)
-            waiting, number = [], 0
     if waiting:
         yield _one(waiting)
 

@@ -43,7 +43,6 @@ from marglik.posterior.prior import (
 )
 from marglik.training.loaders import (
     Loader,
-    MergedBatches,
     WithExamples,
     check_shards,
     count_examples,
@@ -682,8 +681,7 @@ class PriorLearner:
         # updates on what the loop has drawn.
         with forked_random_numbers(self._model):
             torch.manual_seed(self._epoch)
-            # Not on several ranks, whose batches correspond.
-            data = MergedBatches(self._loader) if self._ranks.size == 1 else self._loader
+            data = self._loader
             found = update_prior(
                 hyper, posterior, data, self.num_data, steps, progress=self.progress
             )

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
@@ -12,9 +11,6 @@ from kfac_backend.ranks import Ranks
 
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
-
-MERGED_NUMBERS = 2**17
-"""Most numbers in the tensors of a merged batch: 512 images of 16 x 16 pixels."""
 
 
 def count_examples(loader: Loader) -> int:
@@ -43,7 +39,7 @@ def count_examples(loader: Loader) -> int:
 
 
 def _any_tensor(batch: Any) -> Tensor:
-    for value in _values(batch):
+    for value in batch.values() if isinstance(batch, Mapping) else batch:
         if isinstance(value, Tensor):
             return value
     raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")
@@ -61,61 +57,6 @@ def samplers_of(loader: Any) -> tuple[Any, ...]:
     """The sampler of a loader, and that of its batch sampler; None where there is none."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-
-
-class MergedBatches:
-    """The batches of a loader, several small ones in one: for passes whose sums are over examples.
-
-    A curvature pass over a small network takes as long for 50 examples as for 500. Batches of other
-    things than tensors, of tokens, and large ones are left as they are.
-
-    Args:
-        loader: batches (x, y) or mappings.
-    """
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        waiting: list[Any] = []
-        for batch in self._loader:
-            if waiting and not _fit_in_one([*waiting, batch]):
-                yield _merged(waiting)
-                waiting = []
-            waiting.append(batch)
-        if waiting:
-            yield _merged(waiting)
-
-
-def _fit_in_one(batches: list[Any]) -> bool:
-    """Whether batches are small, and alike but for the number of their examples."""
-    if not all(isinstance(batch, (tuple, list, Mapping)) for batch in batches):
-        return False
-    tensors = [value for batch in batches for value in _values(batch)]
-    # Of tokens, whose layers' inputs are far larger than they are, the user chooses how many.
-    if any(
-        type(t) is not Tensor or not t.dim() or (t.dim() > 1 and not t.is_floating_point())
-        for t in tensors
-    ):
-        return False
-    # Examples lie along the first axis, or else the tensors' lengths differ, as in packed graphs.
-    if any(len({len(t) for t in _values(batch)}) != 1 for batch in batches):
-        return False
-    names = {tuple(batch) if isinstance(batch, Mapping) else type(batch) for batch in batches}
-    forms = {tuple((t.shape[1:], t.dtype, t.device) for t in _values(batch)) for batch in batches}
-    return len(names) == len(forms) == 1 and sum(t.numel() for t in tensors) <= MERGED_NUMBERS
-
-
-def _merged(batches: list[Any]) -> Any:
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    columns = [torch.cat(parts) for parts in zip(*map(_values, batches), strict=True)]
-    return dict(zip(first, columns, strict=True)) if isinstance(first, Mapping) else tuple(columns)
-
-
-def _values(batch: Any) -> list[Any]:
-    return list(batch.values() if isinstance(batch, Mapping) else batch)
 
 
 # --- several ranks ---

@@ -6,6 +6,7 @@ from torch import nn
 
 from kfac_backend import curvature, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.model import batches
 from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import data, images, network, wide_resnet
@@ -63,6 +64,7 @@ def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen,
     """A device whose gradients are too large by some share in the faster precision."""
     monkeypatch.setattr(curvature, "FASTER", {"cpu": "tf32"})
     monkeypatch.setattr(curvature, "LONG_PASS", 6)
+    monkeypatch.setattr(batches, "MOST_JOINED", 6)
     used = []
     add = CurvaturePass._add_gradient
 
@@ -72,15 +74,15 @@ def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen,
 
     monkeypatch.setattr(CurvaturePass, "_add_gradient", rounded)
     model, (x, y) = network().float(), data(24)
-    batches = list(zip(x.float().split(6), y.split(6), strict=True))
+    parts = list(zip(x.float().split(6), y.split(6), strict=True))
     generator = torch.Generator().manual_seed(0)
     options = {"kfac_approx": "expand", "fisher": fisher, "generator": generator}
-    found = kronecker_factors(model, batches, "classification", **options)
+    found = kronecker_factors(model, parts, "classification", **options)
     assert used[0] == "auto" and used[-1] == chosen
     # The trial is not in the sums, and draws no labels from the generator.
     generator.manual_seed(0)
     fixed = kronecker_factors(
-        model, batches, "classification", backward_precision="float32", **options
+        model, parts, "classification", backward_precision="float32", **options
     )
     assert found.num_data == 24
     for name, block in fixed.blocks.items():

@@ -18,7 +18,7 @@ from marglik import (
     PriorLearner,
     Schedule,
 )
-from marglik.training.loaders import MergedBatches, count_examples
+from marglik.training.loaders import count_examples
 from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from tests.kfac_backend.test_steady_batch import WAITS, Dispatched
 from tests.marglik.states import same
@@ -323,24 +323,6 @@ def test_batch_samplers_are_counted_without_loading(drop_last, expected):
     dataset = Loud(torch.zeros(8, 3))
     sampler = BatchSampler(RandomSampler(dataset), 3, drop_last)
     assert count_examples(DataLoader(dataset, batch_sampler=sampler)) == expected
-
-
-def test_small_batches_are_merged_without_a_change_of_the_data():
-    x, y = torch.randn(23, 4), torch.arange(23)
-    loader = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 23, 5)]
-    (merged,) = MergedBatches(loader)
-    assert torch.equal(merged[0], x) and torch.equal(merged[1], y)
-    # Large batches, other lengths and other types stay as they are.
-    large = [(torch.zeros(2, 2**17), torch.zeros(2))] * 2
-    lengths = [(torch.zeros(2, 5), torch.zeros(2)), (torch.zeros(2, 6), torch.zeros(2))]
-    tokens = [(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2))] * 2
-    other = [("text", torch.zeros(2))] * 2
-    packed = [(torch.zeros(5, 3), torch.zeros(2))] * 2  # nodes, and the graphs' targets
-    for kept in (large, lengths, tokens, other, packed):
-        assert all(a is b for a, b in zip(MergedBatches(kept), kept, strict=True))
-    mapping = [{"x": x[:2], "labels": y[:2]}, {"x": x[2:4], "labels": y[2:4]}]
-    (joined,) = MergedBatches(mapping)
-    assert torch.equal(joined["labels"], y[:4])
 
 
 # --- schedules and optimisers ---
