@@ -396,7 +396,9 @@ class KfacPreconditioner:
         if not gradients:
             return
         largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
-        if torch.stack([norm.double() for norm in largest]).isfinite().all():
+        # Not all in float32, in which a large number of float64 is infinite.
+        wide = torch.promote_types(torch.float32, max(largest, key=lambda n: n.itemsize).dtype)
+        if torch.stack([norm.to(wide) for norm in largest]).isfinite().all():
             return
         wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
         raise diverging(f"The gradient of '{wrong}'")

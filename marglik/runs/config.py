@@ -23,19 +23,13 @@ PriorRules = PriorStructure | dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig(PassOptions):
-    """The curvature pass.
-
-    Args:
-        batch_size: examples per batch of the pass; null takes the batch size of training. On a GPU,
-            batches of 1000 are several times as fast as batches of 128, if they fit in memory.
-    """
-
-    batch_size: int | None = None
+    """The curvature pass."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_size is not None:
-            check_positive("curvature.batch_size", self.batch_size)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ValueError(f"curvature.{error}") from error
 
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
         """The options of the pass, for data that gives its targets as ``targets`` says."""

@@ -79,7 +79,7 @@ def fit(
         _logger.warning("%s: %s", checkpoint, note)
     splits, device = data.load(), device_of(accelerator)
     model = model.to(device)
-    batches = split_batches(splits, "train", curvature.batch_size or batch_size, device=device)
+    batches = split_batches(splits, "train", batch_size, device=device)
     check_model(model, splits, None, likelihood)
     if layers == "last":
         kept = set(model.get_submodule(last_layer(model, next(iter(batches))[0])).parameters())

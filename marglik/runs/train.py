@@ -356,9 +356,7 @@ class Training:
         """
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
-        batches = curvature_batches = self._batches("train", run.batch_size, shuffle=True)
-        if self.curvature.batch_size is not None:
-            curvature_batches = self._batches("train", self.curvature.batch_size, shuffle=True)
+        batches = self._batches("train", run.batch_size, shuffle=True)
         has_sigma = likelihood_of(self.likelihood).has_sigma and not plain
         schedule = prior.schedule(run.epochs)
         if plain:
@@ -390,7 +388,6 @@ class Training:
             batches,
             first.replay() if first is not None else learner,
             scheduler=scheduler,
-            curvature_loader=curvature_batches,
             fabric=self.fabric,
             compile_mode=run.compile,
             on_record=log.write if log else None,
@@ -450,9 +447,8 @@ class Training:
             found = laplace.calibrations
             # One pass over all data, and not `override=False`: the factors of tensors that are used
             # in two ways do not add up.
-            batch_size = self.curvature.batch_size or self.run.batch_size
-            parts = [self._batches("train", batch_size, shuffle=True)]
-            parts += [self._batches("validation", batch_size)]
+            parts = [self._batches("train", self.run.batch_size, shuffle=True)]
+            parts += [self._batches("validation", self.run.batch_size)]
             both = chain.from_iterable(map(WithExamples, parts))
             laplace.fit(both, progress_bar=self.run.progress)
             laplace.calibrations = found  # kept: a little more data changes the posterior little

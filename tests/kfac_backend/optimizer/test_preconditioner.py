@@ -213,6 +213,17 @@ def test_divergence_is_a_named_error(fisher, weight, message):
         conditioner.step()
 
 
+def test_a_gradient_that_only_float64_holds_is_finite():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model)
+    F.cross_entropy(model(x), y).backward()
+    model[8].weight.grad.fill_(1e39)
+    conditioner.check_gradients()
+    model[8].weight.grad.fill_(torch.inf)
+    with pytest.raises(FloatingPointError, match="gradient of '8.weight' is not finite"):
+        conditioner.check_gradients()
+
+
 def test_autocast_trains_with_float32_factors():
     model, (x, y) = network().float(), data()
     x = x.float()
