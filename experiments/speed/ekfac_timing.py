@@ -8,7 +8,7 @@ there, only weights of convolutions, of linear layers, and of the transformer's 
 
     python -m experiments.speed.ekfac_timing --data resnet9_cuda gpt2_cuda
 
-Each size is one run, without repetitions.
+Each size is one run, without repetitions. On a CPU, seconds are processor seconds of one thread.
 """
 
 import sys
@@ -80,7 +80,8 @@ def run(config: Config) -> dict[str, Any]:
         corrected_factors(found[0], model, data)
 
     work = dict(zip(PARTS, (factors, eigenvectors, correction), strict=True))
-    taken = {part: seconds(do, config.device) for part, do in work.items()}
+    clock = "wall" if config.device.type == "cuda" else "processor"
+    taken = {part: seconds(do, config.device, clock) for part, do in work.items()}
     # The correction decomposes, too, and kronfluence counts that apart.
     taken[PARTS[2]] -= taken[PARTS[1]]
 

@@ -46,6 +46,7 @@ TABLES = {
     "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),
     "bench_predictive_cpu": ("speed.bench_predictive",),
     "default_options": ("weight_decay.default_options",),
+    "ekfac_timing": ("speed.ekfac_timing",),
     "exactness": ("exactness.modes",),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "large_classes": ("speed.large_classes",),
