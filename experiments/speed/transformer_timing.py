@@ -9,7 +9,7 @@ features, 6 heads), or GPT-2's (12 blocks of 768, 12 heads). The vision transfor
 CIFAR's shape (32² pixels in patches of 4, 6 blocks of 192 features), or ViT-S/16 (224² pixels in
 patches of 16, 12 blocks of 384 features, 1,000 classes). For a CPU also an LSTM on random bytes (2
 layers of 256 features), and transformers' Mixtral (2 blocks of 128 features, each position at two
-of eight experts).
+of eight experts), and for a GPU torchvision's ResNet-50 at ImageNet's shape, in eval mode.
 
 Two things are measured in float32, each in both modes: the factors alone (a forward pass, and a
 backward pass to the inputs with one Monte Carlo sample for each loss term), which is what the paper
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from experiments.data.dart import DART, IGNORED
@@ -56,6 +57,7 @@ SHAPES = {
     "lstm_cpu": Shape(((64, 32),), 256, 2, 0),
     "mixtral_cpu": Shape(((64, 32),), 128, 2, 4),
     "vit_cuda": Shape(((196, 32), (196, 128)), 384, 12, 6, image_size=224, num_classes=1000),
+    "resnet50_cuda": Shape(((1, 64), (1, 256)), 0, 0, 0, image_size=224, num_classes=1000),
 }
 
 
@@ -121,6 +123,8 @@ def _model(config: Config, R: int) -> nn.Module:
         return Recurrent(shape.dim, shape.depth)
     if config.name == "mixtral_cpu":
         return mixtral(shape)
+    if config.name.startswith("resnet50"):
+        return torchvision.models.resnet50(num_classes=shape.num_classes).eval().to(config.device)
     size: dict[str, Any] = {"dim": shape.dim, "depth": shape.depth, "heads": shape.heads}
     if not shape.image_size:
         return GPT(context=R, **size).to(config.device)
