@@ -89,11 +89,6 @@ class CalibratedPredictive(ModelPredictive):
     they are, also where calibration found s = 0 and ``predict`` has none."""
     fit: CalibrationFit
 
-    @property
-    def calibration(self) -> Calibration:
-        """s, τ and σ."""
-        return self.fit.calibration
-
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -309,7 +304,7 @@ def calibrate(
         generator.set_state(state)
         found.append(laplace_predictive(posterior, config, generator, calibration))
     uncalibrated, predict = found
-    return CalibratedPredictive(predict, posterior.model, posterior.likelihood, uncalibrated, fit)
+    return CalibratedPredictive(**vars(predict), uncalibrated=uncalibrated, fit=fit)
 
 
 def calibrations_of(
