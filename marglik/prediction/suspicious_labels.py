@@ -145,7 +145,13 @@ class TrainingProbabilities:
         # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
         # copy shares all but the sampler with it, and so draws the same random numbers.
         noting, given = copy(loader), deque()
-        noting.__dict__["batch_sampler"] = _Noting(loader.batch_sampler, given)
+
+        def noted() -> Iterator[Any]:
+            for keys in loader.batch_sampler:
+                given.append(keys)
+                yield keys
+
+        noting.__dict__["batch_sampler"] = noted()
         return ((self._indices(given.popleft()), batch) for batch in noting)
 
     def _indices(self, keys: Any) -> Tensor | None:
@@ -190,21 +196,6 @@ class TrainingProbabilities:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self._sums, self.unknown = state["sums"], state["unknown"]
-
-
-class _Noting:
-    """A batch sampler that also writes what it yields to a queue."""
-
-    def __init__(self, sampler: Any, given: deque[list[int]]) -> None:
-        self._sampler, self._given = sampler, given
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for indices in self._sampler:
-            self._given.append(indices)
-            yield indices
 
 
 def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
