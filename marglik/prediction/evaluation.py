@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches, split_batches
@@ -195,8 +195,8 @@ def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
 
     The rows of a prediction do not say which sequence they belong to.
     """
-    y = splits.test[1]
-    counted = counted_terms(y, likelihood)
+    y, mark = splits.test[1], splits.ignore_index
+    counted = counted_terms(y if mark is None else y.masked_fill(y == mark, IGNORED), likelihood)
     alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
     return rows // len(y) if alike else None
 

@@ -131,8 +131,8 @@ def test_sequences_of_several_lengths_have_no_intervals():
     def predict(rows):
         return Prediction(rows, *[torch.zeros(rows.shape[:-1])] * 2)
 
-    def found(labels):
-        splits = Splits(*[(x, labels)] * 3, name="rows")
+    def found(labels, ignore_index=None):
+        splits = Splits(*[(x, labels)] * 3, name="rows", ignore_index=ignore_index)
         found, _ = evaluate({"given": predict}, splits, "classification")
         return found["predictives"]["given"]
 
@@ -143,6 +143,8 @@ def test_sequences_of_several_lengths_have_no_intervals():
     ragged = y.clone()
     ragged[3, 2:] = -100
     assert found(ragged)["intervals"] == {}
+    ragged[:15, 2:] = 5  # by chance as many as three a sequence are left
+    assert found(ragged, ignore_index=5)["intervals"] == {}
 
 
 def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives):
