@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from kfac_backend.files import read_tensors
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("state_dict", "model_state_dict", "model")
 """Where a checkpoint has its state dict."""
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
@@ -104,10 +103,10 @@ def _described(tensor: Tensor | None, casts: bool) -> str:
 def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     """Load a checkpoint's parameters into a network.
 
-    Reads safetensors files, and files of torch.save with the restricted loader (``weights_only``),
-    which runs no code from them. The state dict may be at the top or under "state_dict",
-    "model_state_dict" or "model". If no name fits, prefixes that wrappers add to all names are
-    removed ("module.", "_orig_mod.", "model.", "net.").
+    Reads files that end in .safetensors, and others, which torch.save wrote, with the restricted
+    loader (``weights_only``), which runs no code from them. The state dict may be at the top or
+    under "state_dict", "model_state_dict" or "model". If no name fits, prefixes that wrappers add
+    to all names are removed ("module.", "_orig_mod.", "model.", "net.").
 
     Returns:
         A note on names and dtypes that were changed, or None.
@@ -139,11 +138,6 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} has suffix {path.suffix!r}; supported are {', '.join(SUFFIXES)}. Save the "
-            "network's state_dict() as one of them."
-        )
     if path.suffix == ".safetensors":
         return read_tensors(path, what="weights", of_others=True)[0]
     try:
