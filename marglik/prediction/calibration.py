@@ -379,24 +379,21 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         held_out, held_out.loss(link, noise), min(starts)[1]
     )
     # Step 3: if the covariance does not help, the MAP is the simpler predictive.
-    scaled_map = _calibration(held_out, 0.0, log_map)
-    found = scaled_map
-    if of_both < of_map:
-        found = _calibration(held_out, math.exp(log_scale), log_sharpness)
-    loss = held_out.loss(link, noise)
+    found = (math.exp(log_scale), log_sharpness) if of_both < of_map else (0.0, log_map)
+    loss, own = held_out.loss(link, noise), _own(held_out)
 
-    def nll(c: Calibration) -> float:
-        s, sharp = c.covariance_scale, c.sigma_noise or c.output_temperature
-        return loss(torch.tensor(s).double() if s else None, torch.tensor(sharp)).item()
+    def nll(s: float, log_sharpness: float) -> float:
+        sharp = torch.tensor(math.exp(log_sharpness))
+        return loss(torch.tensor(s).double() if s else None, sharp).item()
 
     return CalibrationFit(
-        found,
-        nll(found),
-        nll(_calibration(held_out, 1.0, _own(held_out))),
-        scaled_map,
-        nll(scaled_map),
-        nll(_calibration(held_out, 0.0, _own(held_out))),
-        len(held_out.f),
+        calibration=_calibration(held_out, *found),
+        nll=nll(*found),
+        nll_uncalibrated=nll(1.0, own),
+        map_calibration=_calibration(held_out, 0.0, log_map),
+        nll_scaled_map=nll(0.0, log_map),
+        nll_map=nll(0.0, own),
+        num_terms=len(held_out.f),
     )
 
 

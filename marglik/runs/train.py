@@ -3,10 +3,9 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,8 +229,7 @@ def train(
     fit = learned.laplace.calibrations.get(predictive.label)
     ensemble = None
     if run.members > 1:
-        make = partial(build_from_spec, nn.Module, provenance.model, named=None)
-        ensemble = training.ensemble(model, learned, make, states)
+        ensemble = training.ensemble(model, learned, provenance.model, states)
     if leads:
         if ensemble is not None:
             ensemble.save(folder)
@@ -398,10 +396,10 @@ class Training:
         self,
         first: nn.Module,
         learned: OnlineResult,
-        make_model: Callable[[], nn.Module],
+        spec: dict[str, Any] | None,
         checkpoints: Mapping[str, Checkpoints],
     ) -> Ensemble:
-        """The first network and others, from other seeds, whose decays take the course of its."""
+        """The first network, and others by ``spec`` from other seeds, with its decays' course."""
         models, seconds = [first], learned.seconds
         assert learned.laplace is not None
         likelihood = learned.laplace.likelihood
@@ -409,7 +407,7 @@ class Training:
             _logger.info("training member %d of %d", k + 1, self.run.members)
             seed = self.run.seed + k
             torch.manual_seed(seed)
-            model = make_model().to(self.fabric.device)
+            model = build_from_spec(nn.Module, spec, named=None).to(self.fabric.device)
             of_member = replace(self, run=replace(self.run, seed=seed), likelihood=likelihood)
             states = checkpoints[f"member_{k}"]
             found = of_member.train(model, states, first=learned.learner)
