@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
+from marglik.data.batches import Batches
 
 LARGEST_RECORD = 2**26
 """Most numbers p̄ that a run keeps: 512 MiB, and as much in each checkpoint."""
@@ -139,7 +140,7 @@ class TrainingProbabilities:
         loader, self._epoch = self._loader, None
         if self.unknown:
             return ((None, batch) for batch in loader)
-        if _is_in_memory(loader):
+        if isinstance(loader, Batches):
             batches = iter(loader)  # draws the order
             return zip(loader.order, batches, strict=True)
         # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
@@ -202,7 +203,7 @@ def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
     if likelihood_of(likelihood).name != "classification":
         return f"the likelihood is {likelihood}, and only classification is supported"
-    if _is_in_memory(loader):
+    if isinstance(loader, Batches):
         return ""
     if (
         not isinstance(loader, DataLoader)
@@ -220,9 +221,3 @@ def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
     if ranks.size > 1 and not any(isinstance(one, DistributedSampler) for one in samplers):
         return "on several ranks, indices are known with a DistributedSampler only"
     return ""
-
-
-def _is_in_memory(loader: Any) -> bool:
-    from marglik.data.batches import Batches  # here, since other data sets load Pillow
-
-    return isinstance(loader, Batches)
