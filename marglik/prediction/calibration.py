@@ -369,18 +369,16 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     # the flat bottom of the NLL, float32's rounding would decide where the search stops.
     S = held_out.spread.shape[1] if held_out.is_sampled else samples
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
+    loss, own = held_out.loss(link, noise), _own(held_out)
 
     # Step 1: τ alone, the temperature-scaled MAP.
-    of_map, (log_map,) = _least(held_out, held_out.loss(link, noise), [_own(held_out)], 0.0)
+    of_map, (log_map,) = _least(held_out, loss, [own], 0.0)
     # Step 2: s and τ from several starts on a part of the terms, then from the best on all.
     few = held_out.some(ROUGH_TERMS)
     starts = [_least(few, few.loss(link, noise), [math.log(s), log_map]) for s in STARTS]
-    of_both, (log_scale, log_sharpness) = _least(
-        held_out, held_out.loss(link, noise), min(starts)[1]
-    )
+    of_both, (log_scale, log_sharpness) = _least(held_out, loss, min(starts)[1])
     # Step 3: if the covariance does not help, the MAP is the simpler predictive.
     found = (math.exp(log_scale), log_sharpness) if of_both < of_map else (0.0, log_map)
-    loss, own = held_out.loss(link, noise), _own(held_out)
 
     def nll(s: float, log_sharpness: float) -> float:
         sharp = torch.tensor(math.exp(log_sharpness))
