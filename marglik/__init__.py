@@ -7,75 +7,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from marglik.augmentation import LearnedAugmentation
-    from marglik.estimators import MarglikClassifier, MarglikRegressor
-    from marglik.laplace import KronLaplace, Laplace
-    from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
-    from marglik.posterior.posterior import Posterior
-    from marglik.posterior.posterior_file import load_posterior, save_posterior
-    from marglik.posterior.prior import (
-        Hyperparameters,
-        PriorGroups,
-        precision_to_weight_decay,
-        weight_decay_to_precision,
-    )
-    from marglik.prediction.calibration import calibrate
-    from marglik.prediction.ensemble import Ensemble
-    from marglik.prediction.links import Prediction
-    from marglik.prediction.metrics import compute_metrics, reliability_curve
-    from marglik.prediction.predictive import (
-        PredictiveConfig,
-        laplace_predictive,
-        map_predictive,
-        predict_all,
-    )
-    from marglik.prediction.suspicious_labels import SuspiciousLabels, suspicious_labels
-    from marglik.prediction.verdict import verdict
-    from marglik.report import write_report
-    from marglik.training.drop_in import marglik_training
-    from marglik.training.learner import PriorLearner, update_prior
-    from marglik.training.loop import OnlineResult, OnlineTraining
-    from marglik.training.post_hoc import maximize_evidence, minimize_validation_loss
-    from marglik.training.schedule import Schedule, settling_rate
-
-__all__ = [
-    "Ensemble",
-    "EvidenceTerms",
-    "Hyperparameters",
-    "KronLaplace",
-    "Laplace",
-    "LearnedAugmentation",
-    "MarglikClassifier",
-    "MarglikRegressor",
-    "OnlineResult",
-    "OnlineTraining",
-    "Posterior",
-    "Prediction",
-    "PredictiveConfig",
-    "PriorGroups",
-    "PriorLearner",
-    "Schedule",
-    "SuspiciousLabels",
-    "calibrate",
-    "compute_metrics",
-    "laplace_predictive",
-    "load_posterior",
-    "log_marginal_likelihood",
-    "map_predictive",
-    "marglik_training",
-    "maximize_evidence",
-    "minimize_validation_loss",
-    "precision_to_weight_decay",
-    "predict_all",
-    "reliability_curve",
-    "save_posterior",
-    "settling_rate",
-    "suspicious_labels",
-    "update_prior",
-    "verdict",
-    "weight_decay_to_precision",
-    "write_report",
-]
+    from marglik.augmentation import LearnedAugmentation as LearnedAugmentation
+    from marglik.estimators import MarglikClassifier as MarglikClassifier
+    from marglik.estimators import MarglikRegressor as MarglikRegressor
+    from marglik.laplace import KronLaplace as KronLaplace
+    from marglik.laplace import Laplace as Laplace
+    from marglik.posterior.evidence import EvidenceTerms as EvidenceTerms
+    from marglik.posterior.evidence import log_marginal_likelihood as log_marginal_likelihood
+    from marglik.posterior.posterior import Posterior as Posterior
+    from marglik.posterior.posterior_file import load_posterior as load_posterior
+    from marglik.posterior.posterior_file import save_posterior as save_posterior
+    from marglik.posterior.prior import Hyperparameters as Hyperparameters
+    from marglik.posterior.prior import PriorGroups as PriorGroups
+    from marglik.posterior.prior import precision_to_weight_decay as precision_to_weight_decay
+    from marglik.posterior.prior import weight_decay_to_precision as weight_decay_to_precision
+    from marglik.prediction.calibration import calibrate as calibrate
+    from marglik.prediction.ensemble import Ensemble as Ensemble
+    from marglik.prediction.links import Prediction as Prediction
+    from marglik.prediction.metrics import compute_metrics as compute_metrics
+    from marglik.prediction.metrics import reliability_curve as reliability_curve
+    from marglik.prediction.predictive import PredictiveConfig as PredictiveConfig
+    from marglik.prediction.predictive import laplace_predictive as laplace_predictive
+    from marglik.prediction.predictive import map_predictive as map_predictive
+    from marglik.prediction.predictive import predict_all as predict_all
+    from marglik.prediction.suspicious_labels import SuspiciousLabels as SuspiciousLabels
+    from marglik.prediction.suspicious_labels import suspicious_labels as suspicious_labels
+    from marglik.prediction.verdict import verdict as verdict
+    from marglik.report import write_report as write_report
+    from marglik.training.drop_in import marglik_training as marglik_training
+    from marglik.training.learner import PriorLearner as PriorLearner
+    from marglik.training.learner import update_prior as update_prior
+    from marglik.training.loop import OnlineResult as OnlineResult
+    from marglik.training.loop import OnlineTraining as OnlineTraining
+    from marglik.training.post_hoc import maximize_evidence as maximize_evidence
+    from marglik.training.post_hoc import minimize_validation_loss as minimize_validation_loss
+    from marglik.training.schedule import Schedule as Schedule
+    from marglik.training.schedule import settling_rate as settling_rate
 
 _MODULES = {
     "Ensemble": "prediction.ensemble",
@@ -115,6 +82,7 @@ _MODULES = {
     "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",
 }
+__all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # see the imports
 
 
 def __getattr__(name: str) -> Any:

@@ -61,7 +61,7 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates", "clip"},
     "curvature": {"mc_samples", "diagonal_above"},
-    "predictive": {"samples", "networks", "layers", "batch_size", "memory", "calibration"},
+    "predictive": {"samples", "networks", "layers", "batch_size", "calibration"},
 }
 """Argument of `train` -> those of its fields that are no options of the command."""
 NOT_IN_BRIEF = (

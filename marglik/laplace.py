@@ -22,7 +22,13 @@ from kfac_backend.model.batches import each_batch, split_batch, to_device
 from kfac_backend.options import CurvatureOptions, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.evidence import log_likelihood
-from marglik.posterior.posterior import Posterior, last_layer, parameter_vector
+from marglik.posterior.posterior import (
+    Posterior,
+    last_layer,
+    parameter_vector,
+    trainable_layers,
+)
+from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.links import probit_outputs
 
 __all__ = ["JacobianLaplace", "KronLaplace", "Laplace"]
@@ -75,11 +81,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     check_option("likelihood", likelihood, Literal["classification", "regression"])
     names, last = subnetwork_indices, ""
     if subset_of_weights == "last_layer":
-        listed = [
-            name
-            for name, module in model.named_modules()
-            if any(p.requires_grad for p in module.parameters(recurse=False))
-        ]
+        listed = trainable_layers(model)
         if not listed:
             raise ValueError(
                 "All parameters of the model are frozen, and have no posterior; set "
@@ -196,8 +198,9 @@ class KronLaplace(Posterior):
 
     def _of_parameters(self, delta: Tensor) -> Tensor:
         """δ of each parameter that has a posterior, float64."""
-        sizes = torch.tensor([p.numel() for p in self.params], device=delta.device)
-        return delta.double().expand(self.n_layers).repeat_interleave(sizes)[self.chosen]
+        sizes = torch.tensor([p.numel() for p in self.params], device=self._device)
+        delta = delta.to(self._device, torch.float64).expand(self.n_layers)
+        return delta.repeat_interleave(sizes)[self.chosen]
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -227,14 +230,10 @@ class KronLaplace(Posterior):
         """
         check_option("prior_structure", prior_structure, Literal["scalar", "layerwise"])
         if method == "marglik":
-            number = 1 if prior_structure == "scalar" else self.n_layers
-            log_delta = self.mean.new_full((number,), math.log(init_prior_prec))
-            optimizer = torch.optim.Adam([log_delta.requires_grad_()], lr)
-            for _ in range(n_steps):
-                optimizer.zero_grad()
-                (-self.log_marginal_likelihood(log_delta.exp())).backward()
-                optimizer.step()
-            self.prior_precision = log_delta.detach().exp()
+            groups = PriorGroups.from_model(self.model, prior_structure)
+            hyperparameters = Hyperparameters(groups, init_prior_prec, lr=lr)
+            hyperparameters.update(self, n_steps)
+            self.prior_precision = hyperparameters.prior_precision  # one δ, or one per tensor
             return
         if method != "gridsearch" or val_loader is None:
             raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")

@@ -25,13 +25,7 @@ from marglik.storage.checkpoint import Checkpoints
 from marglik.training.learner import PriorLearner
 
 with extra("transformers"):
-    from transformers import (
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    from transformers import Trainer, TrainerCallback
 
 __all__ = ["MarginalLikelihood"]
 
@@ -95,13 +89,7 @@ class MarginalLikelihood(TrainerCallback):
         """The posterior of the latest update, finally that of the end; None before the first."""
         return self.learner.posterior
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the data and make the hyperparameters; a resumed run restores them.
 
         Raises:
@@ -136,36 +124,18 @@ class MarginalLikelihood(TrainerCallback):
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._log(self.learner.end_of_epoch(math.floor((state.epoch or 0) + ROUNDING)))
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the prior's gradient; the trainer has clipped the gradients before this."""
         self.learner.add_to_gradients()
 
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""
         # The trainer also calls this within an epoch, when the number of steps is reached: the
         # epoch is then a fraction.
         epoch = math.ceil((state.epoch or 0) - ROUNDING)
         self._log(self.learner.end_of_epoch(epoch))
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if the parameters have changed since the latest update, and log.
 
         With ``load_best_model_at_end``, for example, they are those of the best epoch.
@@ -182,19 +152,13 @@ class MarginalLikelihood(TrainerCallback):
         if found:
             self._trainer.log({f"prior/{name}": value for name, value in found.items()})
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the prior's state beside the trainer's."""
         state_of_prior = self.learner.state_dict()
         parameters = _fingerprint(kwargs["model"])
         self._checkpoints(args, state).save({"prior": state_of_prior, "parameters": parameters})
 
-    def _checkpoints(self, args: TrainingArguments, state: TrainerState) -> Checkpoints:
+    def _checkpoints(self, args: Any, state: Any) -> Checkpoints:
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FOLDER
         return Checkpoints(folder, minutes=0)
 

@@ -130,7 +130,10 @@ class TableFile(DataSource):
             ValueError: if it cannot be read, or has no such column; missing or infinite values; too
                 many texts in a column; a class with too few rows.
         """
-        frame = self._frame()
+        with extra("tables"):
+            import pandas
+
+        frame = self._frame(pandas)
         target = frame.columns[-1] if self.target is None else self.target
         if target not in frame or len(frame.columns) < 2:
             raise ValueError(
@@ -151,9 +154,6 @@ class TableFile(DataSource):
                     f"'{self.path}': {missing} row(s) lack {what} {column!r}; drop them, or fill "
                     "them in."
                 )
-        with extra("tables"):
-            import pandas
-
         numbers = pandas.get_dummies(inputs, dtype=float).astype("float32")
         x, columns = torch.tensor(numbers.to_numpy()), tuple(map(str, numbers.columns))
         is_class = y.dtype.kind != "f" if self.classes is None else self.classes
@@ -175,15 +175,12 @@ class TableFile(DataSource):
         y = splits.train[1]
         return splits.with_target_scale(y.mean().item(), y.std(correction=0).item() or 1.0)
 
-    def _frame(self) -> Any:
+    def _frame(self, pandas: Any) -> Any:
         path = Path(self.path)
         if not path.is_file():
             raise FileNotFoundError(
                 f"'{path}' is not a file. Give the path of a CSV or Parquet file."
             )
-        with extra("tables"):
-            import pandas
-
         is_parquet = path.suffix == ".parquet"
         try:
             return pandas.read_parquet(path) if is_parquet else pandas.read_csv(path)

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -150,8 +150,11 @@ class TorchvisionData(TwoPartData):
 
     def read(self, part: str) -> Part:
         """All images of the part; raises a FileNotFoundError if they cannot be had."""
+        with extra("images"):
+            from torchvision import datasets  # importing torchvision takes a second
+
         try:
-            return self._torchvisions(part)
+            return self._torchvisions(datasets, part)
         except (OSError, RuntimeError) as error:  # no network; files missing or damaged
             reason = str(error).partition("\n")[0].rstrip(".")
             raise FileNotFoundError(
@@ -161,7 +164,7 @@ class TorchvisionData(TwoPartData):
             ) from error
 
     @abstractmethod
-    def _torchvisions(self, part: str) -> Part:
+    def _torchvisions(self, datasets: Any, part: str) -> Part:
         """The part as torchvision reads it; its errors are passed on."""
 
 
@@ -182,10 +185,7 @@ class CIFAR10(TorchvisionData):
     name = "CIFAR-10"
     scale = MEAN, STD
 
-    def _torchvisions(self, part: str) -> Part:
-        with extra("images"):
-            from torchvision import datasets  # importing torchvision takes a second
-
+    def _torchvisions(self, datasets: Any, part: str) -> Part:
         data = datasets.CIFAR10(self.root, train=part == "train", download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, H, W, C)
         images = pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets)
@@ -204,10 +204,7 @@ class SVHN(TorchvisionData):
 
     name = "SVHN"
 
-    def _torchvisions(self, part: str) -> Part:
-        with extra("images"):
-            from torchvision import datasets
-
+    def _torchvisions(self, datasets: Any, part: str) -> Part:
         data = datasets.SVHN(self.root, split=part, download=self.download)
         pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
         images = pixels.contiguous(), torch.from_numpy(data.labels)

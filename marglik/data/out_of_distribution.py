@@ -64,9 +64,11 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
         like: the data that the network was trained on.
 
     Raises:
-        ValueError: if the source has no images, or a number of channels that cannot be made into
-            that of ``like``.
+        ValueError: if the source or ``like`` has no images, or a number of channels that cannot be
+            made into that of ``like``.
     """
+    if not like.are_images:
+        raise ValueError(f"{like.name} holds no images; ood is for images. Leave it out.")
     # Resized, noise would be smooth, and easy to tell from noise.
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), "noise", None)

@@ -9,10 +9,9 @@ from marglik.graphs import Graphs
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The record of data for JSON: name, sum of the training examples, classes, and form.
+    """The record of data for JSON: name, sum of the training examples, classes, form, scales.
 
-    The form is the shape and normalisation of images, the number of features of graphs, or the
-    columns of a table.
+    The form is what a network depends on; the scales are those of images, or of a table's targets.
 
     Args:
         splits: the data.
@@ -22,13 +21,14 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
         "name": splits.name,
         "source": source,
         "train_sha256": sha256_of_tensors(tensors_in(splits.train)),
+        "form": _form(splits),
     }
     if splits.classes is not None:
         record["classes"] = list(splits.classes)
     for name in ("mean", "std", "target_scale"):
         if (values := getattr(splits, name)) is not None:
             record[name] = list(values)
-    return record | _form(splits)
+    return record
 
 
 def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
@@ -44,17 +44,10 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
     """
     if record is None:
         return splits
-    here = _form(splits)
-    there = {kind: record[kind] for kind in ("image_shape", "graphs", "columns") if kind in record}
-    if here != there:
-        form, trained_on = (
-            " ".join(f"{kind} {value}" for kind, value in one.items())
-            or "no images, graphs or columns"
-            for one in (here, there)
-        )
+    if (form := _form(splits)) != record["form"]:
         raise ValueError(
             f"{splits.name} has {form}; {record['name']}, which the network was trained on, has "
-            f"{trained_on}. Pass data of that kind and shape (--data)."
+            f"{record['form']}. Pass data of that kind and shape (--data)."
         )
     # A file's labels have no names: nothing to compare.
     classes = record.get("classes")
@@ -82,14 +75,14 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
     return record.get("train_sha256") == sha256_of_tensors(tensors_in(splits.train))
 
 
-def _form(splits: Splits) -> dict[str, Any]:
+def _form(splits: Splits) -> str:
     """What a network depends on: (C, H, W) of images, features of graphs, columns of a table."""
     if splits.are_images:
-        return {"image_shape": list(splits.image_shape)}
+        return f"images of shape {splits.image_shape}"
     if splits.columns is not None:
-        return {"columns": list(splits.columns)}
+        return f"columns {list(splits.columns)}"
     x = splits.train[0]
-    return {"graphs": described(x)} if isinstance(x, Graphs) else {}
+    return described(x) if isinstance(x, Graphs) else "no images, graphs or columns"
 
 
 def _some(classes: Any) -> str:

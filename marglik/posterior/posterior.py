@@ -335,12 +335,10 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: a noise is passed, but the likelihood is not regression.
+            ValueError: a noise other than 1, but the likelihood is not regression.
             FloatingPointError: the evidence is not finite; the error names the block.
         """
         terms = self.evidence_terms
-        if sigma_noise is not None and not self.likelihood.has_sigma:
-            raise ValueError("sigma_noise can be set for regression only.")
         if prior_precision is not None:
             self.prior_precision = prior_precision
         if sigma_noise is not None:
@@ -556,11 +554,7 @@ class Posterior:
         """The function for output covariances at the current hyperparameters."""
 
         def make() -> OutputCovariance | LastLayerCovariance:
-            learning = [
-                name
-                for name, module in self.model.named_modules()
-                if any(p.requires_grad for p in module.parameters(recurse=False))
-            ]
+            learning = trainable_layers(self.model)
             alone = len(learning) == 1
             if layers == "all" and not alone:
                 return OutputCovariance(self.model, self.precision_blocks())
@@ -586,6 +580,15 @@ class Posterior:
         return self._covariances[key][1]
 
 
+def trainable_layers(model: nn.Module) -> list[str]:
+    """Names of the layers with trainable parameters of their own, in the order of the model."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+
+
 def last_layer(model: nn.Module, x: Any) -> str:
     """The name of the layer with trainable parameters that starts last at input x.
 
@@ -597,9 +600,9 @@ def last_layer(model: nn.Module, x: Any) -> str:
     """
     ran: list[str] = []
     with torch.no_grad(), eval_mode(model):  # removes the hooks as well
-        for name, module in model.named_modules():
-            if any(p.requires_grad for p in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        for name in trainable_layers(model):
+            layer = model.get_submodule(name)
+            layer.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
         call_with(model, {}, to_device(x, next(model.parameters()).device))
     if not ran:
         raise ValueError(

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.files import sha256_of_tensors, write_tensors
+from kfac_backend.files import read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.storage.model_state import (
+    check_state,
     names_replaced,
-    read_state,
     tensors_of,
     tensors_of_others,
 )
@@ -126,7 +126,9 @@ def load_posterior(
     delta: dict[str, float] = record["prior_precision"]
     frozen_sum = record["frozen_sha256"]
     base = tensors_of_others(model, delta) if frozen_sum else {}
-    state = read_state(model, Path(folder) / MODEL, without=base)
+    path = Path(folder) / MODEL
+    state, _ = read_tensors(path, what="weights")
+    check_state(model, state | base, str(path))
     if frozen_sum and _sum_of_base(model, base) != frozen_sum:
         raise ValueError(
             f"The posterior in {folder} was saved without the frozen parameters, and "

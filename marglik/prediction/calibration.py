@@ -89,11 +89,6 @@ class CalibratedPredictive(ModelPredictive):
     they are, also where calibration found s = 0 and ``predict`` has none."""
     fit: CalibrationFit
 
-    @property
-    def calibration(self) -> Calibration:
-        """s, τ and σ."""
-        return self.fit.calibration
-
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -309,7 +304,7 @@ def calibrate(
         generator.set_state(state)
         found.append(laplace_predictive(posterior, config, generator, calibration))
     uncalibrated, predict = found
-    return CalibratedPredictive(predict, posterior.model, posterior.likelihood, uncalibrated, fit)
+    return CalibratedPredictive(**vars(predict), uncalibrated=uncalibrated, fit=fit)
 
 
 def calibrations_of(
@@ -374,34 +369,29 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     # the flat bottom of the NLL, float32's rounding would decide where the search stops.
     S = held_out.spread.shape[1] if held_out.is_sampled else samples
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
+    loss, own = held_out.loss(link, noise), _own(held_out)
 
     # Step 1: τ alone, the temperature-scaled MAP.
-    of_map, (log_map,) = _least(held_out, held_out.loss(link, noise), [_own(held_out)], 0.0)
+    of_map, (log_map,) = _least(held_out, loss, [own], 0.0)
     # Step 2: s and τ from several starts on a part of the terms, then from the best on all.
     few = held_out.some(ROUGH_TERMS)
     starts = [_least(few, few.loss(link, noise), [math.log(s), log_map]) for s in STARTS]
-    of_both, (log_scale, log_sharpness) = _least(
-        held_out, held_out.loss(link, noise), min(starts)[1]
-    )
+    of_both, (log_scale, log_sharpness) = _least(held_out, loss, min(starts)[1])
     # Step 3: if the covariance does not help, the MAP is the simpler predictive.
-    scaled_map = _calibration(held_out, 0.0, log_map)
-    found = scaled_map
-    if of_both < of_map:
-        found = _calibration(held_out, math.exp(log_scale), log_sharpness)
-    loss = held_out.loss(link, noise)
+    found = (math.exp(log_scale), log_sharpness) if of_both < of_map else (0.0, log_map)
 
-    def nll(c: Calibration) -> float:
-        s, sharp = c.covariance_scale, c.sigma_noise or c.output_temperature
-        return loss(torch.tensor(s).double() if s else None, torch.tensor(sharp)).item()
+    def nll(s: float, log_sharpness: float) -> float:
+        sharp = torch.tensor(math.exp(log_sharpness))
+        return loss(torch.tensor(s).double() if s else None, sharp).item()
 
     return CalibrationFit(
-        found,
-        nll(found),
-        nll(_calibration(held_out, 1.0, _own(held_out))),
-        scaled_map,
-        nll(scaled_map),
-        nll(_calibration(held_out, 0.0, _own(held_out))),
-        len(held_out.f),
+        calibration=_calibration(held_out, *found),
+        nll=nll(*found),
+        nll_uncalibrated=nll(1.0, own),
+        map_calibration=_calibration(held_out, 0.0, log_map),
+        nll_scaled_map=nll(0.0, log_map),
+        nll_map=nll(0.0, own),
+        num_terms=len(held_out.f),
     )
 
 

@@ -155,7 +155,7 @@ class Ensemble:
 
         Raises:
             FileNotFoundError: there is no ensemble.
-            ValueError: a file that was altered, or a network of another architecture.
+            ValueError: a file that was altered, or a network of another architecture or dtype.
         """
         record = read_record(Path(folder) / ENSEMBLE)
         if not record:

@@ -12,18 +12,12 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.ranks import Ranks
-from marglik.data import (
-    Batches,
-    DataSource,
-    Splits,
-    out_of_distribution_images,
-)
-from marglik.data.batches import split_batches
+from marglik.data.batches import Batches, split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages
-from marglik.data.splits import tensors_in
+from marglik.data.splits import Splits, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
@@ -49,7 +43,8 @@ from marglik.storage.provenance import environment
 
 _logger = logging.getLogger(__name__)
 
-ENTROPY_BINS = 30
+Scores = dict[str, dict[str, Tensor]]
+"""Predictive -> name of a metric -> its value for each test example, (N,)."""
 MOST_UNCERTAIN = 12
 """Number of the most uncertain test images that the report shows."""
 
@@ -59,13 +54,12 @@ def evaluate(
     splits: Splits,
     likelihood: str,
     *,
-    ood: DataSource | OutOfDistributionImages | None = None,
+    ood: OutOfDistributionImages | None = None,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
-    scores: dict[str, dict[str, Tensor]] | None = None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Scores]:
     """Evaluate predictives on test and out-of-distribution data.
 
     Args:
@@ -78,25 +72,17 @@ def evaluate(
         progress: whether to show progress bars.
         ranks: the ranks that each predict a part of every batch; all get the same record, except
             for seconds.
-        scores: a mapping to add to: predictive -> name of a metric -> its value for each test
-            example, (N,). `compared` takes them, to compare two networks on the same examples.
 
     Returns:
-        For each predictive the metrics, under keys such as ``test/cls/NLL``, ``test/cal/ECE``
-        and ``ood/AUROC``; intervals of the test metrics, and their
-        differences from those of the first predictive (see `marglik.prediction.intervals`);
-        reliability, risk-coverage and ROC curves; errors by class; and the seconds for the test
+        The record, and `Scores`, by which `compared` compares two networks on the same examples.
+        The record has for each predictive the metrics, under keys such as ``test/cls/NLL``,
+        ``test/cal/ECE`` and ``ood/AUROC``; intervals of the test metrics, and their differences
+        from those of the first predictive (see `marglik.prediction.intervals`); reliability,
+        risk-coverage and ROC curves; errors by class; its calibration; and the seconds for the test
         set. For sequences, all of these are about positions (tokens) that count, and the record has
         their number; intervals are given only if all sequences have the same number of them.
-
-    Raises:
-        ValueError: out-of-distribution data without images.
     """
     of = likelihood_of(likelihood)
-    if not splits.are_images and ood is not None:
-        raise ValueError(f"{splits.name} holds no images; ood is for images. Leave it out.")
-    if isinstance(ood, DataSource):
-        ood = out_of_distribution_images(ood, splits)
     *_, y = tensors_in(splits.test)
 
     def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
@@ -105,7 +91,7 @@ def evaluate(
         batches = Batches(pixels, no_labels, batch_size, ranks=ranks, **options)
         return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
 
-    scores = {} if scores is None else scores
+    scores: Scores = {}
     entries: dict[str, dict[str, Any]] = {}
     uncertain = num_positions = None
     for label, predict in predictives.items():
@@ -133,9 +119,13 @@ def evaluate(
         if splits.are_images and of.kind == "classes":
             examples = _most_uncertain(prediction, splits)
             uncertain = {"predictive": label, "examples": examples}
+        if (calibration := getattr(predict, "calibration", None)) is not None:
+            entry["calibration"] = asdict(calibration)
+        if isinstance(predict, Ensemble):
+            entry["seconds_of_training"] = predict.seconds
         entries[label] = entry | {"seconds": seconds}
 
-    return {
+    record = {
         "data": splits.name,
         "likelihood": likelihood,
         "classes": None if splits.classes is None else list(splits.classes),
@@ -153,58 +143,43 @@ def evaluate(
         "uncertain": uncertain,
         **environment(torch.device(device)),
     }
+    return record, scores
 
 
-def evaluate_network(
+def predictives_of(
     laplace: Posterior,
     configs: Sequence[PredictiveConfig],
-    splits: Splits,
+    ensemble: Ensemble | None = None,
     *,
     seed: int = 0,
-    ensemble: Ensemble | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """`evaluate` a network at its parameters and under its posterior.
+    ranks: Ranks = Ranks(None),  # noqa: B008
+) -> dict[str, Predictive]:
+    """Name -> predictive of a network at its parameters and under its posterior.
 
-    If the posterior has a calibration of a predictive, the temperature-scaled MAP is evaluated,
-    too; a posterior predictive without one is labelled "uncalibrated".
+    If the posterior has a calibration of a predictive, the temperature-scaled MAP is among them; a
+    posterior predictive without one is named "uncalibrated".
 
     Args:
         laplace: the posterior.
-        configs: the ways in which the posterior predicts, evaluated one after the other.
-        splits: see `evaluate`.
-        seed: seed of sampling, the same for each way of predicting.
+        configs: the ways in which the posterior predicts.
         ensemble: an ensemble whose first member is the network.
-        options: further arguments of `evaluate`.
+        seed: seed of sampling, the same for each way of predicting.
+        ranks: the ranks that predict together.
     """
-    likelihood, sigma = laplace.likelihood, laplace.sigma_noise
-    predictives: dict[str, Predictive] = {"MAP": map_predictive(laplace.model, likelihood, sigma)}
-    calibrations = {}
+    model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
+    found: dict[str, Predictive] = {"MAP": map_predictive(model, likelihood, sigma)}
     for config in configs:
-        found, label = remembered_calibration(laplace, config), config.label
-        if found is None:
+        fit, label = remembered_calibration(laplace, config), config.label
+        if fit is None:
             label = f"{label}, uncalibrated"
         else:
-            scaled, calibrations[label] = found.map_calibration, asdict(found.calibration)
-            predictives["MAP, temperature-scaled"] = map_predictive(
-                laplace.model,
-                likelihood,
-                scaled.sigma_noise or sigma,
-                scaled.output_temperature,
+            scaled = fit.map_calibration
+            found["MAP, temperature-scaled"] = map_predictive(
+                model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature
             )
-        generator = torch.Generator(options["device"]).manual_seed(seed)
-        ranks = options.get("ranks", Ranks(None))
-        predictives[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
-    if ensemble is not None:
-        predictives[ensemble.label] = ensemble
-        if ensemble.calibration is not None:
-            calibrations[ensemble.label] = asdict(ensemble.calibration)
-    record = evaluate(predictives, splits, likelihood, **options)
-    if ensemble is not None:
-        record["predictives"][ensemble.label]["seconds_of_training"] = ensemble.seconds
-    for label, calibration in calibrations.items():
-        record["predictives"][label]["calibration"] = calibration
-    return record
+        generator = torch.Generator(laplace.mean.device).manual_seed(seed)
+        found[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
+    return found if ensemble is None else found | {ensemble.label: ensemble}
 
 
 def compared(
@@ -220,8 +195,8 @@ def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
 
     The rows of a prediction do not say which sequence they belong to.
     """
-    y = splits.test[1]
-    counted = counted_terms(y, likelihood)
+    y, mark = splits.test[1], splits.ignore_index
+    counted = counted_terms(y if mark is None else y.masked_fill(y == mark, IGNORED), likelihood)
     alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
     return rows // len(y) if alike else None
 

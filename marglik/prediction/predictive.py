@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -52,6 +52,8 @@ class ModelPredictive:
     predict: Predictive = field(repr=False)
     model: nn.Module = field(repr=False)
     likelihood: str
+    calibration: Calibration | None = field(default=None, kw_only=True)
+    """s, τ and σ, if it is calibrated."""
 
     def __call__(self, x: Any) -> Prediction:
         """The prediction for inputs x."""
@@ -136,7 +138,7 @@ def map_predictive(
     likelihood: str = "classification",
     sigma_noise: float | Tensor = 1.0,
     output_temperature: float = 1.0,
-) -> Predictive:
+) -> ModelPredictive:
     """The prediction of the network at its parameters, in eval mode; no epistemic uncertainty.
 
     Args:
@@ -164,7 +166,7 @@ def laplace_predictive(
     generator: torch.Generator | None = None,
     calibration: Calibration | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
-) -> Predictive:
+) -> ModelPredictive:
     """The predictive of a posterior.
 
     Its random numbers are drawn once, so that predictions do not depend on how inputs are batched.
@@ -183,12 +185,13 @@ def laplace_predictive(
     """
     laplace.fitted_factors()
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
-    if calibration is None:
-        found = remembered_calibration(laplace, config)
-        calibration = Calibration() if found is None else found.calibration
-    if calibration.covariance_scale == 0:  # the MAP's, which needs no covariances
-        sigma = calibration.sigma_noise or sigma
-        return map_predictive(model, likelihood, sigma, calibration.output_temperature)
+    if calibration is None and (fit := remembered_calibration(laplace, config)) is not None:
+        calibration = fit.calibration
+    used = calibration or Calibration()
+    if used.covariance_scale == 0:  # the MAP's, which needs no covariances
+        sigma = used.sigma_noise or sigma
+        of_map = map_predictive(model, likelihood, sigma, used.output_temperature)
+        return replace(of_map, calibration=calibration)
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     if config.method == "linearised":
@@ -197,14 +200,15 @@ def laplace_predictive(
         def of_networks(x: Any) -> Prediction:
             f = outputs_of(model, x)
             spread = laplace.linearised_outputs(parameters, x) - f
-            outputs = f + math.sqrt(calibration.covariance_scale) * spread
-            outputs = outputs / calibration.output_temperature
-            return predict_from_outputs(outputs, likelihood, calibration.sigma_noise or sigma)
+            outputs = f + math.sqrt(used.covariance_scale) * spread
+            outputs = outputs / used.output_temperature
+            return predict_from_outputs(outputs, likelihood, used.sigma_noise or sigma)
 
         predict: Predictive = of_networks
     else:
-        predict = _from_covariances(laplace, config, generator, calibration)
-    return ModelPredictive(in_eval_mode(model, torch.no_grad()(predict)), model, likelihood)
+        predict = _from_covariances(laplace, config, generator, used)
+    predict = in_eval_mode(model, torch.no_grad()(predict))
+    return ModelPredictive(predict, model, likelihood, calibration=calibration)
 
 
 def _from_covariances(

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
+from marglik.data.batches import Batches
 
 LARGEST_RECORD = 2**26
 """Most numbers p̄ that a run keeps: 512 MiB, and as much in each checkpoint."""
@@ -139,13 +140,19 @@ class TrainingProbabilities:
         loader, self._epoch = self._loader, None
         if self.unknown:
             return ((None, batch) for batch in loader)
-        if _is_in_memory(loader):
+        if isinstance(loader, Batches):
             batches = iter(loader)  # draws the order
             return zip(loader.order, batches, strict=True)
         # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
         # copy shares all but the sampler with it, and so draws the same random numbers.
         noting, given = copy(loader), deque()
-        noting.__dict__["batch_sampler"] = _Noting(loader.batch_sampler, given)
+
+        def noted() -> Iterator[Any]:
+            for keys in loader.batch_sampler:
+                given.append(keys)
+                yield keys
+
+        noting.__dict__["batch_sampler"] = noted()
         return ((self._indices(given.popleft()), batch) for batch in noting)
 
     def _indices(self, keys: Any) -> Tensor | None:
@@ -192,26 +199,11 @@ class TrainingProbabilities:
         self._sums, self.unknown = state["sums"], state["unknown"]
 
 
-class _Noting:
-    """A batch sampler that also writes what it yields to a queue."""
-
-    def __init__(self, sampler: Any, given: deque[list[int]]) -> None:
-        self._sampler, self._given = sampler, given
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for indices in self._sampler:
-            self._given.append(indices)
-            yield indices
-
-
 def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
     if likelihood_of(likelihood).name != "classification":
         return f"the likelihood is {likelihood}, and only classification is supported"
-    if _is_in_memory(loader):
+    if isinstance(loader, Batches):
         return ""
     if (
         not isinstance(loader, DataLoader)
@@ -229,9 +221,3 @@ def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
     if ranks.size > 1 and not any(isinstance(one, DistributedSampler) for one in samplers):
         return "on several ranks, indices are known with a DistributedSampler only"
     return ""
-
-
-def _is_in_memory(loader: Any) -> bool:
-    from marglik.data.batches import Batches  # here, since other data sets load Pillow
-
-    return isinstance(loader, Batches)

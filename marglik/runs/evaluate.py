@@ -10,16 +10,16 @@ from torch import nn
 
 from marglik.data import DataSource, Splits
 from marglik.data.batches import split_batches
+from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data.record import as_trained, is_held_out
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import evaluate_network
+from marglik.prediction.evaluation import evaluate, predictives_of
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
 from marglik.runs.build import build_from_spec, check_model, device_of
 from marglik.runs.config import Accelerator, check_seed
-from marglik.runs.results import calibration_results
 from marglik.storage.run_folder import (
     ENSEMBLE,
     EVALUATION,
@@ -103,13 +103,11 @@ def evaluate_run(
     calibrated = {}
     if is_held_out(splits, record["data"]):
         calibrated = _calibrate(laplace, configs, splits, progress)
-    found = evaluate_network(
-        laplace,
-        configs,
+    found, _ = evaluate(
+        predictives_of(laplace, configs, ensemble, seed=seed),
         splits,
-        seed=seed,
-        ensemble=ensemble,
-        ood=ood,
+        laplace.likelihood,
+        ood=None if ood is None else out_of_distribution_images(ood, splits),
         batch_size=predictive.batch_size,
         device=device,
         progress=progress,
@@ -133,8 +131,8 @@ def _calibrate(
             device, size = laplace.mean.device, config.batch_size
             batches = split_batches(splits, "validation", size, device=device)
             calibrations_of(laplace, batches, config, progress=progress)
-    laplace.calibrations |= remembered
-    return {config.label: calibration_results(laplace, config) for config in unknown}
+    found = laplace.calibrations = laplace.calibrations | remembered
+    return {c.label: {"predictive": c.label} | found[c.label] for c in unknown}
 
 
 def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:

@@ -11,7 +11,6 @@ from marglik.data.splits import Splits, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
-from marglik.prediction.predictive import PredictiveConfig
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
 
@@ -48,12 +47,6 @@ def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
             for i, (name, p) in enumerate(trainable.items())
         },
     }
-
-
-def calibration_results(laplace: Posterior, config: PredictiveConfig) -> dict[str, Any] | None:
-    """What calibration found for a predictive, with its name; None if it is not calibrated."""
-    found = laplace.calibrations.get(config.label)
-    return None if found is None else {"predictive": config.label} | found
 
 
 def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -3,16 +3,15 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import likelihood_of
@@ -26,7 +25,7 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import compared, evaluate, evaluate_network
+from marglik.prediction.evaluation import Scores, compared, evaluate, predictives_of
 from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
@@ -39,7 +38,6 @@ from marglik.runs.build import (
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.results import (
     augmentation_results,
-    calibration_results,
     metrics_of,
     posterior_results,
     suspicious_results,
@@ -228,10 +226,10 @@ def train(
     # Before the posterior sees what is held out.
     results = identity | posterior_results(learned.laplace, prior.weight_decay)
     training.calibrate(learned.laplace)
+    fit = learned.laplace.calibrations.get(predictive.label)
     ensemble = None
     if run.members > 1:
-        make = partial(build_from_spec, nn.Module, provenance.model, named=None)
-        ensemble = training.ensemble(model, learned, make, states)
+        ensemble = training.ensemble(model, learned, provenance.model, states)
     if leads:
         if ensemble is not None:
             ensemble.save(folder)
@@ -242,7 +240,7 @@ def train(
     results |= {
         "evidence": evidence,
         "held_out": held_out,
-        "calibration": calibration_results(learned.laplace, predictive),
+        "calibration": fit and {"predictive": predictive.label} | fit,
         "num_positions": found["num_positions"],
         "suspicious_labels": suspicious_results(learned, splits, kept),
         **augmentation_results(model, splits),
@@ -398,10 +396,10 @@ class Training:
         self,
         first: nn.Module,
         learned: OnlineResult,
-        make_model: Callable[[], nn.Module],
+        spec: dict[str, Any] | None,
         checkpoints: Mapping[str, Checkpoints],
     ) -> Ensemble:
-        """The first network and others, from other seeds, whose decays take the course of its."""
+        """The first network, and others by ``spec`` from other seeds, with its decays' course."""
         models, seconds = [first], learned.seconds
         assert learned.laplace is not None
         likelihood = learned.laplace.likelihood
@@ -409,7 +407,7 @@ class Training:
             _logger.info("training member %d of %d", k + 1, self.run.members)
             seed = self.run.seed + k
             torch.manual_seed(seed)
-            model = make_model().to(self.fabric.device)
+            model = build_from_spec(nn.Module, spec, named=None).to(self.fabric.device)
             of_member = replace(self, run=replace(self.run, seed=seed), likelihood=likelihood)
             states = checkpoints[f"member_{k}"]
             found = of_member.train(model, states, first=learned.learner)
@@ -455,34 +453,33 @@ class Training:
 
     def evaluate(
         self, laplace: Posterior, ensemble: Ensemble | None = None
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    ) -> tuple[dict[str, Any], Scores]:
         """The content of ``evaluation.json``, and what `compared` needs of each test example."""
-        of_network = partial(evaluate_network, laplace, [self.predictive], ensemble=ensemble)
-        return self._evaluated(of_network, seed=self.run.seed)
+        predictives = predictives_of(
+            laplace, [self.predictive], ensemble, seed=self.run.seed, ranks=self.ranks
+        )
+        return self._evaluated(predictives, laplace.likelihood)
 
     def _evaluated(
-        self, by: Callable[..., dict[str, Any]], **options: Any
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """What the evaluations of the learned and the plain network share; see `evaluate`."""
-        scores: dict[str, dict[str, Tensor]] = {}
-        found = by(
-            splits=self.splits,
+        self, predictives: dict[str, Predictive], likelihood: str
+    ) -> tuple[dict[str, Any], Scores]:
+        return evaluate(
+            predictives,
+            self.splits,
+            likelihood,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
             progress=self.run.progress,
             ranks=self.ranks,
-            scores=scores,
-            **options,
         )
-        return found, scores
 
     def against_plain(
         self,
         model: nn.Module,
         checkpoints: Checkpoints,
         results: dict[str, Any],
-        scores: dict[str, dict[str, Tensor]],
+        scores: Scores,
         gains: list[str],
     ) -> dict[str, Any]:
         """Train the plain network; returns the results with what it adds, first of all the verdict.
@@ -508,7 +505,7 @@ class Training:
         predictives: dict[str, Predictive] = {"MAP": map_predictive(model, self.likelihood, sigma)}
         if scaled.calibration is not None:
             predictives["MAP, temperature-scaled"] = scaled
-        found, others = self._evaluated(partial(evaluate, predictives, likelihood=self.likelihood))
+        found, others = self._evaluated(predictives, self.likelihood)
         merged = {k: results[k] | of for k, of in metrics_of("plain", found).items()}
         differences = {
             name: compared(scores[name], of) for name, of in others.items() if name in scores

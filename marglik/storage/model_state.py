@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from kfac_backend.files import read_tensors
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("state_dict", "model_state_dict", "model")
 """Where a checkpoint has its state dict."""
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
@@ -67,51 +66,35 @@ def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tenso
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 
 
-def read_state(
-    model: nn.Module, path: str | Path, without: Iterable[str] = ()
-) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, once they are checked to fit a network.
+def check_state(
+    model: nn.Module, state: dict[str, Tensor], source: str, *, casts: bool = False
+) -> None:
+    """Raise a ValueError unless a state fits a network, naming the first tensor that does not.
 
-    Args:
-        model: the network.
-        path: the file.
-        without: names in the network's state dict that the file need not have.
-
-    Raises:
-        ValueError: a file that is damaged, or of a network with other names, shapes or dtypes.
+    With ``casts``, another precision of the same kind of numbers fits, too: ``load_state_dict``
+    rounds without a word.
     """
-    state, own = read_tensors(path, what="weights", of_others=True)[0], model.state_dict()
-    check_state(model, state | {name: own[name] for name in without}, str(path))
-    for name, tensor in state.items():
-        if own[name].dtype != tensor.dtype:  # load_state_dict would round without a word
-            raise ValueError(
-                f"{path} holds '{name}' in {tensor.dtype}, but {type(model).__name__} has it in "
-                f"{own[name].dtype}; pass the network as model.to({tensor.dtype})."
-            )
-    return state
-
-
-def check_state(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
-    """Raise a ValueError unless a state fits a network, naming the first tensor that does not."""
     own, kind = model.state_dict(), type(model).__name__
     for name in own | state:
-        there, here = (_described(of.get(name)) for of in (state, own))
+        there, here = (_described(of.get(name), casts) for of in (state, own))
         if there != here:
             raise ValueError(
                 f"{source} is of another network: '{name}' {there} there, and {here} in {kind}. "
-                "Pass the class and options that the network was trained with (--model)."
+                "Pass the class, options and dtype that the network was trained with (--model)."
             )
 
 
-def _described(tensor: Tensor | None) -> str:
-    """What no cast to another precision changes."""
+def _described(tensor: Tensor | None, casts: bool) -> str:
     if tensor is None:
         return "does not exist"
     if tensor.layout != torch.strided:
         return f"is {tensor.layout}"
+    shape = f"has shape {tuple(tensor.shape)}"
+    if not casts:
+        return f"{shape} in {tensor.dtype}"
     floating, is_complex = tensor.is_floating_point(), tensor.is_complex()
     dtype = "" if floating else " of complex numbers" if is_complex else " of whole numbers"
-    return f"has shape {tuple(tensor.shape)}{dtype}"
+    return f"{shape}{dtype}"
 
 
 # Networks that were trained elsewhere
@@ -120,10 +103,10 @@ def _described(tensor: Tensor | None) -> str:
 def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     """Load a checkpoint's parameters into a network.
 
-    Reads safetensors files, and files of torch.save with the restricted loader (``weights_only``),
-    which runs no code from them. The state dict may be at the top or under "state_dict",
-    "model_state_dict" or "model". If no name fits, prefixes that wrappers add to all names are
-    removed ("module.", "_orig_mod.", "model.", "net.").
+    Reads files that end in .safetensors, and others, which torch.save wrote, with the restricted
+    loader (``weights_only``), which runs no code from them. The state dict may be at the top or
+    under "state_dict", "model_state_dict" or "model". If no name fits, prefixes that wrappers add
+    to all names are removed ("module.", "_orig_mod.", "model.", "net.").
 
     Returns:
         A note on names and dtypes that were changed, or None.
@@ -144,7 +127,7 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
             break
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         taken += prefix
-    check_state(model, state, str(path))
+    check_state(model, state, str(path), casts=True)
     notes = [f"the prefix {taken!r} was removed from all names"] if taken else []
     cast = [name for name, tensor in state.items() if tensor.dtype != own[name].dtype]
     if cast:
@@ -155,11 +138,6 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} has suffix {path.suffix!r}; supported are {', '.join(SUFFIXES)}. Save the "
-            "network's state_dict() as one of them."
-        )
     if path.suffix == ".safetensors":
         return read_tensors(path, what="weights", of_others=True)[0]
     try:

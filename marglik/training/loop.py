@@ -61,8 +61,6 @@ from marglik.training.random_state import (
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
 
-__all__ = ["CompileMode", "OneDevice", "OnlineResult", "OnlineTraining", "Record", "ranks_of"]
-
 _logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]

@@ -74,11 +74,10 @@ def maximize_evidence(
         )
     groups = PriorGroups.from_model(laplace.model, structure)
     terms, start = laplace.evidence_terms, laplace.prior_precision.double()
-    per_tensor = start.expand(laplace.n_layers)
-    index = torch.tensor(groups.index, device=start.device)
     # A group starts at the geometric mean of its tensors.
-    sums = start.new_zeros(len(groups.names)).index_add(0, index, per_tensor.log())
-    initial = (sums / index.bincount(minlength=len(groups.names))).tolist()
+    logs = start.log().expand(laplace.n_layers)
+    sums, numbers = map(groups.sum_over_tensors, (logs, torch.ones_like(logs)))
+    initial = (sums / numbers).tolist()
     learns_noise = learn_sigma_noise and laplace.likelihood.has_sigma
     bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
     if learns_noise:

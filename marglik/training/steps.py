@@ -24,15 +24,6 @@ from kfac_backend.ranks import Ranks
 from marglik.eval_mode import kept_mode
 from marglik.training.loaders import Loader
 
-__all__ = [
-    "WeightAverage",
-    "add_penalty",
-    "check_no_weight_decay",
-    "clip_gradients",
-    "renew_batch_norm",
-    "stable_decays",
-]
-
 NEW_NORM = 0.02
 """Weight of a step's norm in the running mean of `clip_gradients`: about fifty steps count."""
 

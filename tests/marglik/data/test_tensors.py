@@ -200,11 +200,11 @@ def test_records():
     found = recorded(of_images(), source)
     assert found.pop("train_sha256")
     assert found == {
-        "name": "pets", "source": source, "classes": ["cat", "dog"], "image_shape": [1, 4, 4],
-        "mean": [9.0], "std": [3.0],
+        "name": "pets", "source": source, "classes": ["cat", "dog"],
+        "form": "images of shape (1, 4, 4)", "mean": [9.0], "std": [3.0],
     }  # fmt: skip
-    assert recorded(of_graphs())["graphs"] == "graphs with 2 features per node and 1 per edge"
-    assert {*recorded(of_words())} == {"name", "source", "classes", "train_sha256"}
+    assert recorded(of_graphs())["form"] == "graphs with 2 features per node and 1 per edge"
+    assert {*recorded(of_words())} == {"name", "source", "classes", "form", "train_sha256"}
     pets = of_images()
     with_some = replace(pets, validation=pets.test)
     assert is_held_out(with_some, recorded(pets)) and not is_held_out(pets, recorded(pets))
@@ -231,12 +231,12 @@ def test_other_data_is_normalised_as_in_training():
         (
             of_words(),
             of_images(),
-            "words has no images, graphs or columns; pets, .* image_shape .*--data",
+            "words has no images, graphs or columns; pets, .* images of shape .*--data",
         ),
-        (of_images(), of_words(), r"pets has image_shape \[1, 4, 4\]; words"),
+        (of_images(), of_words(), r"pets has images of shape \(1, 4, 4\); words"),
         (of_images("zoo", ("cat", "emu")), of_images(), r"zoo has 2 classes \(cat, emu\), .* pets"),
         (of_graphs(features=4), of_graphs(), "graphs with 4 features per node.* with 2 features"),
-        (of_images(shape=(3, 4, 4)), of_images(), r"image_shape \[3, 4, 4\]; .* \[1, 4, 4\]"),
+        (of_images(shape=(3, 4, 4)), of_images(), r"images of shape \(3, 4, 4\); .* \(1, 4, 4\)"),
     ],
 )
 def test_data_of_another_form(splits, trained, message):

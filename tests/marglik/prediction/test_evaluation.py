@@ -14,12 +14,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from marglik import KronLaplace
-from marglik.data import (
-    DataSource,
-    Digits,
-    Noise,
-    Splits,
-)
+from marglik.data import Digits, Noise, Splits, out_of_distribution_images
+from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.splits import take
 from marglik.prediction.evaluation import evaluate
 from marglik.prediction.intervals import differences, intervals
@@ -61,14 +57,6 @@ def test_batches_of_unequal_size_become_one_prediction():
 # --- the record ---
 
 
-class Given(DataSource):
-    def __init__(self, splits):
-        self.splits = splits
-
-    def load(self):
-        return self.splits
-
-
 @pytest.fixture(scope="module")
 def digits():
     whole = Digits(validation=0.1).load()
@@ -104,8 +92,8 @@ def predictives(digits):
 
 @pytest.fixture(scope="module")
 def record(digits, predictives):
-    ood = Noise(num_images=30)
-    return evaluate(predictives, digits, "classification", ood=ood, batch_size=16)
+    ood = out_of_distribution_images(Noise(num_images=30), digits)
+    return evaluate(predictives, digits, "classification", ood=ood, batch_size=16)[0]
 
 
 def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
@@ -143,9 +131,10 @@ def test_sequences_of_several_lengths_have_no_intervals():
     def predict(rows):
         return Prediction(rows, *[torch.zeros(rows.shape[:-1])] * 2)
 
-    def found(labels):
-        splits = Splits(*[(x, labels)] * 3, name="rows")
-        return evaluate({"given": predict}, splits, "classification")["predictives"]["given"]
+    def found(labels, ignore_index=None):
+        splits = Splits(*[(x, labels)] * 3, name="rows", ignore_index=ignore_index)
+        found, _ = evaluate({"given": predict}, splits, "classification")
+        return found["predictives"]["given"]
 
     scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification")["cls/NLL"]
     expected = intervals({"x": scores.view(30, 4).mean(1)})["x"]
@@ -154,13 +143,15 @@ def test_sequences_of_several_lengths_have_no_intervals():
     ragged = y.clone()
     ragged[3, 2:] = -100
     assert found(ragged)["intervals"] == {}
+    ragged[:15, 2:] = 5  # by chance as many as three a sequence are left
+    assert found(ragged, ignore_index=5)["intervals"] == {}
 
 
 def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives):
     predict = predictives["Laplace, mc"]
     turned = digits.test[0].rot90(1, (2, 3)).contiguous()
-    ood = Given(replace(digits, test=(turned, digits.test[1]), name="turned"))
-    found = evaluate({"mc": predict}, digits, "classification", ood=ood)
+    ood = OutOfDistributionImages(turned, "turned", None)
+    found, _ = evaluate({"mc": predict}, digits, "classification", ood=ood)
     inside, outside = (predict(normalised(x, digits)) for x in (digits.test[0], turned))
     expected, wrong = (
         out_of_distribution_metrics(getattr(inside, name), getattr(outside, name))
@@ -179,7 +170,7 @@ def test_most_uncertain_images(channels):
     scale = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
     splits = Splits(images, None, images, "n", ("a", "b"), **scale)
     predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(20 * channels, 2)))
-    found = evaluate({"MAP": predict}, splits, "classification")
+    found, _ = evaluate({"MAP": predict}, splits, "classification")
     examples, p = found["uncertain"]["examples"], predict(pixels.float())
     entropies = special.entr(p.mean.numpy()).sum(1)
     assert [e["index"] for e in examples] == sorted(range(16), key=lambda i: -entropies[i])[:12]
@@ -202,7 +193,7 @@ def test_other_likelihoods(likelihood):
     la = KronLaplace(nn.Linear(4, y.shape[1]), likelihood)
     la.fit([train])
     predict = laplace_predictive(la)
-    found = evaluate({"Laplace": predict}, splits, likelihood, batch_size=7)
+    found, _ = evaluate({"Laplace": predict}, splits, likelihood, batch_size=7)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert [found[key] for key in ("classes", "ood", "uncertain")] == [None] * 3
     assert (found["data"], found["num_test"]) == ("tensors", 20)
@@ -213,4 +204,4 @@ def test_other_likelihoods(likelihood):
     if likelihood == "bernoulli":
         assert sum(entry["reliability"]["counts"]) == 60
     with pytest.raises(ValueError, match="tensors holds no images; ood is for images"):
-        evaluate({}, splits, likelihood, ood=Noise())
+        out_of_distribution_images(Noise(), splits)

@@ -44,7 +44,7 @@ EVALUATES = {
     ),
     "another network": (
         ["--model", "marglik.models.MLP", "--model.in_features", "65", "--model.num_classes", "3"],
-        "is of another network: 'layers.1.weight' has shape (6, 64) there, and has shape (128",
+        "is of another network: 'layers.1.weight' has shape (6, 64) in torch.float32 there, and",
     ),
 }
 
