@@ -437,10 +437,13 @@ class CurvaturePass:
         if self._proof.assignment.diagonal:
             self._add_diagonal(x, y)
         # Counted last: a part that failed must not count.
+        self._count(f, y)
+        self._loss += loss_sum(f.detach(), y, self._likelihood)
+
+    def _count(self, f: Tensor, y: Tensor) -> None:
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
         self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
-        self._loss += loss_sum(f.detach(), y, self._likelihood)
 
     def factors(self) -> KroneckerFactors:
         """The factors of all batches: A is a mean over its terms, B a sum over the data.
@@ -456,15 +459,8 @@ class CurvaturePass:
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
-        blocks = assemble_blocks(sums.blocks) | {
-            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
-        }
-        names = self._proof.assignment.names
-        # A rank without data has made no proof, and the other ranks may have given parameters up.
-        if not self._num_data:
-            names = [name for name, _ in self._model.named_parameters() if name in blocks]
         factors = KroneckerFactors(
-            {name: blocks[name] for name in names},
+            self._blocks(sums),
             num_data=sums.num_data,
             num_outputs=sums.num_outputs,
             num_loss_terms=sums.num_loss_terms,
@@ -474,6 +470,15 @@ class CurvaturePass:
         )
         self.reset()
         return factors
+
+    def _blocks(self, sums: PassSums) -> dict[str, KroneckerBlock]:
+        """Parameter name -> block, in the model's order; the sums become the blocks in place."""
+        blocks = assemble_blocks(sums.blocks) | {
+            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
+        }
+        # The names are those of the blocks, not of this rank's assignment: a rank without data has
+        # made no proof, and the other ranks may have given parameters up.
+        return {name: blocks[name] for name, _ in self._model.named_parameters() if name in blocks}
 
     def _total_sums(self) -> PassSums:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""

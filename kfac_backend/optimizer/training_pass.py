@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.automatic_mode import automatic_mode
-from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Use
-from kfac_backend.loss import IGNORED, check_targets, num_counted_terms
+from kfac_backend.loss import IGNORED, check_targets
 from kfac_backend.model.batches import counting, detached, mask_of
 from kfac_backend.model.calls import (
     explicit_forwards,
@@ -134,17 +133,14 @@ class TrainingPass(CurvaturePass):
             RuntimeError: no forward pass with a backward pass was seen.
         """
         self._finish()
-        one = self.ranks.size == 1
-        if self._now is not None or (one and not self._num_data):
+        # Ranks without a batch take part too, or the others would wait for them.
+        sums = None if self._now is not None else self._total_sums()
+        if sums is None or not sums.num_data:
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
                 "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
                 "one that was compiled from it) with gradients, and loss.backward(), before step()."
             )
-        # Ranks without a batch take part too, or the others would wait for them.
-        sums = self._total_sums()
-        if not sums.num_data:
-            raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
@@ -152,12 +148,10 @@ class TrainingPass(CurvaturePass):
         scale = 1.0 / number
         if self._options.fisher == "empirical":
             scale = number / self.ranks.size**2
-        blocks = assemble_blocks(sums.blocks)
-        # A rank without data has made no proof, and may not know which parameters have no block.
-        names = self.names if self._num_data else [name for name in self.names if name in blocks]
+        blocks = self._blocks(sums)
         self.reset()
         # Not in place, since a weight and its bias may share one B.
-        return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
+        return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""
@@ -274,9 +268,7 @@ class TrainingPass(CurvaturePass):
         y = self._pseudo_targets(f, g, forward.mask)
         check_targets(f.detach(), y, self._likelihood, may_ignore=True)
         forward.is_seen = True
-        self._num_data += len(f)
-        self._num_outputs = f.shape[-1]
-        self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
+        self._count(f, y)
         if empirical:
             return  # the backward pass that goes on from here shows the gradients
         with self._no_autocast(), backward_arithmetic(self._precision):
