@@ -45,7 +45,7 @@ from kfac_backend.model.calls import (
     in_channels_last,
     num_examples,
     plain_attention,
-    restoration,
+    restored,
 )
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import check_module, check_output, total_memory
@@ -215,12 +215,8 @@ class OutputCovariance:
         """A context in which the model runs in full precision, and stays as it was."""
         layers = (tracked.layer for tracked in self._proof.assignment.layers)
         # Inference mode would record no graph for the backward passes.
-        with full_float32(), torch.inference_mode(False):
-            restore = restoration(self._model, *layers)
-            try:
-                yield
-            finally:
-                restore()
+        with full_float32(), torch.inference_mode(False), restored(self._model, *layers):
+            yield
 
     def _prove(self, x: Any) -> None:
         """Prove, once, that the hooks see all uses of the parameters."""

@@ -48,6 +48,16 @@ def restoration(*modules: nn.Module) -> Callable[[], None]:
     return restore
 
 
+@contextmanager
+def restored(*modules: nn.Module) -> Iterator[None]:
+    """A context after which modules are what they were before, see `restoration`."""
+    restore = restoration(*modules)
+    try:
+        yield
+    finally:
+        restore()
+
+
 def call_with(
     model: nn.Module,
     parameters: dict[str, Tensor],

@@ -43,7 +43,7 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     noise_like,
     num_examples,
-    restoration,
+    restored,
 )
 from kfac_backend.model.capture import Capture, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
@@ -755,21 +755,20 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
         }
         for d in divided
     }
-    restore = restoration(model)
-    try:
+    with restored(model):
         model.eval()  # in train mode the two forwards would draw different dropout masks
-        verify_gradients(model, assignment, x, dict(ChainMap(*messages.values())), by_parts=False)
-    except Refusal:
-        # All at once is cheaper; one after the other shows whose output is another.
-        for d in divided:
-            alone = replace(assignment, divided=[d])
-            try:
-                verify_gradients(model, alone, x, messages[d], by_parts=False)
-            except Refusal as refusal:
-                raise Refusal(refusal.errors, [d]) from refusal
-        raise
-    finally:
-        restore()
+        try:
+            every = dict(ChainMap(*messages.values()))
+            verify_gradients(model, assignment, x, every, by_parts=False)
+        except Refusal:
+            # All at once is cheaper; one after the other shows whose output is another.
+            for d in divided:
+                alone = replace(assignment, divided=[d])
+                try:
+                    verify_gradients(model, alone, x, messages[d], by_parts=False)
+                except Refusal as refusal:
+                    raise Refusal(refusal.errors, [d]) from refusal
+            raise
 
 
 def verify_gradients(

@@ -38,7 +38,7 @@ from kfac_backend.model.calls import (
     explicit_forwards,
     logits_of,
     num_examples,
-    restoration,
+    restored,
     uncompiled,
 )
 from kfac_backend.model.capture import Capture
@@ -160,12 +160,9 @@ class TrainingPass(CurvaturePass):
             for name, p in self._model.named_parameters()
             if p.requires_grad and p.dim() and not p.is_complex() and name not in self._left_out
         }
-        restore = restoration(self._model)
-        try:
+        with restored(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)
-        finally:
-            restore()
         return _only_with_hooks(assignment, assignment.unknown)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -322,11 +319,10 @@ class TrainingPass(CurvaturePass):
         if self._proof.is_made(N) and mask is None:
             return
         x = detached(x, self._device)
-        restore = restoration(self._model)
         self.is_due = False  # not to see the proof's own forward passes
         try:
-            self._model.eval()
-            with full_float32():
+            with restored(self._model), full_float32():
+                self._model.eval()
                 self._prove_some(x, N)
                 if mask is not None:
                     # Positions that the mask hides have no loss term.
@@ -338,7 +334,6 @@ class TrainingPass(CurvaturePass):
                 "train with their plain gradients."
             ) from error
         finally:
-            restore()
             self.is_due = True
 
     def _prove_some(self, x: Any, N: int | None) -> None:
