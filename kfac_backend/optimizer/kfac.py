@@ -180,12 +180,7 @@ class KFAC(Optimizer):
                 then.
         """
         base = dict(state_dict)
-        own = base.pop("preconditioner", None)
-        if own is None:
-            raise ValueError(
-                "The state has no 'preconditioner': it is that of another optimiser. Load it into "
-                "that one, or begin K-FAC without a state."
-            )
+        own = base.pop("preconditioner", {})
         self.preconditioner.check_state(own)
         missing = [key for group in base["param_groups"] for key in self.defaults.keys() - group]
         if missing:

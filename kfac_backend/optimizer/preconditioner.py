@@ -316,19 +316,13 @@ class KfacPreconditioner:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless `load_state_dict` can take the state; nothing is changed."""
-        expected = self.state_dict()
-        if state.keys() != expected.keys():
-            raise ValueError(
-                "This is no state of a K-FAC preconditioner of this version: its keys are "
-                f"{', '.join(map(str, state)) or 'none'}, expected {', '.join(expected)}."
-            )
-        theirs = state["made_with"]
+        theirs = state.get("made_with", {})
         for what in dict.fromkeys([*self._made_with, *theirs]):
             if theirs.get(what) != self._made_with.get(what):
                 raise ValueError(
-                    f"The state is of another K-FAC: {what} is {theirs.get(what)} there and "
-                    f"{self._made_with.get(what)} here. Load it with the model and the options "
-                    "that it was saved with."
+                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
+                    f"there and {self._made_with.get(what)} here. Load it with the model and the "
+                    "options that it was saved with."
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
