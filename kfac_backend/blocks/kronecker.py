@@ -184,13 +184,12 @@ class KroneckerFactors:
             ValueError: not such a state, or one of another format version.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
-        if header.get("format") != FORMAT:
-            raise ValueError(f"{source} holds no Kronecker factors; write it with save().")
-        if header.get("version") != FORMAT_VERSION:
+        found = header.get("format"), header.get("version")
+        if found != (FORMAT, FORMAT_VERSION):
             raise ValueError(
-                f"{source} has format version {header.get('version')}, this release reads "
-                f"{FORMAT_VERSION}. Compute the factors again, or read them with the release that "
-                "wrote them."
+                f"{source} holds no Kronecker factors of version {FORMAT_VERSION}, which this "
+                f"release reads; its format is {found[0]}, version {found[1]}. Compute the factors "
+                "again, or write them with save()."
             )
         try:
             return cls(

@@ -105,18 +105,16 @@ class _Decomposition:
 
     def __init__(self, blocks: list[KroneckerBlock]) -> None:
         self.blocks = blocks
-        self._eigen: dict[int, EigenBlock] = {}
 
     @cached_property
     def spectra(self) -> Spectra:
         """The blocks' eigenvalues, without eigenvectors."""
         return Spectra.of(self.blocks)
 
-    def eigen(self, index: int) -> EigenBlock:
-        """The eigenvalues and eigenvectors of one block."""
-        if index not in self._eigen:
-            self._eigen[index] = self.blocks[index].decompose()
-        return self._eigen[index]
+    @cached_property
+    def eigen(self) -> list[EigenBlock]:
+        """The blocks' eigenvalues and eigenvectors."""
+        return [block.decompose() for block in self.blocks]
 
 
 class EigenKron(KronDecomposed):
@@ -147,7 +145,7 @@ class EigenKron(KronDecomposed):
     @property
     def blocks(self) -> list[EigenBlock]:
         """The scaled blocks, without δ."""
-        return [self._decomposition.eigen(i).scale(self.scale) for i in range(len(self))]
+        return [eigen.scale(self.scale) for eigen in self._decomposition.eigen]
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore
