@@ -186,15 +186,10 @@ class PassSums:
         return found
 
     def kinds(self) -> dict[str, Any]:
-        """What the data has decided, by the names that errors use."""
-        return {
-            "the mode": self.kfac_approx,
-            "the number of outputs": self.num_outputs,
-            "the layers of each factor": {
-                name: [sums.slot for sums in layers] for name, layers in self.blocks.items()
-            },
-            "the factors' shapes and dtypes": [(tuple(t.shape), t.dtype) for t in self.tensors()],
-        }
+        """What the proof on each rank's data has decided, by the names that errors use."""
+        slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
+        shapes = [(tuple(t.shape), t.dtype) for t in self.tensors()]
+        return {"the layers of each factor": slots, "the factors' shapes and dtypes": shapes}
 
     def apart(self) -> "PassSums":
         """The sums without shared memory: a copy takes the place of what comes a second time."""
@@ -211,7 +206,6 @@ class PassSums:
         """These tensors with the sums of all ranks' counts."""
         counts = ("num_data", "num_loss_terms", "loss")
         totals: Any = {name: sum(getattr(one, name) for one in of_ranks) for name in counts}
-
         blocks = {
             name: [
                 sums._replace(num_terms=sum(one.blocks[name][i].num_terms for one in of_ranks))

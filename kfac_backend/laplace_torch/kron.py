@@ -58,10 +58,8 @@ class FactorKron(Kron):
     def __add__(self, other: Kron) -> "FactorKron":
         """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
         kfacs, others = (cast(list[list[Tensor]], kron.kfacs) for kron in (self, other))
-        if isinstance(other, FactorKron):
-            if self.names != other.names:
-                raise ValueError("Can only add curvature of the same parameters.")
-        elif len(other) == len(self) and not any(F.any() for Fs in others for F in Fs):
+        are_zeros = len(other) == len(self) and not any(F.any() for Fs in others for F in Fs)
+        if are_zeros and not isinstance(other, FactorKron):
             return self
         # Another Kron that is not zero may be our factors as laplace-torch's load_state_dict reads
         # them.

@@ -106,7 +106,7 @@ WRONG = {
     ),
     "unknown mode": ({"head": "mean", "*": "reduce"}, r"kfac_approx\['head'\]='mean' is not supp"),
     "auto for one layer": ({"*": "auto"}, r"kfac_approx\['\*'\]='auto' is not supported"),
-    "empty": ({}, "empty mapping"),
+    "empty": ({}, "No pattern of kfac_approx fits layer"),
     "a list": (["expand"], "choose one of 'expand', 'reduce', 'auto', or a mapping"),
 }
 
