@@ -169,9 +169,6 @@ class CurvaturePass:
     _differentiable = False
     """Whether inputs and gradients keep their graphs, so that they can be differentiated again."""
 
-    _sums_factors = True
-    """Whether the rules hold sums of factors, by which a precision can be judged."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -261,7 +258,8 @@ class CurvaturePass:
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
         """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
         faster = FASTER.get(self._device.type)
-        if faster is None or not self._sums_factors:
+        # Passes that keep inputs or graphs sum up no factors, by which a precision is judged.
+        if faster is None or self._keeps_inputs or self._differentiable:
             return "float32"
         x, y = detached(x, self._device), detached(y, self._device)
         y = self._targets(self._model, x, y)
@@ -572,8 +570,8 @@ class CurvaturePass:
     def _check_rows(self, examples: int, hides: bool) -> None:
         """Raise an error where each example's rows are needed and not known.
 
-        They are needed where positions are summed (reduce), where a rule sums over an example in
-        any mode, and where a mask hides positions, which would otherwise count.
+        They are needed where positions are summed (reduce), where a rule or the pass forms an
+        example's gradient in any mode, and where a mask hides positions, which would count.
         """
         for tracked in self._proof.assignment.layers:
             wrong = self._rows_seen.get(tracked, set()) - {examples}
@@ -586,8 +584,8 @@ class CurvaturePass:
                     "to, -1 for none (examples_of_rows), or let all positions count "
                     "(dict_key_mask=None)."
                 )
-            if wrong and (rule.mode != "expand" or rule.needs_examples):
-                raise unknown_examples(tracked, wrong.pop(), examples, "its block needs")
+            if wrong and (rule.mode != "expand" or rule.needs_examples or self._keeps_inputs):
+                raise unknown_examples(tracked, wrong.pop(), examples)
 
     def _begin_part(self) -> None:
         self._rules = self._rules or self._make_rules()

@@ -310,7 +310,7 @@ class OutputCovariance:
         def hold(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             known = len(use.a) if use.rows is None else use.rows.num_examples
             if known != M:
-                raise unknown_examples(tracked, known, M, "the covariance needs", "outputs")
+                raise unknown_examples(tracked, known, M, "outputs")
             rows = self._gradients.rules[tracked].position_gradients(use, b)  # (m, R, d_out)
             if (tracked, use) not in seen:  # zero for outputs that do not depend on the use
                 m, R, d_out = rows.shape

@@ -181,13 +181,13 @@ class KFAC(Optimizer):
         """
         base = dict(state_dict)
         own = base.pop("preconditioner", {})
-        self.preconditioner.check_state(own)
         missing = [key for group in base["param_groups"] for key in self.defaults.keys() - group]
         if missing:
             raise ValueError(
                 f"The state is of another base optimiser than {type(self.base).__name__}: it has "
                 f"no {missing[0]!r}. Pass the same `base`."
             )
+        self.preconditioner.load_state_dict(own)  # which refuses what does not fit
         self.base.load_state_dict(base)
         # torch casts NAdam's product of momenta, a float32 number, to the parameter's dtype.
         saved = [i for group in base["param_groups"] for i in group["params"]]
@@ -196,7 +196,6 @@ class KFAC(Optimizer):
             if "mu_product" in base["state"].get(i, {}):
                 product = base["state"][i]["mu_product"].to("cpu", copy=True)
                 self.base.state[p]["mu_product"] = product
-        self.preconditioner.load_state_dict(own)
         self._share()
 
     def _share(self) -> None:

@@ -314,17 +314,6 @@ class KfacPreconditioner:
             "inverses": self._inverses,
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError unless `load_state_dict` can take the state; nothing is changed."""
-        theirs = state.get("made_with", {})
-        for what in dict.fromkeys([*self._made_with, *theirs]):
-            if theirs.get(what) != self._made_with.get(what):
-                raise ValueError(
-                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
-                    f"there and {self._made_with.get(what)} here. Load it with the model and the "
-                    "options that it was saved with."
-                )
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.
 
@@ -333,7 +322,14 @@ class KfacPreconditioner:
         Raises:
             ValueError: a state of another model or other options; nothing is changed then.
         """
-        self.check_state(state)
+        theirs = state.get("made_with", {})
+        for what in dict.fromkeys([*self._made_with, *theirs]):
+            if theirs.get(what) != self._made_with.get(what):
+                raise ValueError(
+                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
+                    f"there and {self._made_with.get(what)} here. Load it with the model and the "
+                    "options that it was saved with."
+                )
         self._generator.set_state(state["generator"].cpu())
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])

@@ -323,7 +323,11 @@ class TrainingPass(CurvaturePass):
         try:
             with restored(self._model), full_float32():
                 self._model.eval()
-                self._prove_some(x, N)
+                if not self._proof.is_made(N):
+                    self._proof.make(x, N)
+                    self._leave_out_followed()
+                    if self._kfac_approx == "auto":
+                        self._kfac_approx = automatic_mode(self._proof.output_dim)
                 if mask is not None:
                     # Positions that the mask hides have no loss term.
                     ignored = ~mask if self._proof.output_dim > 2 else None
@@ -336,10 +340,8 @@ class TrainingPass(CurvaturePass):
         finally:
             self.is_due = True
 
-    def _prove_some(self, x: Any, N: int | None) -> None:
-        if self._proof.is_made(N):
-            return
-        self._proof.make(x, N)
+    def _leave_out_followed(self) -> None:
+        """Leave out parameters whose uses the proof follows operation by operation."""
         assignment = self._proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
@@ -352,8 +354,6 @@ class TrainingPass(CurvaturePass):
                 stacklevel=2,
             )
             self._proof.assignment = _only_with_hooks(assignment, followed)
-        if self._kfac_approx == "auto":
-            self._kfac_approx = automatic_mode(self._proof.output_dim)
 
     def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
         """Targets that only say which terms count, since the training's labels are not known here.
