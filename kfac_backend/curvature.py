@@ -60,7 +60,6 @@ from kfac_backend.model.checks import (
     LateChecks,
     check_finite,
     check_inputs,
-    check_module,
     is_out_of_memory,
     out_of_memory,
 )
@@ -145,9 +144,8 @@ def kronecker_factors(
             do not fit whatever the batch size, before the first batch.
         RankError: another rank has another model or other options.
     """
-    options = options.but(**keywords)
     curvature = CurvaturePass(
-        model, likelihood, options, generator=generator, process_group=process_group
+        model, likelihood, options, generator=generator, process_group=process_group, **keywords
     )
     return curvature.factors_of(data, progress)
 
@@ -179,9 +177,7 @@ class CurvaturePass:
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
-        check_module(model)
         options = options.but(**keywords)
-        options.check(likelihood)
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of the data each."""
         self._likelihood = likelihood_of(likelihood)

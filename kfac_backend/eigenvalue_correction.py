@@ -15,7 +15,6 @@ from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Rule, Use
 from kfac_backend.layers.rule import BlockSums
-from kfac_backend.model.checks import check_module
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
@@ -96,8 +95,7 @@ class CorrectionPass(CurvaturePass):
         options: CurvatureOptions | None = None,
         **others: Any,
     ) -> None:
-        check_module(model)
-        self._uncorrected = factors.to(next(model.parameters()).device)
+        self._uncorrected = factors
         options = factors.options if options is None else options
         known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
         # The mode decides only the basis, which is known.
@@ -108,6 +106,7 @@ class CorrectionPass(CurvaturePass):
                     f"to use {name}={asked[name]!r}; take the same for both."
                 )
         super().__init__(model, factors.likelihood, options.but(kfac_approx="expand"), **others)
+        self._uncorrected = factors.to(self._device)
         blocks = self._uncorrected.blocks
         self._bases = decompose_on_ranks([blocks[name] for name in self._basis_names], self.ranks)
         device = self._device.type

@@ -230,10 +230,8 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
         used.add(fitting[0])
     unused = [pattern for pattern in kfac_approx if pattern not in used and pattern != "*"]
     if unused:
-        hidden = any(fnmatchcase(name, unused[0]) for name in names)
-        why = " that an earlier pattern does not fit" if hidden else ""
         raise ValueError(
-            f"The pattern '{unused[0]}' of kfac_approx fits no layer{why}; there are "
-            f"{', '.join(names)}."
+            f"The pattern '{unused[0]}' of kfac_approx fits no layer that earlier patterns leave; "
+            f"there are {', '.join(names)}."
         )
     return modes

@@ -48,7 +48,7 @@ from kfac_backend.model.calls import (
     restored,
 )
 from kfac_backend.model.capture import Capture, unknown_examples
-from kfac_backend.model.checks import check_module, check_output, total_memory
+from kfac_backend.model.checks import total_memory
 from kfac_backend.model.example_gradients import gradients_of_examples
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
@@ -113,7 +113,6 @@ class OutputCovariance:
     ) -> None:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
-        check_module(model)
         sizes = {name: block.numel for name, (block, _) in precision.items()}
         self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
@@ -423,8 +422,7 @@ class OutputCovariance:
             differentiable=differentiable,
         )
 
-    def _check_output(self, f: Any, x: Any) -> None:
-        check_output(f)
+    def _check_output(self, f: Tensor, x: Any) -> None:
         N = num_examples(x)
         if f.dim() < 2 or (N is not None and len(f) != N):
             raise NotImplementedError(

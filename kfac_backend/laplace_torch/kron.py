@@ -33,7 +33,7 @@ class FactorKron(Kron):
     """laplace-torch's Kron of one model: [B, A] or [B] per trainable parameter, in their order."""
 
     def __init__(self, kfacs: list[list[Tensor]], names: list[str]) -> None:
-        super().__init__(kfacs)  # pyright: ignore[reportArgumentType]
+        self.kfacs: list[list[Tensor]] = kfacs  # pyright: ignore[reportIncompatibleVariableOverride]
         self.names = names
 
     @classmethod
@@ -49,15 +49,14 @@ class FactorKron(Kron):
     @property
     def blocks(self) -> list[KroneckerBlock]:
         """The factors as blocks."""
-        kfacs = cast(list[list[Tensor]], self.kfacs)
         return [
             KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None)
-            for name, F in zip(self.names, kfacs, strict=True)
+            for name, F in zip(self.names, self.kfacs, strict=True)
         ]
 
     def __add__(self, other: Kron) -> "FactorKron":
         """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
-        kfacs, others = (cast(list[list[Tensor]], kron.kfacs) for kron in (self, other))
+        kfacs, others = self.kfacs, cast(list[list[Tensor]], other.kfacs)
         are_zeros = len(other) == len(self) and not any(F.any() for Fs in others for F in Fs)
         if are_zeros and not isinstance(other, FactorKron):
             return self
@@ -73,9 +72,8 @@ class FactorKron(Kron):
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
         """The curvature times a scalar, spread evenly over a block's factors."""
-        kfacs = cast(list[list[Tensor]], self.kfacs)
         # laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
-        scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in kfacs]
+        scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in self.kfacs]
         return FactorKron(scaled, self.names)
 
     __rmul__ = __mul__
