@@ -572,16 +572,11 @@ class CurvaturePass:
         for tracked in self._proof.assignment.layers:
             wrong = self._rows_seen.get(tracked, set()) - {examples}
             rule = self._rules[tracked]
-            if wrong and hides:
-                raise NotImplementedError(
-                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples, so "
-                    f"that it cannot be told which of them '{self._options.dict_key_mask}' hides. "
-                    "Keep the positions apart, (N, R, ..., d), say which example each row belongs "
-                    "to, -1 for none (examples_of_rows), or let all positions count "
-                    "(dict_key_mask=None)."
-                )
-            if wrong and (rule.mode != "expand" or rule.needs_examples or self._keeps_inputs):
-                raise unknown_examples(tracked, wrong.pop(), examples)
+            sums = rule.mode != "expand" or rule.needs_examples or self._keeps_inputs
+            if wrong and (sums or hides):
+                error = unknown_examples(tracked, wrong.pop(), examples)
+                way_out = " Or let all positions count (dict_key_mask=None)." if hides else ""
+                raise NotImplementedError(f"{error}{way_out}")
 
     def _begin_part(self) -> None:
         self._rules = self._rules or self._make_rules()
