@@ -349,11 +349,7 @@ class CurvaturePass:
             )
 
     def _fits(self, x: Any, y: Any) -> bool:
-        """Add the batch; False if the memory is exhausted, after which the sums are useless.
-
-        It returns instead of raising, since the traceback of an error would keep the memory that
-        `_fitting_size` needs.
-        """
+        """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
             # First the targets, since the proof must know which loss terms count.
             y = self._targets(self._model, x, y)
@@ -365,14 +361,12 @@ class CurvaturePass:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            # No error leaves here: its traceback would keep the memory that the next try needs.
             return False
         return True
 
     def _fitting_size(self, x: Any, y: Any) -> int | None:
-        """The largest of half the examples, a quarter, ..., that fits; None if not even one does.
-
-        Must be called outside of any except clause, whose traceback would keep the memory.
-        """
+        """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
         size = len(y) // 2 if self._proof.plan.splits else 0
         while size:
             self.reset()

@@ -78,10 +78,8 @@ def corrected_factors(
 class CorrectionPass(CurvaturePass):
     """Sums up squared gradients in the eigenbasis of factors, instead of factors.
 
-    It replaces the steps of `CurvaturePass` that add inputs and gradients. The gradients of several
-    vectors are held and squared together, because inputs must be rotated into the eigenbasis each
-    time that gradients are squared. If the gradients of all vectors take too much memory, later
-    batches are split into smaller parts.
+    It replaces the steps of `CurvaturePass` that add inputs and gradients: the gradients of several
+    vectors are held and squared together.
 
     Arguments are those of `corrected_factors`.
     """

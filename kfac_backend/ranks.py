@@ -105,19 +105,14 @@ class Ranks:
             heapq.heappush(loads, (load + costs[index], owners[index]))
         return owners
 
-    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Fill each tensor with its owner's values, to the bit; collective.
+    def exchange_(self, owned: Iterable[tuple[Tensor, int]]) -> None:
+        """Fill each tensor with the values that its owner, a rank, has for it; collective.
 
-        Args:
-            tensors: of the same shapes and dtypes on all ranks.
-            owners: the rank that has each one's values, as of `owners`.
+        They are the same to the bit. The tensors have the same shapes and dtypes on all ranks.
         """
-        group = self._group
-        if group is None or self.size == 1:
-            return
-        sources = [dist.get_global_rank(group, owner) for owner in owners]
-        starts = [partial(dist.broadcast, src=s, group=group, async_op=True) for s in sources]
-        _send(zip(tensors, starts, strict=True))
+        if self.size > 1:
+            start = partial(dist.broadcast, group=self._group, async_op=True)
+            _send((tensor, partial(start, group_src=owner)) for tensor, owner in owned)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
         """A generator of this rank alone, seeded by the state of one that all ranks have alike.

@@ -180,9 +180,6 @@ class KroneckerBlock:
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
     """Compute the eigenvalues of all blocks, which keep them.
 
-    On a CPU several factors are solved at once, one on each thread (`map_on_cores`). A factor that
-    a weight and its bias share is solved once.
-
     Args:
         blocks: the blocks; those that know their eigenvalues already are left out.
         ranks: the ranks that share the work, the largest factors first by d³. All must have the
@@ -239,12 +236,12 @@ def _solved(
     keys = sorted(factors, key=lambda key: -_cost(factors[key][0]))
     owners = ranks.owners([_cost(factors[key][0]) for key in keys])
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
+    # On a CPU several factors at once, one on each thread; small ones are not worth the threads.
     largest = factors[own[0]][0] if own else torch.empty(0)
     on_cores = not vectors and largest.device.type == "cpu" and largest.shape[-1] >= 256
     found = dict(zip(own, map_on_cores(solve, own) if on_cores else map(solve, own), strict=True))
     found |= {key: unsolved(key) for key in keys if key not in found}
-    by_owner = [(t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key]]
-    ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner])
+    ranks.exchange_((t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key])
     return [[found[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
 
 

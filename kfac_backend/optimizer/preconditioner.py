@@ -347,20 +347,19 @@ class KfacPreconditioner:
         """Parameter name -> the damped inverse of its block."""
         blocks, on, damping = self._blocks, self.options.damping_on, self._damping
         once = self.options.update_every == 1
-
         # Each rank inverts some of the blocks and sends the results to the others, which need no
         # communication in the steps in between.
-        owners = dict(
-            zip(blocks, self.ranks.owners([b.cost for b in blocks.values()]), strict=True)
-        )
+        of_all = self.ranks.owners([block.cost for block in blocks.values()])
+        owners = dict(zip(blocks, of_all, strict=True))
         own = [block for name, block in blocks.items() if owners[name] == self.ranks.rank]
         dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
         with torch.no_grad():
             found = damped_inverses(own, dampings, on, once)
         by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
         inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
-        sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
-        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent])
+        self.ranks.exchange_(
+            (t, owners[n]) for n, inverse in inverses.items() for t in inverse.values()
+        )
         return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:

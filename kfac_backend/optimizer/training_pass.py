@@ -203,7 +203,6 @@ class TrainingPass(CurvaturePass):
             ),
             mask_of(x, self._options.dict_key_mask),
         )
-        self._rows_seen = {}
         self._begin_part()
         stack.enter_context(explicit_forwards(self._proof.assignment))
         stack.enter_context(counting(forward.mask))
