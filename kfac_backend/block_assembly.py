@@ -10,6 +10,7 @@ embedding that is also its output layer.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,32 +117,26 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
         NotImplementedError: such a mixture.
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
-    kinds: dict[tuple, dict[tuple, TrackedLayer]] = {}  # (parameter, slot) -> its kinds of use
+    uses: dict[str, dict[Any, dict[tuple, TrackedLayer]]] = {}  # parameter -> slot -> kind of use
     # Step 1: the first use of each kind keeps the sums, later ones of that kind add to them.
     for tracked, rule in rules.items():
         for local, name in tracked.parameters.items():
-            place = (name, tracked.slots.get(local))
-            kind = _kind(rule, local)
-            if (*place, kind) in first:
-                other, others_local = first[*place, kind]
+            slot, kind = tracked.slots.get(local), _kind(rule, local)
+            other, others_local = first.setdefault((name, slot, kind), (rule, local))
+            if other is not rule or others_local != local:
                 rule.share(local, other, others_local)
-            else:
-                first[*place, kind] = rule, local
-            kinds.setdefault(place, {})[kind] = tracked
+            uses.setdefault(name, {}).setdefault(slot, {})[kind] = tracked
     # Step 2: refuse what has no common block, before any data is read.
-    by_name: dict[str, list[tuple]] = {}
-    for name, slot in kinds:
-        by_name.setdefault(name, []).append((name, slot))
-    for name, places in by_name.items():
-        of_name = [kind for place in places for kind in kinds[place]]
-        whole = any(slot is None for _, slot in places)
-        # No block: a tensor that is used both whole and in slots, and one with several kinds of use
-        # unless these are orientations or modes of one weight.
-        if (whole and len(places) > 1) or (
-            len(of_name) > len(places)
-            and not (len(places) == 1 and all(kind[0] == "weight" for kind in of_name))
-        ):
-            layers = dict.fromkeys(str(t) for place in places for t in kinds[place].values())
+    for name, slots in uses.items():
+        # Used both whole and in slots, or in several ways that are no orientations or modes of one
+        # weight.
+        whole_and_in_slots = None in slots and len(slots) > 1
+        several = any(len(kinds) > 1 for kinds in slots.values())
+        of_one_weight = len(slots) == 1 and all(
+            kind[0] == "weight" for kinds in slots.values() for kind in kinds
+        )
+        if whole_and_in_slots or (several and not of_one_weight):
+            layers = dict.fromkeys(str(t) for kinds in slots.values() for t in kinds.values())
             raise NotImplementedError(
                 f"Parameter '{name}' is used in different ways by {' and '.join(layers)}, "
                 "which have no common block. Use separate tensors, or freeze it "

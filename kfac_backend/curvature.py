@@ -60,7 +60,6 @@ from kfac_backend.model.checks import (
     LateChecks,
     check_finite,
     check_inputs,
-    check_module,
     is_out_of_memory,
     out_of_memory,
 )
@@ -145,9 +144,8 @@ def kronecker_factors(
             do not fit whatever the batch size, before the first batch.
         RankError: another rank has another model or other options.
     """
-    options = options.but(**keywords)
     curvature = CurvaturePass(
-        model, likelihood, options, generator=generator, process_group=process_group
+        model, likelihood, options, generator=generator, process_group=process_group, **keywords
     )
     return curvature.factors_of(data, progress)
 
@@ -169,9 +167,6 @@ class CurvaturePass:
     _differentiable = False
     """Whether inputs and gradients keep their graphs, so that they can be differentiated again."""
 
-    _sums_factors = True
-    """Whether the rules hold sums of factors, by which a precision can be judged."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -182,9 +177,7 @@ class CurvaturePass:
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
-        check_module(model)
         options = options.but(**keywords)
-        options.check(likelihood)
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of the data each."""
         self._likelihood = likelihood_of(likelihood)
@@ -261,7 +254,8 @@ class CurvaturePass:
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
         """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
         faster = FASTER.get(self._device.type)
-        if faster is None or not self._sums_factors:
+        # Passes that keep inputs or graphs sum up no factors, by which a precision is judged.
+        if faster is None or self._keeps_inputs or self._differentiable:
             return "float32"
         x, y = detached(x, self._device), detached(y, self._device)
         y = self._targets(self._model, x, y)
@@ -355,11 +349,7 @@ class CurvaturePass:
             )
 
     def _fits(self, x: Any, y: Any) -> bool:
-        """Add the batch; False if the memory is exhausted, after which the sums are useless.
-
-        It returns instead of raising, since the traceback of an error would keep the memory that
-        `_fitting_size` needs.
-        """
+        """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
             # First the targets, since the proof must know which loss terms count.
             y = self._targets(self._model, x, y)
@@ -371,25 +361,18 @@ class CurvaturePass:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            # No error leaves here: its traceback would keep the memory that the next try needs.
             return False
         return True
 
     def _fitting_size(self, x: Any, y: Any) -> int | None:
-        """The largest of half the examples, a quarter, ..., that fits; None if not even one does.
-
-        Must be called outside of any except clause, whose traceback would keep the memory.
-        """
-        if not splits_by_example(x, y):
-            return None
-        size = len(y) // 2
+        """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
+        size = len(y) // 2 if self._proof.plan.splits else 0
         while size:
             self.reset()
             self._failed = True
-            try:
-                if self._fits(examples(x, slice(size)), y[:size]):
-                    return size
-            except (RuntimeError, ValueError, IndexError):
-                return None  # the model takes whole batches only
+            if self._fits(examples(x, slice(size)), y[:size]):
+                return size
             size //= 2
         return None
 
@@ -437,10 +420,13 @@ class CurvaturePass:
         if self._proof.assignment.diagonal:
             self._add_diagonal(x, y)
         # Counted last: a part that failed must not count.
+        self._count(f, y)
+        self._loss += loss_sum(f.detach(), y, self._likelihood)
+
+    def _count(self, f: Tensor, y: Tensor) -> None:
         self._num_data += len(f)
         self._num_outputs = f.shape[-1]
         self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
-        self._loss += loss_sum(f.detach(), y, self._likelihood)
 
     def factors(self) -> KroneckerFactors:
         """The factors of all batches: A is a mean over its terms, B a sum over the data.
@@ -456,15 +442,8 @@ class CurvaturePass:
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
-        blocks = assemble_blocks(sums.blocks) | {
-            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
-        }
-        names = self._proof.assignment.names
-        # A rank without data has made no proof, and the other ranks may have given parameters up.
-        if not self._num_data:
-            names = [name for name, _ in self._model.named_parameters() if name in blocks]
         factors = KroneckerFactors(
-            {name: blocks[name] for name in names},
+            self._blocks(sums),
             num_data=sums.num_data,
             num_outputs=sums.num_outputs,
             num_loss_terms=sums.num_loss_terms,
@@ -474,6 +453,15 @@ class CurvaturePass:
         )
         self.reset()
         return factors
+
+    def _blocks(self, sums: PassSums) -> dict[str, KroneckerBlock]:
+        """Parameter name -> block, in the model's order; the sums become the blocks in place."""
+        blocks = assemble_blocks(sums.blocks) | {
+            name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()
+        }
+        # The names are those of the blocks, not of this rank's assignment: a rank without data has
+        # made no proof, and the other ranks may have given parameters up.
+        return {name: blocks[name] for name, _ in self._model.named_parameters() if name in blocks}
 
     def _total_sums(self) -> PassSums:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
@@ -572,22 +560,17 @@ class CurvaturePass:
     def _check_rows(self, examples: int, hides: bool) -> None:
         """Raise an error where each example's rows are needed and not known.
 
-        They are needed where positions are summed (reduce), where a rule sums over an example in
-        any mode, and where a mask hides positions, which would otherwise count.
+        They are needed where positions are summed (reduce), where a rule or the pass forms an
+        example's gradient in any mode, and where a mask hides positions, which would count.
         """
         for tracked in self._proof.assignment.layers:
             wrong = self._rows_seen.get(tracked, set()) - {examples}
             rule = self._rules[tracked]
-            if wrong and hides:
-                raise NotImplementedError(
-                    f"Layer {tracked} got {wrong.pop()} rows in a batch of {examples} examples, so "
-                    f"that it cannot be told which of them '{self._options.dict_key_mask}' hides. "
-                    "Keep the positions apart, (N, R, ..., d), say which example each row belongs "
-                    "to, -1 for none (examples_of_rows), or let all positions count "
-                    "(dict_key_mask=None)."
-                )
-            if wrong and (rule.mode != "expand" or rule.needs_examples):
-                raise unknown_examples(tracked, wrong.pop(), examples, "its block needs")
+            sums = rule.mode != "expand" or rule.needs_examples or self._keeps_inputs
+            if wrong and (sums or hides):
+                error = unknown_examples(tracked, wrong.pop(), examples)
+                way_out = " Or let all positions count (dict_key_mask=None)." if hides else ""
+                raise NotImplementedError(f"{error}{way_out}")
 
     def _begin_part(self) -> None:
         self._rules = self._rules or self._make_rules()

@@ -15,8 +15,6 @@ from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import ExactRule, Rule, Use
 from kfac_backend.layers.rule import BlockSums
-from kfac_backend.model.capture import unknown_examples
-from kfac_backend.model.checks import check_module
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import exact_arithmetic
@@ -80,16 +78,13 @@ def corrected_factors(
 class CorrectionPass(CurvaturePass):
     """Sums up squared gradients in the eigenbasis of factors, instead of factors.
 
-    It replaces the steps of `CurvaturePass` that add inputs and gradients. The gradients of several
-    vectors are held and squared together, because inputs must be rotated into the eigenbasis each
-    time that gradients are squared. If the gradients of all vectors take too much memory, later
-    batches are split into smaller parts.
+    It replaces the steps of `CurvaturePass` that add inputs and gradients: the gradients of several
+    vectors are held and squared together.
 
     Arguments are those of `corrected_factors`.
     """
 
     _keeps_inputs = True
-    _sums_factors = False
 
     def __init__(
         self,
@@ -98,8 +93,7 @@ class CorrectionPass(CurvaturePass):
         options: CurvatureOptions | None = None,
         **others: Any,
     ) -> None:
-        check_module(model)
-        self._uncorrected = factors.to(next(model.parameters()).device)
+        self._uncorrected = factors
         options = factors.options if options is None else options
         known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
         # The mode decides only the basis, which is known.
@@ -110,6 +104,7 @@ class CorrectionPass(CurvaturePass):
                     f"to use {name}={asked[name]!r}; take the same for both."
                 )
         super().__init__(model, factors.likelihood, options.but(kfac_approx="expand"), **others)
+        self._uncorrected = factors.to(self._device)
         blocks = self._uncorrected.blocks
         self._bases = decompose_on_ranks([blocks[name] for name in self._basis_names], self.ranks)
         device = self._device.type
@@ -186,19 +181,11 @@ class CorrectionPass(CurvaturePass):
         self._uses: dict[TrackedLayer, int] = {}
         # For each use, the number of a vector -> its gradients, until they are squared together.
         self._held: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
-        self._held_bytes = self._vector = self._times_added = self._examples = 0
+        self._held_bytes = self._vector = self._times_added = 0
 
     def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
         self._see_rows(tracked, use)
         self._uses[tracked] = self._uses.get(tracked, 0) + 1
-
-    def _check_rows(self, examples: int, hides: bool) -> None:
-        """Raise an error unless each example's rows are known: its gradient is a sum over them."""
-        self._examples = examples
-        for tracked, numbers in self._rows_seen.items():
-            wrong = numbers - {examples}
-            if wrong:
-                raise unknown_examples(tracked, wrong.pop(), examples, "corrected eigenvalues need")
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._precision):
@@ -221,7 +208,7 @@ class CorrectionPass(CurvaturePass):
             self._add_held()
         # Inputs were rotated several times. With parts smaller by that factor, once is enough.
         if self._times_added > 1:
-            self._most = max(1, math.ceil(self._examples / self._times_added))
+            self._most = max(1, math.ceil(len(f) / self._times_added))
 
     def _add_held(self) -> None:
         """Square the held gradients of all layers, add them to the moments, and drop them."""

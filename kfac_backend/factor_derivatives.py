@@ -95,7 +95,6 @@ class FactorGradientPass(CurvaturePass):
     """
 
     _differentiable = True
-    _sums_factors = False
 
     def __init__(
         self,

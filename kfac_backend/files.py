@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +40,7 @@ def write_file(path: str | Path, content: bytes) -> str:
     file in between.
 
     Raises:
-        DiskFullError: there is no room; it names the bytes that are needed and those that are free.
+        DiskFullError: there is no room; it names the bytes that are needed.
         OSError: it cannot be written for another reason.
     """
     path = Path(path)
@@ -57,12 +56,10 @@ def write_file(path: str | Path, content: bytes) -> str:
         with suppress(OSError):  # the folder may be read-only by now; see `remove_leftovers`
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in NO_ROOM:
-            folder = next(parent for parent in path.absolute().parents if parent.exists())
             raise DiskFullError(
                 error.errno,
-                f"{path} cannot be written ({error.strerror}): {len(content):,} bytes are wanted, "
-                f"{shutil.disk_usage(folder).free:,} are free. Nothing half-written is left, and "
-                "what was there before is whole. Make room there.",
+                f"{path} cannot be written ({error.strerror}): {len(content):,} bytes are wanted. "
+                "Make room there; what was there before is whole.",
             ) from error
         raise
     return sha256(content)

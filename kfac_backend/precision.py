@@ -7,7 +7,7 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,21 +27,15 @@ TRIED_EXAMPLES = 32
 """Examples on which it is tried."""
 
 
-class Setting(Generic[T]):
-    """A setting of the process that some work needs at one value."""
-
-    def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
-        self._read, self._write, self._value = read, write, value
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A context in which the setting has the value."""
-        before = self._read()
-        self._write(self._value)
-        try:
-            yield
-        finally:
-            self._write(before)
+@contextmanager
+def held(read: Callable[[], T], write: Callable[[T], object], value: T) -> Iterator[None]:
+    """A context in which a setting of the process has the value."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -54,7 +48,7 @@ def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[
     if precision in ("auto", "float32"):
         return nullcontext()
     cpu, gpu = ("bf16", "ieee") if precision == "bf16" else ("ieee", "tf32")
-    return Setting(_read, _write, [cpu, cpu, gpu, gpu]).held()
+    return held(_read, _write, [cpu, cpu, gpu, gpu])
 
 
 def exact_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
@@ -94,5 +88,6 @@ def _write(precisions: list[str]) -> None:
         backend.fp32_precision = precision
 
 
-full_float32 = Setting(_read, _write, ["ieee"] * 4).held
-"""A context that multiplies float32 in full precision, whatever the user has set."""
+def full_float32() -> AbstractContextManager[None]:
+    """A context that multiplies float32 in full precision, whatever the user has set."""
+    return held(_read, _write, ["ieee"] * 4)

@@ -105,19 +105,14 @@ class Ranks:
             heapq.heappush(loads, (load + costs[index], owners[index]))
         return owners
 
-    def exchange_(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Fill each tensor with its owner's values, to the bit; collective.
+    def exchange_(self, owned: Iterable[tuple[Tensor, int]]) -> None:
+        """Fill each tensor with the values that its owner, a rank, has for it; collective.
 
-        Args:
-            tensors: of the same shapes and dtypes on all ranks.
-            owners: the rank that has each one's values, as of `owners`.
+        They are the same to the bit. The tensors have the same shapes and dtypes on all ranks.
         """
-        group = self._group
-        if group is None or self.size == 1:
-            return
-        sources = [dist.get_global_rank(group, owner) for owner in owners]
-        starts = [partial(dist.broadcast, src=s, group=group, async_op=True) for s in sources]
-        _send(zip(tensors, starts, strict=True))
+        if self.size > 1:
+            start = partial(dist.broadcast, group=self._group, async_op=True)
+            _send((tensor, partial(start, group_src=owner)) for tensor, owner in owned)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
         """A generator of this rank alone, seeded by the state of one that all ranks have alike.
@@ -186,15 +181,10 @@ class PassSums:
         return found
 
     def kinds(self) -> dict[str, Any]:
-        """What the data has decided, by the names that errors use."""
-        return {
-            "the mode": self.kfac_approx,
-            "the number of outputs": self.num_outputs,
-            "the layers of each factor": {
-                name: [sums.slot for sums in layers] for name, layers in self.blocks.items()
-            },
-            "the factors' shapes and dtypes": [(tuple(t.shape), t.dtype) for t in self.tensors()],
-        }
+        """What the proof on each rank's data has decided, by the names that errors use."""
+        slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
+        shapes = [(tuple(t.shape), t.dtype) for t in self.tensors()]
+        return {"the layers of each factor": slots, "the factors' shapes and dtypes": shapes}
 
     def apart(self) -> "PassSums":
         """The sums without shared memory: a copy takes the place of what comes a second time."""
@@ -211,7 +201,6 @@ class PassSums:
         """These tensors with the sums of all ranks' counts."""
         counts = ("num_data", "num_loss_terms", "loss")
         totals: Any = {name: sum(getattr(one, name) for one in of_ranks) for name in counts}
-
         blocks = {
             name: [
                 sums._replace(num_terms=sum(one.blocks[name][i].num_terms for one in of_ranks))

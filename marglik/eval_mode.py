@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-from kfac_backend.model.calls import restoration
+from kfac_backend.model.calls import restoration, restored
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,12 +38,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
     Afterwards, also after an error, it is what it was: its modes, hooks and parameter objects.
     """
-    restore = restoration(model)
-    try:
+    with restored(model):
         model.eval()
         yield
-    finally:
-        restore()
 
 
 def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:

@@ -10,11 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import (
-    eigenvalues,
-    eigh,
-    map_on_cores,
-)
+from kfac_backend.blocks.eigen import eigenvalues, eigh, map_on_cores
 from kfac_backend.ranks import Ranks
 
 
@@ -84,7 +80,7 @@ class KroneckerBlock:
             V = V @ self.A
         return V.reshape(v.shape)
 
-    def scale(self, weight: float) -> "KroneckerBlock":
+    def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
         terms = tuple(number * weight for number in self._terms)
         return replace(self, B=self.B * weight, num_terms=_one_or_all(terms))
@@ -117,12 +113,6 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
                 "the same model can be added."
             )
-        for (F, name), (G, _) in zip(self.named_factors(), other.named_factors(), strict=True):
-            if F.dtype != G.dtype:
-                raise ValueError(
-                    f"The factors '{name}' are in {F.dtype} and {G.dtype}, and their sum would "
-                    f"have the digits of neither. Take factors.to(dtype={F.dtype}) of both."
-                )
         for block in (self, other):
             if block.A is not None and not any(block._terms) and block.B.any() and block.A.any():
                 raise ValueError(
@@ -190,9 +180,6 @@ class KroneckerBlock:
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
     """Compute the eigenvalues of all blocks, which keep them.
 
-    On a CPU several factors are solved at once, one on each thread (`map_on_cores`). A factor that
-    a weight and its bias share is solved once.
-
     Args:
         blocks: the blocks; those that know their eigenvalues already are left out.
         ranks: the ranks that share the work, the largest factors first by d³. All must have the
@@ -249,12 +236,12 @@ def _solved(
     keys = sorted(factors, key=lambda key: -_cost(factors[key][0]))
     owners = ranks.owners([_cost(factors[key][0]) for key in keys])
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
+    # On a CPU several factors at once, one on each thread; small ones are not worth the threads.
     largest = factors[own[0]][0] if own else torch.empty(0)
     on_cores = not vectors and largest.device.type == "cpu" and largest.shape[-1] >= 256
     found = dict(zip(own, map_on_cores(solve, own) if on_cores else map(solve, own), strict=True))
     found |= {key: unsolved(key) for key in keys if key not in found}
-    by_owner = [(t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key]]
-    ranks.exchange_([t for t, _ in by_owner], [owner for _, owner in by_owner])
+    ranks.exchange_((t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key])
     return [[found[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
 
 
@@ -313,12 +300,8 @@ class EigenBlock:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "EigenBlock":
         """The block on another device or in another dtype."""
-        moved: dict[str, Any] = {
-            name: tensor.to(device, dtype)
-            for name, tensor in vars(self).items()
-            if tensor is not None
-        }
-        return replace(self, **moved)
+        there = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return EigenBlock(**{name: tensor.to(device, dtype) for name, tensor in there.items()})
 
     def spectrum(self, delta: Tensor | float = 0.0, damping: bool = False) -> Tensor:
         """Eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ). (..., d_out, d_in).
@@ -383,14 +366,6 @@ class CorrectedBlock(KroneckerBlock):
     eigen: EigenBlock = field(kw_only=True)
     """The eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self._corrected.numel() != self.numel:
-            raise ValueError(
-                f"The block of '{self.name}' has {self.numel} entries and corrected eigenvalues of "
-                f"shape {tuple(self._corrected.shape)}; there is one for each entry."
-            )
-
     @property
     def _corrected(self) -> Tensor:
         assert self.eigen.corrected is not None
@@ -404,18 +379,15 @@ class CorrectedBlock(KroneckerBlock):
         """The block times vectors v (..., P)."""
         return self.eigen.power_matvec(v, self._corrected, 1.0)
 
-    def scale(self, weight: float) -> "CorrectedBlock":
+    def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0."""
-        scaled = super().scale(weight)
-        assert isinstance(scaled, CorrectedBlock)
-        return replace(scaled, eigen=self.eigen.scale(weight))
+        return replace(super().scale(weight), eigen=self.eigen.scale(weight))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "CorrectedBlock":
+    ) -> Self:
         """The block on another device or in another dtype."""
-        moved = super().to(device, dtype)
-        return replace(moved, eigen=self.eigen.to(device, dtype))
+        return replace(super().to(device, dtype), eigen=self.eigen.to(device, dtype))
 
     def factor_eigenvalues(self) -> tuple[Tensor, None]:
         """All P eigenvalues ≥ 0, in float64, and None: they are not products of factors'."""

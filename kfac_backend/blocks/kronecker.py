@@ -94,8 +94,6 @@ class KroneckerFactors:
 
     def to_dense(self, name: str) -> Tensor:
         """The block of one parameter as a (P, P) matrix."""
-        if name not in self.blocks:
-            raise KeyError(f"No block for '{name}'; there are {', '.join(self.blocks)}.")
         return self.blocks[name].to_dense()
 
     def eigenvalues(self) -> dict[str, Tensor]:
@@ -114,11 +112,6 @@ class KroneckerFactors:
             prior_precision: δ > 0, a scalar or one per block (len(self),).
         """
         delta = torch.as_tensor(prior_precision, dtype=torch.float64)
-        if delta.numel() not in (1, len(self)) or delta.dim() > 1:
-            raise ValueError(
-                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
-                f"({len(self)},), one per block."
-            )
         check_positive("prior_precision", delta)
         terms = [
             (block.eigenvalues() + d.to(block.B.device)).log().sum()
@@ -128,9 +121,6 @@ class KroneckerFactors:
 
     def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """GGN · v for one tensor per parameter, in the parameters' shapes."""
-        missing = [name for name in self.blocks if name not in v]
-        if missing:
-            raise KeyError(f"No vector for parameter '{missing[0]}'; pass one per block.")
         return {
             name: block.matvec(v[name].flatten()).view_as(v[name])
             for name, block in self.blocks.items()
@@ -184,13 +174,12 @@ class KroneckerFactors:
             ValueError: not such a state, or one of another format version.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
-        if header.get("format") != FORMAT:
-            raise ValueError(f"{source} holds no Kronecker factors; write it with save().")
-        if header.get("version") != FORMAT_VERSION:
+        found = header.get("format"), header.get("version")
+        if found != (FORMAT, FORMAT_VERSION):
             raise ValueError(
-                f"{source} has format version {header.get('version')}, this release reads "
-                f"{FORMAT_VERSION}. Compute the factors again, or read them with the release that "
-                "wrote them."
+                f"{source} holds no Kronecker factors of version {FORMAT_VERSION}, which this "
+                f"release reads; its format is {found[0]}, version {found[1]}. Compute the factors "
+                "again, or write them with save()."
             )
         try:
             return cls(

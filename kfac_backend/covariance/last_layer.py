@@ -24,9 +24,8 @@ from kfac_backend.covariance.output_covariance import (
 )
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.model.batches import detached
-from kfac_backend.model.calls import call_with, close, restoration
+from kfac_backend.model.calls import call_with, close, restored
 from kfac_backend.model.capture import first_input
-from kfac_backend.model.checks import check_output
 from kfac_backend.precision import at_least_float32, full_float32
 
 
@@ -97,11 +96,8 @@ class LastLayerCovariance:
         with full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
             check_not_empty(x)
-            restore = restoration(self._model)
-            try:
+            with restored(self._model):
                 seen = self._run(x)
-            finally:
-                restore()
             if seen is not None:
                 return self._of_linear(*seen, positions, classes, variance_only)
         if self._is_tied:
@@ -135,14 +131,13 @@ class LastLayerCovariance:
             runs.append((first_input(args, kwargs), output))
             return output.clone()  # which activations may change in place
 
-        self._layer.register_forward_hook(hook, with_kwargs=True)  # `restoration` takes it away
+        self._layer.register_forward_hook(hook, with_kwargs=True)  # `restored` takes it away
         learned: dict[str, Tensor] = {}  # others are constants for `call_with`
         if self._alone:
             for name in self._parameters.values():
                 learned[name] = self._model.get_parameter(name).detach().requires_grad_()
         with torch.enable_grad():
             f = call_with(self._model, learned, x)
-        check_output(f)
         if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
             return None
         ((a, z),) = runs

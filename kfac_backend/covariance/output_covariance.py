@@ -45,10 +45,10 @@ from kfac_backend.model.calls import (
     in_channels_last,
     num_examples,
     plain_attention,
-    restoration,
+    restored,
 )
 from kfac_backend.model.capture import Capture, unknown_examples
-from kfac_backend.model.checks import check_module, check_output, total_memory
+from kfac_backend.model.checks import total_memory
 from kfac_backend.model.example_gradients import gradients_of_examples
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
@@ -113,7 +113,6 @@ class OutputCovariance:
     ) -> None:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
-        check_module(model)
         sizes = {name: block.numel for name, (block, _) in precision.items()}
         self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
@@ -215,12 +214,8 @@ class OutputCovariance:
         """A context in which the model runs in full precision, and stays as it was."""
         layers = (tracked.layer for tracked in self._proof.assignment.layers)
         # Inference mode would record no graph for the backward passes.
-        with full_float32(), torch.inference_mode(False):
-            restore = restoration(self._model, *layers)
-            try:
-                yield
-            finally:
-                restore()
+        with full_float32(), torch.inference_mode(False), restored(self._model, *layers):
+            yield
 
     def _prove(self, x: Any) -> None:
         """Prove, once, that the hooks see all uses of the parameters."""
@@ -314,7 +309,7 @@ class OutputCovariance:
         def hold(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
             known = len(use.a) if use.rows is None else use.rows.num_examples
             if known != M:
-                raise unknown_examples(tracked, known, M, "the covariance needs", "outputs")
+                raise unknown_examples(tracked, known, M, "outputs")
             rows = self._gradients.rules[tracked].position_gradients(use, b)  # (m, R, d_out)
             if (tracked, use) not in seen:  # zero for outputs that do not depend on the use
                 m, R, d_out = rows.shape
@@ -427,8 +422,7 @@ class OutputCovariance:
             differentiable=differentiable,
         )
 
-    def _check_output(self, f: Any, x: Any) -> None:
-        check_output(f)
+    def _check_output(self, f: Tensor, x: Any) -> None:
         N = num_examples(x)
         if f.dim() < 2 or (N is not None and len(f) != N):
             raise NotImplementedError(

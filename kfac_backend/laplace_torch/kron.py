@@ -33,7 +33,7 @@ class FactorKron(Kron):
     """laplace-torch's Kron of one model: [B, A] or [B] per trainable parameter, in their order."""
 
     def __init__(self, kfacs: list[list[Tensor]], names: list[str]) -> None:
-        super().__init__(kfacs)  # pyright: ignore[reportArgumentType]
+        self.kfacs: list[list[Tensor]] = kfacs  # pyright: ignore[reportIncompatibleVariableOverride]
         self.names = names
 
     @classmethod
@@ -49,19 +49,16 @@ class FactorKron(Kron):
     @property
     def blocks(self) -> list[KroneckerBlock]:
         """The factors as blocks."""
-        kfacs = cast(list[list[Tensor]], self.kfacs)
         return [
             KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None)
-            for name, F in zip(self.names, kfacs, strict=True)
+            for name, F in zip(self.names, self.kfacs, strict=True)
         ]
 
     def __add__(self, other: Kron) -> "FactorKron":
         """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
-        kfacs, others = (cast(list[list[Tensor]], kron.kfacs) for kron in (self, other))
-        if isinstance(other, FactorKron):
-            if self.names != other.names:
-                raise ValueError("Can only add curvature of the same parameters.")
-        elif len(other) == len(self) and not any(F.any() for Fs in others for F in Fs):
+        kfacs, others = self.kfacs, cast(list[list[Tensor]], other.kfacs)
+        are_zeros = len(other) == len(self) and not any(F.any() for Fs in others for F in Fs)
+        if are_zeros and not isinstance(other, FactorKron):
             return self
         # Another Kron that is not zero may be our factors as laplace-torch's load_state_dict reads
         # them.
@@ -75,9 +72,8 @@ class FactorKron(Kron):
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
         """The curvature times a scalar, spread evenly over a block's factors."""
-        kfacs = cast(list[list[Tensor]], self.kfacs)
         # laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
-        scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in kfacs]
+        scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in self.kfacs]
         return FactorKron(scaled, self.names)
 
     __rmul__ = __mul__
@@ -105,18 +101,16 @@ class _Decomposition:
 
     def __init__(self, blocks: list[KroneckerBlock]) -> None:
         self.blocks = blocks
-        self._eigen: dict[int, EigenBlock] = {}
 
     @cached_property
     def spectra(self) -> Spectra:
         """The blocks' eigenvalues, without eigenvectors."""
         return Spectra.of(self.blocks)
 
-    def eigen(self, index: int) -> EigenBlock:
-        """The eigenvalues and eigenvectors of one block."""
-        if index not in self._eigen:
-            self._eigen[index] = self.blocks[index].decompose()
-        return self._eigen[index]
+    @cached_property
+    def eigen(self) -> list[EigenBlock]:
+        """The blocks' eigenvalues and eigenvectors."""
+        return [block.decompose() for block in self.blocks]
 
 
 class EigenKron(KronDecomposed):
@@ -147,7 +141,7 @@ class EigenKron(KronDecomposed):
     @property
     def blocks(self) -> list[EigenBlock]:
         """The scaled blocks, without δ."""
-        return [self._decomposition.eigen(i).scale(self.scale) for i in range(len(self))]
+        return [eigen.scale(self.scale) for eigen in self._decomposition.eigen]
 
     @property
     def eigenvalues(self) -> list[list[Tensor]]:  # pyright: ignore

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_backend.model.checks import check_output, is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
-from kfac_backend.precision import Setting
+from kfac_backend.precision import held
 
 
 def restoration(*modules: nn.Module) -> Callable[[], None]:
@@ -46,6 +46,16 @@ def restoration(*modules: nn.Module) -> Callable[[], None]:
             present.update(former)
 
     return restore
+
+
+@contextmanager
+def restored(*modules: nn.Module) -> Iterator[None]:
+    """A context after which modules are what they were before, see `restoration`."""
+    restore = restoration(*modules)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def call_with(
@@ -144,7 +154,7 @@ def _called(
         if module.training:
             for local, buffer in module.named_buffers(recurse=False):
                 state[path + local] = buffer.clone()
-    with _no_fused_path.held(), uncompiled():
+    with _no_fused_path(), uncompiled():
         return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
 
@@ -245,10 +255,10 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
 
 
-_no_fused_path = Setting(
-    torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
-)
-"""PyTorch's fused inference path off: it would run a transformer's layers without their hooks."""
+def _no_fused_path() -> AbstractContextManager[None]:
+    """PyTorch's fused inference path off: it would run a transformer's layers without hooks."""
+    mha = torch.backends.mha
+    return held(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -522,15 +522,12 @@ def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
 
 
 def unknown_examples(
-    tracked: TrackedLayer, rows: int, N: int, needed_by: str, what: str = "examples"
+    tracked: TrackedLayer, rows: int, N: int, what: str = "examples"
 ) -> NotImplementedError:
-    """The error for a layer with rows of which it is not known to which of N examples they belong.
-
-    ``needed_by`` says what needs to know, with its verb: "its block needs".
-    """
+    """The error for a layer with rows that belong to unknown ones of N examples."""
     return NotImplementedError(
-        f"Layer {tracked} got {rows} rows in a batch of {N} {what}; {needed_by} each example's "
-        "rows. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
+        f"Layer {tracked} got {rows} rows in a batch of {N} {what}, and each example's rows must "
+        "be known. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
         "example each row belongs to (examples_of_rows)."
     )
 

@@ -24,6 +24,7 @@ which runs of a layer work on an input that all examples share or on several row
 import warnings
 from collections import ChainMap
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +44,12 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     noise_like,
     num_examples,
-    restoration,
+    restored,
 )
 from kfac_backend.model.capture import Capture, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
-from kfac_backend.precision import Setting
+from kfac_backend.precision import held
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -727,12 +728,10 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
     return True
 
 
-_without_cudnn: Setting[bool] = Setting(
-    lambda: torch.backends.cudnn.enabled,
-    lambda enabled: setattr(torch.backends.cudnn, "enabled", enabled),
-    False,
-)
-"""cuDNN off: its recurrent layers have no derivative in eval mode."""
+def _without_cudnn() -> AbstractContextManager[None]:
+    """CuDNN off: its recurrent layers have no derivative in eval mode."""
+    cudnn = torch.backends.cudnn
+    return held(lambda: cudnn.enabled, lambda on: setattr(cudnn, "enabled", on), False)
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -755,21 +754,20 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
         }
         for d in divided
     }
-    restore = restoration(model)
-    try:
+    with restored(model):
         model.eval()  # in train mode the two forwards would draw different dropout masks
-        verify_gradients(model, assignment, x, dict(ChainMap(*messages.values())), by_parts=False)
-    except Refusal:
-        # All at once is cheaper; one after the other shows whose output is another.
-        for d in divided:
-            alone = replace(assignment, divided=[d])
-            try:
-                verify_gradients(model, alone, x, messages[d], by_parts=False)
-            except Refusal as refusal:
-                raise Refusal(refusal.errors, [d]) from refusal
-        raise
-    finally:
-        restore()
+        try:
+            every = dict(ChainMap(*messages.values()))
+            verify_gradients(model, assignment, x, every, by_parts=False)
+        except Refusal:
+            # All at once is cheaper; one after the other shows whose output is another.
+            for d in divided:
+                alone = replace(assignment, divided=[d])
+                try:
+                    verify_gradients(model, alone, x, messages[d], by_parts=False)
+                except Refusal as refusal:
+                    raise Refusal(refusal.errors, [d]) from refusal
+            raise
 
 
 def verify_gradients(
@@ -813,7 +811,7 @@ def verify_gradients(
                 part += gradient.to(part)
 
     with torch.enable_grad():
-        forwards = explicit_forwards(assignment) if by_parts else _without_cudnn.held()
+        forwards = explicit_forwards(assignment) if by_parts else _without_cudnn()
         with forwards, forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, leaves, x)
         # One random vector is enough: different linear maps agree on it with probability zero.

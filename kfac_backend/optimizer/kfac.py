@@ -180,19 +180,14 @@ class KFAC(Optimizer):
                 then.
         """
         base = dict(state_dict)
-        own = base.pop("preconditioner", None)
-        if own is None:
-            raise ValueError(
-                "The state has no 'preconditioner': it is that of another optimiser. Load it into "
-                "that one, or begin K-FAC without a state."
-            )
-        self.preconditioner.check_state(own)
+        own = base.pop("preconditioner", {})
         missing = [key for group in base["param_groups"] for key in self.defaults.keys() - group]
         if missing:
             raise ValueError(
                 f"The state is of another base optimiser than {type(self.base).__name__}: it has "
                 f"no {missing[0]!r}. Pass the same `base`."
             )
+        self.preconditioner.load_state_dict(own)  # which refuses what does not fit
         self.base.load_state_dict(base)
         # torch casts NAdam's product of momenta, a float32 number, to the parameter's dtype.
         saved = [i for group in base["param_groups"] for i in group["params"]]
@@ -201,7 +196,6 @@ class KFAC(Optimizer):
             if "mu_product" in base["state"].get(i, {}):
                 product = base["state"][i]["mu_product"].to("cpu", copy=True)
                 self.base.state[p]["mu_product"] = product
-        self.preconditioner.load_state_dict(own)
         self._share()
 
     def _share(self) -> None:

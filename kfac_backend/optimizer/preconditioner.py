@@ -314,23 +314,6 @@ class KfacPreconditioner:
             "inverses": self._inverses,
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError unless `load_state_dict` can take the state; nothing is changed."""
-        expected = self.state_dict()
-        if state.keys() != expected.keys():
-            raise ValueError(
-                "This is no state of a K-FAC preconditioner of this version: its keys are "
-                f"{', '.join(map(str, state)) or 'none'}, expected {', '.join(expected)}."
-            )
-        theirs = state["made_with"]
-        for what in dict.fromkeys([*self._made_with, *theirs]):
-            if theirs.get(what) != self._made_with.get(what):
-                raise ValueError(
-                    f"The state is of another K-FAC: {what} is {theirs.get(what)} there and "
-                    f"{self._made_with.get(what)} here. Load it with the model and the options "
-                    "that it was saved with."
-                )
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same model and options.
 
@@ -339,7 +322,14 @@ class KfacPreconditioner:
         Raises:
             ValueError: a state of another model or other options; nothing is changed then.
         """
-        self.check_state(state)
+        theirs = state.get("made_with", {})
+        for what in dict.fromkeys([*self._made_with, *theirs]):
+            if theirs.get(what) != self._made_with.get(what):
+                raise ValueError(
+                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
+                    f"there and {self._made_with.get(what)} here. Load it with the model and the "
+                    "options that it was saved with."
+                )
         self._generator.set_state(state["generator"].cpu())
         device = self._generator.device
         self._step, self._weight = int(state["step"]), float(state["weight"])
@@ -357,20 +347,19 @@ class KfacPreconditioner:
         """Parameter name -> the damped inverse of its block."""
         blocks, on, damping = self._blocks, self.options.damping_on, self._damping
         once = self.options.update_every == 1
-
         # Each rank inverts some of the blocks and sends the results to the others, which need no
         # communication in the steps in between.
-        owners = dict(
-            zip(blocks, self.ranks.owners([b.cost for b in blocks.values()]), strict=True)
-        )
+        of_all = self.ranks.owners([block.cost for block in blocks.values()])
+        owners = dict(zip(blocks, of_all, strict=True))
         own = [block for name, block in blocks.items() if owners[name] == self.ranks.rank]
         dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
         with torch.no_grad():
             found = damped_inverses(own, dampings, on, once)
         by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
         inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
-        sent = [(t, owners[name]) for name, inverse in inverses.items() for t in inverse.values()]
-        self.ranks.exchange_([t for t, _ in sent], [owner for _, owner in sent])
+        self.ranks.exchange_(
+            (t, owners[n]) for n, inverse in inverses.items() for t in inverse.values()
+        )
         return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:

@@ -29,17 +29,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.automatic_mode import automatic_mode
-from kfac_backend.block_assembly import assemble_blocks
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Use
-from kfac_backend.loss import IGNORED, check_targets, num_counted_terms
+from kfac_backend.loss import IGNORED, check_targets
 from kfac_backend.model.batches import counting, detached, mask_of
 from kfac_backend.model.calls import (
     explicit_forwards,
     logits_of,
     num_examples,
-    restoration,
+    restored,
     uncompiled,
 )
 from kfac_backend.model.capture import Capture
@@ -134,17 +133,14 @@ class TrainingPass(CurvaturePass):
             RuntimeError: no forward pass with a backward pass was seen.
         """
         self._finish()
-        one = self.ranks.size == 1
-        if self._now is not None or (one and not self._num_data):
+        # Ranks without a batch take part too, or the others would wait for them.
+        sums = None if self._now is not None else self._total_sums()
+        if sums is None or not sums.num_data:
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
                 "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
                 "one that was compiled from it) with gradients, and loss.backward(), before step()."
             )
-        # Ranks without a batch take part too, or the others would wait for them.
-        sums = self._total_sums()
-        if not sums.num_data:
-            raise RuntimeError("No rank has seen a backward pass since the last step.")
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
@@ -152,12 +148,10 @@ class TrainingPass(CurvaturePass):
         scale = 1.0 / number
         if self._options.fisher == "empirical":
             scale = number / self.ranks.size**2
-        blocks = assemble_blocks(sums.blocks)
-        # A rank without data has made no proof, and may not know which parameters have no block.
-        names = self.names if self._num_data else [name for name in self.names if name in blocks]
+        blocks = self._blocks(sums)
         self.reset()
         # Not in place, since a weight and its bias may share one B.
-        return {name: replace(blocks[name], B=blocks[name].B * scale) for name in names}
+        return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""
@@ -166,12 +160,9 @@ class TrainingPass(CurvaturePass):
             for name, p in self._model.named_parameters()
             if p.requires_grad and p.dim() and not p.is_complex() and name not in self._left_out
         }
-        restore = restoration(self._model)
-        try:
+        with restored(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)
-        finally:
-            restore()
         return _only_with_hooks(assignment, assignment.unknown)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -212,7 +203,6 @@ class TrainingPass(CurvaturePass):
             ),
             mask_of(x, self._options.dict_key_mask),
         )
-        self._rows_seen = {}
         self._begin_part()
         stack.enter_context(explicit_forwards(self._proof.assignment))
         stack.enter_context(counting(forward.mask))
@@ -274,9 +264,7 @@ class TrainingPass(CurvaturePass):
         y = self._pseudo_targets(f, g, forward.mask)
         check_targets(f.detach(), y, self._likelihood, may_ignore=True)
         forward.is_seen = True
-        self._num_data += len(f)
-        self._num_outputs = f.shape[-1]
-        self._num_loss_terms += num_counted_terms(f, y, self._likelihood)
+        self._count(f, y)
         if empirical:
             return  # the backward pass that goes on from here shows the gradients
         with self._no_autocast(), backward_arithmetic(self._precision):
@@ -330,12 +318,15 @@ class TrainingPass(CurvaturePass):
         if self._proof.is_made(N) and mask is None:
             return
         x = detached(x, self._device)
-        restore = restoration(self._model)
         self.is_due = False  # not to see the proof's own forward passes
         try:
-            self._model.eval()
-            with full_float32():
-                self._prove_some(x, N)
+            with restored(self._model), full_float32():
+                self._model.eval()
+                if not self._proof.is_made(N):
+                    self._proof.make(x, N)
+                    self._leave_out_followed()
+                    if self._kfac_approx == "auto":
+                        self._kfac_approx = automatic_mode(self._proof.output_dim)
                 if mask is not None:
                     # Positions that the mask hides have no loss term.
                     ignored = ~mask if self._proof.output_dim > 2 else None
@@ -346,13 +337,10 @@ class TrainingPass(CurvaturePass):
                 "train with their plain gradients."
             ) from error
         finally:
-            restore()
             self.is_due = True
 
-    def _prove_some(self, x: Any, N: int | None) -> None:
-        if self._proof.is_made(N):
-            return
-        self._proof.make(x, N)
+    def _leave_out_followed(self) -> None:
+        """Leave out parameters whose uses the proof follows operation by operation."""
         assignment = self._proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
@@ -365,8 +353,6 @@ class TrainingPass(CurvaturePass):
                 stacklevel=2,
             )
             self._proof.assignment = _only_with_hooks(assignment, followed)
-        if self._kfac_approx == "auto":
-            self._kfac_approx = automatic_mode(self._proof.output_dim)
 
     def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
         """Targets that only say which terms count, since the training's labels are not known here.

@@ -227,11 +227,11 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
     """That every damaged byte is noticed is a property of all files of tensors (`test_files`)."""
     path = tmp_path / "factors.safetensors"
     write_tensors(path, {"x": torch.zeros(1)})
-    with pytest.raises(ValueError, match="holds no Kronecker factors"):
+    with pytest.raises(ValueError, match="holds no Kronecker factors.*format is None"):
         KroneckerFactors.load(path)
     state = factors_of(model).state_dict()
     state["header"]["version"] += 1
-    with pytest.raises(ValueError, match="format version 6, this release reads 5"):
+    with pytest.raises(ValueError, match="factors of version 5, .* version 6"):
         KroneckerFactors.from_state_dict(state)
 
 

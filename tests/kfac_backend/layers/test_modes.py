@@ -98,15 +98,15 @@ WRONG = {
     "no pattern fits": ({"body*": "reduce", "head": "expand"}, "layer 'norm': body., head. Add it"),
     "a pattern fits nothing": (
         {"heads*": "expand", "*": "reduce"},
-        "'heads.' of kfac_approx fits no layer; there are body.0, body.2, norm, head",
+        "'heads.' of kfac_approx fits no layer .*; there are body.0, body.2, norm, head",
     ),
     "a pattern is hidden": (
         {"*": "reduce", "body.0": "expand"},
-        "'body.0' of kfac_approx fits no layer that an earlier pattern does not fit; there",
+        "'body.0' of kfac_approx fits no layer that earlier patterns leave; there",
     ),
     "unknown mode": ({"head": "mean", "*": "reduce"}, r"kfac_approx\['head'\]='mean' is not supp"),
     "auto for one layer": ({"*": "auto"}, r"kfac_approx\['\*'\]='auto' is not supported"),
-    "empty": ({}, "empty mapping"),
+    "empty": ({}, "No pattern of kfac_approx fits layer"),
     "a list": (["expand"], "choose one of 'expand', 'reduce', 'auto', or a mapping"),
 }
 
