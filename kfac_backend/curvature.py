@@ -13,10 +13,8 @@ the rules of derived layers, and only the first batch decides kfac_approx="auto"
 """
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from copy import copy
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,18 +41,20 @@ from kfac_backend.loss import (
     num_counted_terms,
 )
 from kfac_backend.model.batches import (
+    MOST_JOINED,
     Targets,
     counting,
     detached,
     each_batch,
     examples,
     joined,
+    length,
     mask_of,
     parts,
     split_batch,
     splits_by_example,
 )
-from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
+from kfac_backend.model.calls import call_with, close, forked_random_numbers, in_channels_last
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import (
     LateChecks,
@@ -187,6 +187,8 @@ class CurvaturePass:
         self._model = model
         self._kfac_approx: KfacApprox = options.kfac_approx
         self._proof = Proof(model, self._assign())
+        self._may_join = True
+        """Whether small batches are joined; not after the memory was exhausted where they were."""
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
@@ -214,42 +216,48 @@ class CurvaturePass:
         return self.factors()
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
-        """Add all batches of some data, small ones joined.
+        """Add all batches of some data, small ones joined; errors are those of `add`.
 
-        If joined batches exhaust the memory, the data is read again and all batches stay apart.
-        Errors are those of `add`.
+        If the memory is exhausted where batches are joined, this pass joins none from then on, and
+        data with a length is read again.
         """
+        joins, most = False, MOST_JOINED.get(self._device.type, 0) if self._may_join else 0
+        agreed: bool | None = None
 
-        def add_each(joins: bool) -> None:
-            read = each_batch(data, description, progress)
-            pairs = (split_batch(batch, self._options.dict_key_y) for batch in read)
-            for first in islice(pairs, 1):
-                pairs = chain([first], pairs)
-                if joins:
-                    self._plan_by(*first)
-            for x, y in joined(pairs, self._proof.plan.joined_size if joins else 0):
+        def agree(*xs: Any) -> bool:
+            nonlocal joins, agreed
+            if agreed is None:  # once, since each question is a forward pass
+                agreed = self._agree(*xs)
+            joins = joins or agreed
+            return agreed
+
+        read = each_batch(data, description, progress)
+        pairs = (split_batch(batch, self._options.dict_key_y) for batch in read)
+        try:
+            for x, y in joined(pairs, most, agree):
                 if self._precision == "auto" and self._num_data >= LONG_PASS:
                     self._precision = self._fitting_precision(x, y)
                 self.add(x, y)
-
-        # An iterator could not be read again.
-        joins = not isinstance(data, Iterator)
-        try:
-            return add_each(joins)
+            return
         except torch.OutOfMemoryError:
-            if not joins or not self._proof.plan.joined_size:
+            self._may_join = self._may_join and not joins
+            if not joins or length(data) is None:
                 raise
         self.reset()
-        add_each(joins=False)
+        self.add_all(data, description, progress)
 
-    def _plan_by(self, x: Any, y: Any) -> None:
-        """Prove on the first batch, which also shows how many examples run fastest at once."""
-        if not splits_by_example(x, y) or not len(y):
-            return
-        x, y = detached(x, self._device), detached(y, self._device)
-        # What is wrong is said by `add`, with a batch size that fits if the memory is too small.
-        with suppress(Exception), full_float32():
-            self._verify(x, self._targets(self._model, x, y))
+    def _agree(self, x: Any, first: Any, last: Any) -> bool:
+        """Whether the model's outputs for the first and the last batch are those for all of x."""
+        try:
+            with torch.no_grad(), full_float32(), forked_random_numbers(self._model):
+                f, *alone = (
+                    call_with(self._model, {}, detached(v, self._device)) for v in (x, first, last)
+                )
+                ends = f[: len(alone[0])], f[-len(alone[1]) :]
+                return all(close(*pair) for pair in zip(ends, alone, strict=True))
+        # `add` says what is wrong, if it is wrong with each batch.
+        except Exception:
+            return False
 
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
         """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
@@ -261,24 +269,32 @@ class CurvaturePass:
         y = self._targets(self._model, x, y)
         if self._proof.plan.splits:
             x, y = examples(x, slice(TRIED_EXAMPLES)), y[:TRIED_EXAMPLES]
-        # Twice the same examples, with the same labels if these are drawn.
-        sums = []
-        for precision in ("float32", faster):
+
+        # Twice the same examples, with the same labels if these are drawn. Only B is kept.
+        def B_in(precision: BackwardPrecision) -> dict[str, list[Tensor]]:
             trial = copy(self)
             trial._generator = torch.Generator(self._device).manual_seed(0)
             trial.reset()
             trial._precision = precision
             with full_float32(), forked_random_numbers(self._model):
                 trial._add(x, y)
-            sums.append(collect_sums(trial._rules))
-        exact, rounded = (
-            {name: torch.stack([use.B for use in uses]) for name, uses in of_trial.items()}
-            for of_trial in sums
-        )
+            sums = collect_sums(trial._rules).items()
+            return {name: [use.B for use in of_name] for name, of_name in sums}
+
+        try:
+            exact, rounded = B_in("float32"), B_in(faster)
+        except torch.OutOfMemoryError:  # of the factors, several times
+            return "float32"
         errors = {
-            name: float((rounded[name] - B).norm() / B.norm().clamp(min=torch.finfo(B.dtype).tiny))
-            for name, B in exact.items()
+            name: max(
+                float((low - B).norm() / B.norm())
+                for low, B in zip(rounded[name], of_name, strict=True)
+            )
+            for name, of_name in exact.items()
+            if all(B.any() for B in of_name)
         }
+        if not errors:  # nothing to judge by
+            return "float32"
         worst = max(errors, key=lambda name: errors[name])
         fits = errors[worst] <= LARGEST_ERROR
         _logger.info(
@@ -587,9 +603,10 @@ class CurvaturePass:
             self._rules[tracked].add_input(use)
 
     def _end_forward(self) -> None:
-        for rule in self._rules.values():
-            for total in rule.A.values():
-                total.end()
+        with exact_arithmetic(self._precision):
+            for rule in self._rules.values():
+                for total in rule.A.values():
+                    total.end()
 
     def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         with exact_arithmetic(self._precision):
@@ -603,9 +620,10 @@ class CurvaturePass:
         return torch.default_generator
 
     def _end_vector(self) -> None:
-        for rule in self._rules.values():
-            for total in rule.B.values():
-                total.end()
+        with exact_arithmetic(self._precision):
+            for rule in self._rules.values():
+                for total in rule.B.values():
+                    total.end()
 
     def _end_part(self, f: Tensor, y: Tensor) -> None:
         """Called when a part's last vector has been propagated back, with outputs and targets."""

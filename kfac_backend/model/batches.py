@@ -5,7 +5,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,30 +27,23 @@ from kfac_backend.model.calls import (
     own_loss,
     takes_labels,
 )
-from kfac_backend.model.checks import is_out_of_memory, total_memory
+from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
 LARGEST_ACTIVATION = 8 * 2**20
-"""Bytes of the largest activation of a part of a batch, or of joined batches, on a CPU.
+"""Bytes of the largest activation of a part of a batch, on a CPU.
 
 Larger ones leave the cache, and get fresh pages from the system each time. Exact reduce passes over
 128 images, WRN-16-4, in parts whose largest activation has 2, 4, 8, 16 and 32 MiB take 4.4, 3.9,
 3.7, 3.7 and 4.6 s (two x86-64 cores), and 12.2, 11.0, 10.4, 11.2 and 12.7 s (a core of another).
 """
-MOST_JOINED = 512
-"""Examples up to which the batches of a CPU are joined: a small batch takes as many calls as a
-large one.
+MOST_JOINED = {"cpu": 2**17, "cuda": 2**20}
+"""Most numbers in the tensors of joined batches: 42 or 341 images of 3×32×32 pixels.
 
-Seconds of an exact reduce pass over 1,024 digits in batches of 32, 128, 512 and 1,024 (an x86-64
-core): 0.083, 0.040, 0.028, 0.037 for an MLP; 0.18, 0.087, 0.059, 0.049 for a LeNet.
-"""
-MOST_JOINED_ON_GPU = 1024
-"""Examples up to which the batches of a GPU are joined, which waits for the start of kernels."""
-SHARE_OF_JOINED = 1 / 16
-"""The share of a GPU's memory that the activations of joined batches may take in a forward pass.
-
-The gradients, and what a layer's products need, come on top.
+A small batch takes as many calls as a large one, and a GPU waits for each to start. Seconds of an
+exact reduce pass over 1,024 digits in batches of 32, 128, 512 and 1,024 (an x86-64 core): 0.083,
+0.040, 0.028, 0.037 for an MLP; 0.18, 0.087, 0.059, 0.049 for a LeNet.
 """
 
 
@@ -62,13 +55,18 @@ def each_batch(
     The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
     DataLoader would start its workers twice and draw more seeds.
     """
-    try:
-        total = len(loader)  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):  # a generator, a dataset without a length
-        total = None
+    total = length(loader)
     hidden = None if progress else True  # None: shown on a terminal only
     bar = tqdm(iter(loader), description, total, leave=False, unit=unit, disable=hidden)
     return iter(bar)
+
+
+def length(loader: Any) -> int | None:
+    """The number of a loader's batches; None of a generator, or of a dataset without a length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -132,42 +130,67 @@ def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
         yield examples(x, which), y[which]
 
 
-def joined(batches: Iterable[tuple[Any, Any]], most: int) -> Iterator[tuple[Any, Any]]:
-    """Batches (x, y) in a row as one, while they have ``most`` examples at most.
+def joined(
+    batches: Iterable[tuple[Any, Any]], most: int, agree: Callable[[Any, Any, Any], bool]
+) -> Iterator[tuple[Any, Any]]:
+    """Batches (x, y) in a row as one, while their tensors hold ``most`` numbers at most.
 
-    Batches whose examples have different forms, or do not lie along the first axis, stay as they
-    are.
+    Those of tokens, of examples that do not lie along the first axis, or of another form than the
+    ones before stay apart.
+
+    Args:
+        batches: the batches.
+        most: numbers in the tensors of a joined batch.
+        agree: asked with the input of joined batches and those of the first and the last of them,
+            whether the model makes the same of both; otherwise they stay apart.
     """
     waiting: list[tuple[Any, Any]] = []
     number, form = 0, None
+
+    def together() -> Iterator[tuple[Any, Any]]:
+        xs, ys = zip(*waiting, strict=True)
+        one = _concatenated(xs)
+        if len(waiting) > 1 and agree(one, xs[0], xs[-1]):
+            yield one, torch.cat(ys)
+        else:
+            yield from waiting
+
     for x, y in batches:
-        fits = splits_by_example(x, y) and number + len(y) <= most
-        if waiting and not (fits and form == (_form(x), _form(y))):
-            yield _one(waiting)
+        numbers, this = _numbers(x, y), (_form(x), _form(y))
+        if waiting and (not numbers or number + numbers > most or this != form):
+            yield from together()
             waiting, number = [], 0
-        waiting.append((x, y))
-        number, form = number + (num_examples(x) or 0), (_form(x), _form(y))
+        if not numbers or 2 * numbers > most:
+            yield x, y  # before the next is read: a loader may use its memory again
+        else:
+            waiting.append((_concatenated([x]), y.clone()))
+            number, form = number + numbers, this
     if waiting:
-        yield _one(waiting)
+        yield from together()
+
+
+def _numbers(x: Any, y: Any) -> int:
+    """Of all tensors of a batch; 0 if it cannot be joined."""
+    if not isinstance(x, Tensor | Mapping) or not splits_by_example(x, y):
+        return 0
+    tensors = [*(x.values() if isinstance(x, Mapping) else [x]), y]
+    # Of tokens, whose layers' inputs are far larger than they are, the user chooses how many.
+    tokens = any(not t.is_floating_point() and t.dim() > 1 for t in tensors)
+    return 0 if tokens else sum(t.numel() for t in tensors)
 
 
 def _form(value: Any) -> Any:
-    """What examples must have in common to be in one tensor; never equal for other objects."""
+    """What examples must have in common to be in one tensor."""
     if isinstance(value, Mapping):
         return tuple((key, _form(entry)) for key, entry in value.items())
-    if not isinstance(value, Tensor):
-        return object()
-    return value.shape[1:], value.dtype, value.device
+    return (value.shape[1:], value.dtype, value.device) if isinstance(value, Tensor) else None
 
 
-def _one(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """The batches as one."""
-    if len(batches) == 1:
-        return batches[0]
-    xs, ys = zip(*batches, strict=True)
+def _concatenated(xs: Sequence[Any]) -> Any:
+    """Inputs as one, in memory of its own."""
     if isinstance(xs[0], Mapping):
-        return {key: torch.cat([x[key] for x in xs]) for key in xs[0]}, torch.cat(ys)
-    return torch.cat(xs), torch.cat(ys)
+        return {key: torch.cat([x[key] for x in xs]) for key in xs[0]}
+    return torch.cat(list(xs))
 
 
 @dataclass(frozen=True)
@@ -176,8 +199,6 @@ class Plan:
 
     part_size: int | None = None
     """How many examples run at once; None: batches stay whole."""
-    joined_size: int = 0
-    """Up to how many examples smaller batches are joined; 0: they stay apart."""
     channels_last: bool = False
     """Whether convolutions run in that memory format."""
     splits: bool = False
@@ -188,7 +209,7 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     """How to run batches like this one, tried on its first two examples.
 
     Batches whose rows are not independent examples stay whole, and a model whose output depends on
-    the memory format keeps its own. On a GPU large batches stay whole, since small ones are slow.
+    the memory format keeps its own. On a GPU batches always stay whole, since small ones are slow.
     """
     N = num_examples(x)
     if not N:
@@ -205,10 +226,10 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     try:
         # Dropout that is on must not use up the user's random numbers.
         # An example alone, and beside another: where its output is the same, batches may be split.
-        # The activations of the one example tell how many fit into the cache, or a GPU's memory.
+        # The largest activation of the one example tells how many fit into the cache.
         with torch.no_grad(), forked_random_numbers(model):
             one = call_with(model, {}, examples(x, slice(1)))
-            by_example, in_all = max(sizes, default=0), sum(sizes)
+            by_example = max(sizes, default=0)
             two = call_with(model, {}, examples(x, slice(2)))
             channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
         splits = N > 1 and by_example > 0 and len(two) == 2 and close(two[:1], one)
@@ -218,14 +239,8 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     finally:
         for handle in handles:
             handle.remove()
-    if not splits:
-        return Plan(channels_last=channels_last)
-    if on_cpu:
-        size = max(1, LARGEST_ACTIVATION // by_example)
-        return Plan(size, min(MOST_JOINED, size), channels_last, splits)
-    memory = total_memory(device) or 0
-    fitting = int(SHARE_OF_JOINED * memory) // in_all
-    return Plan(None, min(MOST_JOINED_ON_GPU, fitting), channels_last, splits)
+    size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
+    return Plan(size, channels_last, splits)
 
 
 def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:

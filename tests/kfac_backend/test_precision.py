@@ -6,7 +6,6 @@ from torch import nn
 
 from kfac_backend import curvature, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.model import batches
 from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import data, images, network, wide_resnet
@@ -64,7 +63,7 @@ def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen,
     """A device whose gradients are too large by some share in the faster precision."""
     monkeypatch.setattr(curvature, "FASTER", {"cpu": "tf32"})
     monkeypatch.setattr(curvature, "LONG_PASS", 6)
-    monkeypatch.setattr(batches, "MOST_JOINED", 6)
+    monkeypatch.setattr(curvature, "MOST_JOINED", {})
     used = []
     add = CurvaturePass._add_gradient
 
