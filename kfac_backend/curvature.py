@@ -129,8 +129,9 @@ def kronecker_factors(
     With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
     ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    Large batches are split and small ones joined where that is faster, and on a CPU convolutions
-    run in channels_last. That changes only rounding, and the order in which labels are drawn.
+    Large batches are split and small ones joined where that is faster (the data is read again if
+    the joined ones do not fit into memory), and on a CPU convolutions run in channels_last. That
+    changes only rounding, and the order in which labels are drawn.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss

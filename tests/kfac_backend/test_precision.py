@@ -7,6 +7,7 @@ from torch import nn
 from kfac_backend import curvature, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.precision import backward_arithmetic, full_float32
+from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import data, images, network, wide_resnet
 
@@ -20,12 +21,13 @@ def bf16_makes_a_difference():
         return not torch.equal(convolution(a), full)
 
 
-def test_bf16_backward_passes_change_B_by_a_percent_and_A_not_at_all():
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_backward_passes_change_B_by_a_percent_and_A_not_at_all(mode):
     """And what the user has set makes no difference, though it would."""
     model, (x, y) = wide_resnet(2, torch.float32), images(4, torch.float32)
 
     def factors(**options):
-        return kronecker_factors(model, [(x, y)], "classification", **options)
+        return kronecker_factors(model, [(x, y)], "classification", kfac_approx=mode, **options)
 
     def errors(found):
         return [(found.blocks[n].B - b.B).norm() / b.B.norm() for n, b in full.blocks.items()]
@@ -44,7 +46,7 @@ def test_bf16_backward_passes_change_B_by_a_percent_and_A_not_at_all():
         matmul.fp32_precision = conv.fp32_precision = "bf16"
         assert max(errors(factors())) < 1e-5
         assert matmul.fp32_precision == conv.fp32_precision == "bf16"
-        plain = by_the_formulas(model, x, "expand")
+        plain = by_the_formulas(model, x, mode)
         wrong = [(plain[n][0] - b.B).norm() / b.B.norm() for n, b in full.blocks.items()]
         assert max(wrong) > 1e-4 or not bf16_makes_a_difference()
     finally:
