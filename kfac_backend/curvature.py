@@ -222,14 +222,13 @@ class CurvaturePass:
         If the memory is exhausted where batches are joined, this pass joins none from then on, and
         data with a length is read again.
         """
-        joins, most = False, MOST_JOINED.get(self._device.type, 0) if self._may_join else 0
+        most = MOST_JOINED.get(self._device.type, 0) if self._may_join else 0
         agreed: bool | None = None
 
         def agree(*xs: Any) -> bool:
-            nonlocal joins, agreed
-            if agreed is None:  # once, since each question is a forward pass
+            nonlocal agreed
+            if agreed is None:  # asked once, since each question is a forward pass
                 agreed = self._agree(*xs)
-            joins = joins or agreed
             return agreed
 
         read = each_batch(data, description, progress)
@@ -241,8 +240,10 @@ class CurvaturePass:
                 self.add(x, y)
             return
         except torch.OutOfMemoryError:
-            self._may_join = self._may_join and not joins
-            if not joins or length(data) is None:
+            if not agreed:
+                raise
+            self._may_join = False
+            if length(data) is None:
                 raise
         self.reset()
         self.add_all(data, description, progress)
