@@ -1,23 +1,22 @@
 """`corrected_factors`: eigenvalues of the exact blocks in the factors' eigenbasis (EKFAC)."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.blocks.block import CorrectedBlock, decompose_on_ranks
+from kfac_backend.blocks.block import CorrectedBlock, EigenBlock, decompose_on_ranks
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
 from kfac_backend.covariance.gradients import LayerGradients, Seen
-from kfac_backend.curvature import CurvaturePass
-from kfac_backend.layers import ExactRule, Rule, Use
-from kfac_backend.layers.rule import BlockSums
+from kfac_backend.layers import ExactRule, Use
+from kfac_backend.model.driver import Driver
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
-from kfac_backend.options import CurvatureOptions
-from kfac_backend.precision import exact_arithmetic
+from kfac_backend.model.sink import Sink
+from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
 HELD = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
@@ -68,147 +67,119 @@ def corrected_factors(
         NotImplementedError: a layer with rows of unknown examples; and as in `kronecker_factors`.
     """
     options = (factors.options if options is None else options).but(**keywords)
-    correction = CorrectionPass(
-        factors, model, options, generator=generator, process_group=process_group
+    known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
+    # The mode decides only the basis, which is known.
+    for name in known.keys() - {"kfac_approx"}:
+        if asked[name] != known[name]:
+            raise ValueError(
+                f"The factors were computed with {name}={known[name]!r}, but the correction is "
+                f"to use {name}={asked[name]!r}; take the same for both."
+            )
+    driver = Driver(
+        model,
+        factors.likelihood,
+        options.but(kfac_approx="expand"),
+        generator=generator,
+        process_group=process_group,
+        assignment=_inexact_layers(factors, model),
     )
-    correction.add_all(data, "Eigenvalue correction", progress)
-    return correction.factors()
+    factors = factors.to(driver.device)
+    # The bases are those of the blocks that are corrected, whose layers have no exact rule.
+    names = {name for t in driver.assignment.all for name in t.parameters.values()}
+    blocks = [block for name, block in factors.blocks.items() if name in names]
+    bases = decompose_on_ranks(blocks, driver.ranks)
+    driver.start(SecondMoments(bases, driver.device))
+    driver.add_all(data, "Eigenvalue correction", progress)
+    sums = driver.finish()
+    for what, number, expected in (
+        ("examples", sums.num_data, factors.num_data),
+        ("loss terms", sums.num_loss_terms, factors.num_loss_terms),
+    ):
+        if number != expected:
+            raise ValueError(
+                f"The pass for the eigenvalues saw {number} {what}, the factors are of {expected}. "
+                "Pass the same data, in an iterable that can be read twice (not a generator). "
+                "Correct factors before you multiply them by a weight, and correct a sum of "
+                "factors over all its data."
+            )
+    # The eigenvectors stay those of B ⊗ A, the eigenvalues become the sums of squares.
+    corrected = dict(factors.blocks)
+    for name, moments in sums.others.items():
+        block, eigen = corrected[name], replace(bases[name], corrected=moments)
+        corrected[name] = CorrectedBlock(name, block.B, block.A, block.num_terms, eigen=eigen)
+    return replace(factors, blocks=corrected)
 
 
-class CorrectionPass(CurvaturePass):
-    """Sums up squared gradients in the eigenbasis of factors, instead of factors.
+def _inexact_layers(factors: KroneckerFactors, model: nn.Module) -> RuleAssignment:
+    """The layers whose blocks are not exact."""
+    blocks = factors.blocks
+    assignment = assignment_of_blocks(model, {name: block.numel for name, block in blocks.items()})
+    layers = [t for t in assignment.layers if not issubclass(t.rule, ExactRule)]
+    unknown = {n: e for n, e in assignment.unknown.items() if blocks[n].A is not None}
+    return replace(assignment, layers=layers, own_parameters=[], unknown=unknown)
 
-    It replaces the steps of `CurvaturePass` that add inputs and gradients: the gradients of several
-    vectors are held and squared together.
 
-    Arguments are those of `corrected_factors`.
+class SecondMoments(Sink):
+    """Σ_n Σ_v (Qᵀ g_nv)², the squared gradients of each block in the eigenbasis of its factors.
+
+    The gradients of several vectors are held and squared together, since the rotation of inputs
+    into the basis costs as much for one vector as for several.
+
+    Args:
+        bases: name -> the eigenbasis of the block.
+        device: the device of the pass.
     """
 
-    _keeps_inputs = True
+    needs_inputs = True
 
-    def __init__(
-        self,
-        factors: KroneckerFactors,
-        model: nn.Module,
-        options: CurvatureOptions | None = None,
-        **others: Any,
-    ) -> None:
-        self._uncorrected = factors
-        options = factors.options if options is None else options
-        known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
-        # The mode decides only the basis, which is known.
-        for name in known.keys() - {"kfac_approx"}:
-            if asked[name] != known[name]:
-                raise ValueError(
-                    f"The factors were computed with {name}={known[name]!r}, but the correction is "
-                    f"to use {name}={asked[name]!r}; take the same for both."
-                )
-        super().__init__(model, factors.likelihood, options.but(kfac_approx="expand"), **others)
-        self._uncorrected = factors.to(self._device)
-        blocks = self._uncorrected.blocks
-        self._bases = decompose_on_ranks([blocks[name] for name in self._basis_names], self.ranks)
-        device = self._device.type
-        self._memory = HELD.get(device, HELD["cuda"])
-        self._at_once = AT_ONCE.get(device, AT_ONCE["cuda"])
-        self._product_bytes = LARGEST_PRODUCT.get(device, LARGEST_PRODUCT["cuda"])
-        self._most: int | None = None  # examples of a part whose gradients can all be held
+    def __init__(self, bases: Mapping[str, EigenBlock], device: torch.device) -> None:
+        self._bases = bases
+        self._memory = HELD.get(device.type, HELD["cuda"])
+        self._at_once = AT_ONCE.get(device.type, AT_ONCE["cuda"])
+        self._product_bytes = LARGEST_PRODUCT.get(device.type, LARGEST_PRODUCT["cuda"])
 
-    def factors(self) -> KroneckerFactors:
-        """The factors with corrected eigenvalues, from all batches; the pass is reset.
-
-        Raises:
-            ValueError: other data than that of the factors.
-        """
-        self._check_whole()
-        factors, sums = self._uncorrected, self._total_sums()
-        for what, seen, expected in (
-            ("examples", sums.num_data, factors.num_data),
-            ("loss terms", sums.num_loss_terms, factors.num_loss_terms),
-        ):
-            if seen != expected:
-                raise ValueError(
-                    f"The pass for the eigenvalues saw {seen} {what}, the factors are of "
-                    f"{expected}. Pass the same data, in an iterable that can be read twice (not a "
-                    "generator). Correct factors before you multiply them by a weight, and correct "
-                    "a sum of factors over all its data."
-                )
-        # The eigenvectors stay those of B ⊗ A, the eigenvalues become the sums of squares.
-        blocks = dict(factors.blocks)
-        for name, moments in sums.others.items():
-            block, eigen = blocks[name], replace(self._bases[name], corrected=moments)
-            blocks[name] = CorrectedBlock(name, block.B, block.A, block.num_terms, eigen=eigen)
-        self.reset()
-        return replace(factors, blocks=blocks)
-
-    def _sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
-        """The second moments."""
-        return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
-
-    def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        """The layers' rules, which hold no sums; these begin as zeros."""
-        bases = {name: self._bases[name] for name in self._basis_names}
-        spectra = {n: (block, torch.zeros_like(block.spectrum())) for n, block in bases.items()}
-        self._gradients = LayerGradients(self._proof.assignment, spectra)
-        return self._gradients.rules
-
-    @property
-    def _basis_names(self) -> list[str]:
-        """The names of the blocks that are corrected: those of layers without an exact rule."""
-        names = {name for t in self._proof.assignment.all for name in t.parameters.values()}
-        return [name for name in self._uncorrected.blocks if name in names]
-
-    def _assign(self) -> RuleAssignment:
-        """The layers whose blocks are not exact."""
-        sizes = {name: block.numel for name, block in self._uncorrected.blocks.items()}
-        assignment = assignment_of_blocks(self._model, sizes)
-        layers = [t for t in assignment.layers if not issubclass(t.rule, ExactRule)]
-        blocks = self._uncorrected.blocks
-        unknown = {n: e for n, e in assignment.unknown.items() if blocks[n].A is not None}
-        return replace(assignment, layers=layers, own_parameters=[], unknown=unknown)
-
-    def _add_diagonal(self, x: Any, y: Tensor) -> None:
-        """Add nothing: diagonal blocks are exact and stay."""
-
-    @property
-    def _part_size(self) -> int | None:
-        plan = self._proof.plan
-        if self._most is None or not plan.splits:
-            return plan.part_size
-        return min(self._most, plan.part_size or self._most)
+    def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
+        """Begin with moments of zero."""
+        spectra = {
+            n: (eigen, torch.zeros_like(eigen.spectrum())) for n, eigen in self._bases.items()
+        }
+        self._gradients = LayerGradients(assignment, spectra)
+        self._begin_part()
 
     def _begin_part(self) -> None:
-        super()._begin_part()
-        self._uses: dict[TrackedLayer, int] = {}
+        self._uses: dict[TrackedLayer, int] = {}  # of each layer
         # For each use, the number of a vector -> its gradients, until they are squared together.
         self._held: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
         self._held_bytes = self._vector = self._times_added = 0
 
-    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
-        self._see_rows(tracked, use)
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Count the layer's uses."""
         self._uses[tracked] = self._uses.get(tracked, 0) + 1
 
-    def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        with exact_arithmetic(self._precision):
-            # Not squared yet: G_nv = Σ_r b_nvr a_nrᵀ needs the inputs, whose rotation into the
-            # eigenbasis costs as much for one vector as for several.
-            rows = self._rules[tracked].position_gradients(use, b)  # (M, R, d_out)
-            # A copy, since autograd may add to b in place, or reuse its memory.
-            self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
-            self._held_bytes += rows.nbytes
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hold the gradient."""
+        rows = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
+        self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
+        self._held_bytes += rows.nbytes
 
-    def _end_vector(self) -> None:
+    def vector_done(self) -> None:
+        """Square what is held before the next vector would exceed the memory."""
         self._vector += 1
-        # Square what is held before the next vector would exceed the memory.
         of_one = self._held_bytes / self._vector
         if self._held_bytes + of_one > self._memory:
             self._add_held()
 
-    def _end_part(self, f: Tensor, y: Tensor) -> None:
-        with self._no_autocast():
-            self._add_held()
+    def part_done(self, f: Tensor, y: Tensor) -> None:
+        """Square the rest."""
+        self._add_held()
         # Inputs were rotated several times. With parts smaller by that factor, once is enough.
         if self._times_added > 1:
-            self._most = max(1, math.ceil(len(f) / self._times_added))
+            self.most_examples = max(1, math.ceil(len(f) / self._times_added))
+        self._begin_part()
+
+    def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
+        """The moments by name."""
+        return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
 
     def _add_held(self) -> None:
         """Square the held gradients of all layers, add them to the moments, and drop them."""
@@ -227,9 +198,8 @@ class CorrectionPass(CurvaturePass):
 
         # Parameter by parameter: uses of a tied tensor are summed before they are squared, since an
         # example's gradient is the sum over all of them.
-        with exact_arithmetic(self._precision):
-            for _, g in self._gradients.by_parameter(seen(), self._uses, self._at_once):
-                add_second_moments(g, self._product_bytes)
+        for _, g in self._gradients.by_parameter(seen(), self._uses, self._at_once):
+            add_second_moments(g, self._product_bytes)
         self._held_bytes = self._vector = 0
 
 

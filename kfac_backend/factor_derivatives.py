@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.curvature import CurvaturePass
-from kfac_backend.layers import Rule
 from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rule import BlockSums
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import loss_sum
 from kfac_backend.model.calls import plain_attention
-from kfac_backend.model.rule_assignment import TrackedLayer
-from kfac_backend.options import CurvatureOptions
+from kfac_backend.model.driver import Driver
+from kfac_backend.model.factor_sums import FactorSums
+from kfac_backend.model.rule_assignment import RuleAssignment
+from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
 
@@ -79,22 +80,18 @@ def factor_gradients(
         NotImplementedError: a tensor that two layers use in different ways; and as in
             `kronecker_factors`.
     """
-    options = factors.options if options is None else options
-    found = FactorGradientPass(
+    derivatives = FactorDerivatives(
         factors, model, tensors, of_factors, of_loss, options,
         generator=generator, process_group=process_group,
     )  # fmt: skip
-    found.add_all(data, "Gradient of the factors", progress)
-    return found.gradients()
+    return derivatives.gradients(data, progress)
 
 
-class FactorGradientPass(CurvaturePass):
-    """Differentiates Σ ⟨G, x xᵀ⟩ over all rows x that a `CurvaturePass` would sum up.
+class FactorDerivatives:
+    """`factor_gradients` of several parts of the data, one after the other, with one proof.
 
     Arguments are those of `factor_gradients`.
     """
-
-    _differentiable = True
 
     def __init__(
         self,
@@ -104,60 +101,79 @@ class FactorGradientPass(CurvaturePass):
         of_factors: Mapping[str, BlockDerivative],
         of_loss: float = 0.0,
         options: CurvatureOptions | None = None,
-        **others: Any,
+        *,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
     ) -> None:
         if not all(tensor.is_leaf and tensor.is_floating_point() for tensor in tensors):
             raise ValueError(
                 "The gradient is asked for in a tensor that is computed from others, or of "
                 "integers; pass the leaves from which the model computes its layers' inputs."
             )
-        self._factors, self._of_factors, self._of_loss = factors, of_factors, of_loss
-        self._tensors = list(tensors)
         options = factors.options if options is None else options
-        super().__init__(model, factors.likelihood, options, **others)
+        self._factors, self._tensors = factors, list(tensors)
+        self._driver = Driver(
+            model, factors.likelihood, options, generator=generator, process_group=process_group
+        )
+        self._sink = PairedRows(
+            self._tensors, factors, of_factors, of_loss, self._driver.likelihood, options
+        )
 
-    def reset(self) -> None:
-        """Forget the batches seen so far, and any failure."""
-        super().reset()
-        self._gradients = [torch.zeros_like(tensor) for tensor in self._tensors]
-
-    def gradients(self) -> list[Tensor]:
-        """The gradient over all batches, scaled to the factors' data; the pass is reset."""
-        self._check_whole()
-        sums = self._total_sums()
-        if not sums.num_data:
-            raise ValueError("The data is empty: no batch was added.")
-        self.reset()
-        scale = self._factors.num_data / sums.num_data
-        return [scale * sums.others[str(k)] for k in range(len(self._tensors))]
-
-    def _sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
-        return {}, {str(k): gradient for k, gradient in enumerate(self._gradients)}
-
-    def add(self, x: Any, y: Any) -> None:
-        """Add one batch, as `CurvaturePass.add` does."""
+    def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
+        """The gradient over some data, scaled to the factors' data."""
+        driver = self._driver
+        driver.start(self._sink)
         # The proof looks at how outputs depend on layers alone.
         with _requiring(self._tensors, False):
-            super().add(x, y)
+            driver.add_all(data, "Gradient of the factors", progress)
+        sums = driver.finish()
+        if not sums.num_data:
+            raise ValueError("The data is empty: no batch was added.")
+        scale = self._factors.num_data / sums.num_data
+        return [scale * gradient for gradient in sums.others.values()]
 
-    def _add(self, x: Any, y: Any) -> None:
-        # Fused attention cannot be differentiated twice.
-        with _requiring(self._tensors, True), plain_attention():
-            super()._add(x, y)
 
-    def _add_diagonal(self, x: Any, y: Tensor) -> None:
-        """Add nothing: the blocks of parameters without a rule are held fixed."""
+class PairedRows(FactorSums):
+    """Differentiates Σ ⟨G, x xᵀ⟩ over all rows x that `FactorSums` would sum up.
 
-    def _make_rules(self) -> dict[TrackedLayer, Rule]:
-        """The rules, whose sums become scalars."""
+    The blocks of parameters without a rule are held fixed.
+
+    Args:
+        tensors: in which the gradient is asked for.
+        factors: of which F is a function.
+        of_factors: G.
+        of_loss: c.
+        likelihood: of the targets.
+        options: of the pass.
+    """
+
+    differentiable = True
+    takes_example_gradients = False
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        factors: KroneckerFactors,
+        of_factors: Mapping[str, BlockDerivative],
+        of_loss: float,
+        likelihood: Likelihood,
+        options: CurvatureOptions,
+    ) -> None:
+        super().__init__(options)
+        self._tensors, self._factors, self._of_factors = tensors, factors, of_factors
+        self._of_loss, self._likelihood = of_loss, likelihood
+
+    def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
+        """Make the rules, whose sums become scalars."""
+        super().start(assignment, kfac_approx)
+        self._gradients = [torch.zeros_like(tensor) for tensor in self._tensors]
         self._scalars: list[Tensor] = []
-        rules = super()._make_rules()
         # A weight and its bias have each a derivative G_B, so that they cannot share one sum.
-        for rule in rules.values():
+        for rule in self.rules.values():
             rule.separate()
         weights: dict[FactorSum, Tensor] = {}
         of_slot: dict[tuple[str, tuple[int, int]], FactorSum] = {}
-        for tracked, rule in rules.items():
+        for tracked, rule in self.rules.items():
             for local, name in tracked.parameters.items():
                 index, count = slot = tracked.slots.get(local, (0, 1))
                 if of_slot.setdefault((name, slot), rule.B[local]) is not rule.B[local]:
@@ -181,15 +197,22 @@ class FactorGradientPass(CurvaturePass):
                 weights |= {rows: of_B, columns: of_A / max(terms, 1)}
         # Rules choose the rows x as in any pass. In the place of Σ x xᵀ each row is paired with G
         # at once, while its graph still lives.
-        for rule in rules.values():
+        for rule in self.rules.values():
             for total in (*rule.A.values(), *rule.B.values()):
                 total.gram = _Paired(total.gram, weights.get(total), self._scalars)
-        return rules
 
-    def _end_part(self, f: Tensor, y: Tensor) -> None:
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """The tensors require a gradient, and no attention is fused, which has one derivative."""
+        with _requiring(self._tensors, True), plain_attention():
+            yield
+
+    def part_done(self, f: Tensor, y: Tensor) -> None:
+        """Differentiate a part's inner products, as one number in one backward pass.
+
+        With the end of the part the graph goes, so that memory holds one part's.
+        """
         value = self._of_loss * loss_sum(f, y, self._likelihood)
-        # All of a part's inner products are one number, differentiated in one backward pass. With
-        # the end of the part the graph goes, so that memory holds one part's.
         value = torch.stack([value.double(), *(s.double() for s in self._scalars)]).sum()
         self._scalars.clear()
         if not value.requires_grad:
@@ -201,6 +224,10 @@ class FactorGradientPass(CurvaturePass):
         for total, gradient in zip(self._gradients, found, strict=True):
             if gradient is not None:
                 total += gradient
+
+    def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
+        """The gradients, by the tensors' numbers."""
+        return {}, {str(k): gradient for k, gradient in enumerate(self._gradients)}
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
+from kfac_backend.fisher import Fisher
 from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.precision import BackwardPrecision
 
 Mode = Literal["expand", "reduce"]
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
-Fisher = Literal["exact", "mc", "empirical"]
 Unsupported = Literal["error", "freeze", "diagonal"]
-BackwardPrecision = Literal["auto", "float32", "tf32", "bf16"]
 ShiftLabels = bool | Literal["auto"]
 
 
@@ -126,7 +126,7 @@ class PassOptions(Options):
     """
 
     kfac_approx: KfacApprox = "auto"
-    fisher: Fisher = "exact"
+    fisher: str = "exact"
     mc_samples: int = 1
     unsupported: Unsupported = "error"
     backward_precision: BackwardPrecision = "auto"
@@ -144,7 +144,7 @@ class PassOptions(Options):
                 "'auto', or a mapping of layers' names or patterns to modes, such as "
                 "{'head*': 'expand', '*': 'reduce'}."
             )
-        check_option("fisher", self.fisher, Fisher)
+        check_option("fisher", self.fisher, Fisher.known)
         check_option("unsupported", self.unsupported, Unsupported)
         check_option("backward_precision", self.backward_precision, BackwardPrecision)
         if self.mc_samples < 1:
@@ -153,6 +153,10 @@ class PassOptions(Options):
             raise ValueError(
                 f"diagonal_above must be at least 1, or None, not {self.diagonal_above}."
             )
+
+    def make_fisher(self) -> Fisher:
+        """The object that ``fisher`` names."""
+        return Fisher.known[self.fisher](self.mc_samples)
 
     def of_the_matrix(self) -> dict[str, Any]:
         """The options that decide which matrix a pass computes or estimates, by name.
@@ -185,8 +189,8 @@ class CurvatureOptions(PassOptions, TargetOptions):
 
 
 def check_option(name: str, value: object, options: object) -> None:
-    """Raise a ValueError that lists ``options`` (a Literal) unless ``value`` is one of them."""
-    supported = get_args(options)
+    """Raise a ValueError that lists ``options`` (a Literal, names) unless ``value`` is one."""
+    supported = list(options) if isinstance(options, Mapping) else get_args(options)
     if isinstance(value, Mapping) or value not in supported:
         raise ValueError(
             f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, supported))}."

@@ -7,14 +7,13 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from kfac_backend.options import BackwardPrecision
-
 T = TypeVar("T")
+BackwardPrecision = Literal["auto", "float32", "tf32", "bf16"]
 
 FASTER: dict[str, BackwardPrecision] = {"cuda": "tf32"}
 """The precision that backward_precision="auto" tries, by device. On a CPU bf16 makes errors of 3e-3

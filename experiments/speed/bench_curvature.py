@@ -49,8 +49,8 @@ from experiments.studies import markdown, study
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.options import BackwardPrecision, KfacApprox, Mode
-from kfac_backend.precision import backward_arithmetic, full_float32
+from kfac_backend.options import KfacApprox, Mode
+from kfac_backend.precision import BackwardPrecision, backward_arithmetic, full_float32
 from marglik import KronLaplace
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.storage.provenance import environment

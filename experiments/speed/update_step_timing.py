@@ -32,7 +32,7 @@ from experiments.speed.contenders import Work, network, training_step
 from experiments.studies import markdown, study
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
-from kfac_backend.options import Fisher, Mode
+from kfac_backend.options import Mode
 from marglik.storage.provenance import environment
 
 Contender = Callable[[nn.Module, Tensor, Tensor], Work]
@@ -54,7 +54,7 @@ def marglik(
     x: Tensor,
     y: Tensor,
     kfac_approx: Mode,
-    fisher: Fisher = "mc",
+    fisher: str = "mc",
     factor_every: int = 1,
     update_every: int = 1,
     counts_anew: bool = False,

@@ -15,9 +15,9 @@ A call splits its batch into parts. For each part the model runs forward once; t
 back, and all layers' gradients are held until the last vector has come. Then they are contracted
 and dropped, layer by layer.
 
-The graph of the outputs holds the capture's hooks, and these hold the functions that they call. So
-none of these functions may hold the outputs: that would be a cycle through C++, which Python's
-collector never frees, and the network with it.
+The graph of the outputs holds the capture's hooks, and these hold the sink. So no sink may hold the
+outputs: that would be a cycle through C++, which Python's collector never frees, and the network
+with it.
 """
 
 import math
@@ -52,6 +52,7 @@ from kfac_backend.model.checks import total_memory
 from kfac_backend.model.example_gradients import gradients_of_examples
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
+from kfac_backend.model.sink import Sink
 from kfac_backend.precision import at_least_float32, full_float32
 
 CPU_MEMORY = 144 * 2**20
@@ -84,6 +85,68 @@ class _Part(NamedTuple):
     runs whole, with pairs for all its examples."""
     numbers: Tensor
     """Indices of the kept pairs in the result."""
+
+
+class _GradientBytes(Sink):
+    """The bytes that one vector's gradients take."""
+
+    needs_inputs = True
+
+    def __init__(self, gradients: LayerGradients) -> None:
+        self._gradients, self.bytes = gradients, 0
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Add those of a use."""
+        self.bytes += self._gradients.rules[tracked].position_gradients(use, b).nbytes
+
+
+class _HeldGradients(Sink):
+    """Holds all layers' gradients for each of K vectors.
+
+    Args:
+        gradients: of the layers.
+        differentiable: whether they keep their graph in the model's input.
+    """
+
+    needs_inputs = True
+
+    def __init__(self, gradients: LayerGradients, differentiable: bool) -> None:
+        self._gradients = gradients
+        self.differentiable = differentiable
+        self.uses = Counter[TrackedLayer]()
+        """How often each layer ran."""
+        self.held: dict[tuple[TrackedLayer, Use], Tensor] = {}
+        """The gradients in each use's output (m, R, K, d_out)."""
+        self._vector = self._pairs = self._vectors = 0
+
+    def expect(self, pairs: int, vectors: int) -> None:
+        """Say how many pairs and vectors there are, before the first vector."""
+        self._pairs, self._vectors = pairs, vectors
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Count a use."""
+        self.uses[tracked] += 1
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hold a vector's gradient."""
+        number = len(use.a) if use.rows is None else use.rows.num_examples
+        if number != self._pairs:
+            raise unknown_examples(tracked, number, self._pairs, "outputs")
+        rows = self._gradients.rules[tracked].position_gradients(use, b)  # (m, R, d_out)
+        if (tracked, use) not in self.held:  # zero for outputs that do not depend on the use
+            m, R, d_out = rows.shape
+            self.held[tracked, use] = rows.new_zeros(m, R, self._vectors, d_out)
+        self.held[tracked, use][:, :, self._vector] = rows
+
+    def vector_done(self) -> None:
+        """Go on to the next vector."""
+        self._vector += 1
+
+    def take(self) -> Iterator[Seen]:
+        """All that is held, each use dropped before the next one."""
+        while self.held:
+            (tracked, use), rows = self.held.popitem()
+            yield tracked, use, rows
 
 
 class OutputCovariance:
@@ -231,19 +294,14 @@ class OutputCovariance:
         plan = make_plan(self._model, x, self._device)
         if num_examples(x) == 1:
             plan = Plan(splits=True)
-        held = 0
-
-        def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-            nonlocal held
-            held += self._gradients.rules[tracked].position_gradients(use, b).nbytes
-
-        with self._capture(record) as capture:
+        held = _GradientBytes(self._gradients)
+        with self._capture(held) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
         # One vector's gradients were measured; K of them are held. The memory that the products
         # leave decides the number of pairs.
-        of_pair = (held * (K or f.shape[-1]) + f.nbytes) // len(f)
+        of_pair = (held.bytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
         part = min(part, plan.part_size or part)
@@ -299,26 +357,10 @@ class OutputCovariance:
 
         With q, outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
-        uses = Counter[TrackedLayer]()
-        seen: dict[tuple[TrackedLayer, Use], Tensor] = {}
-        current = M = K = 0
-
-        def count(tracked: TrackedLayer, use: Use) -> None:
-            uses[tracked] += 1
-
-        def hold(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-            known = len(use.a) if use.rows is None else use.rows.num_examples
-            if known != M:
-                raise unknown_examples(tracked, known, M, "outputs")
-            rows = self._gradients.rules[tracked].position_gradients(use, b)  # (m, R, d_out)
-            if (tracked, use) not in seen:  # zero for outputs that do not depend on the use
-                m, R, d_out = rows.shape
-                seen[tracked, use] = rows.new_zeros(m, R, K, d_out)
-            seen[tracked, use][:, :, current] = rows
-
+        held = _HeldGradients(self._gradients, differentiable)
         # Step 1: forward, and one vector for each wanted output. It has a one at that output of all
         # pairs at once: examples do not mix, so that each pair's gradients are its own.
-        with self._capture(hold, channels_last, count, differentiable) as capture:
+        with self._capture(held, channels_last) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
             if q is not None and f.dim() != 2:
@@ -331,12 +373,12 @@ class OutputCovariance:
                 classes = check_classes(classes, (M,), f.shape[-1])
             columns = self._columns(f, part, classes)  # (M, K)
             K = columns.shape[1]
+            held.expect(M, K)
 
             def vectors() -> Iterator[Tensor]:
-                nonlocal current
-                for current in range(K):
+                for column in columns.T:
                     vector = torch.zeros_like(f, memory_format=torch.contiguous_format)
-                    vector.view(M, -1, f.shape[-1])[index, part.positions, columns[:, current]] = 1
+                    vector.view(M, -1, f.shape[-1])[index, part.positions, column] = 1
                     yield vector
 
             with torch.autocast(f.device.type, enabled=False):
@@ -349,7 +391,7 @@ class OutputCovariance:
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for which, gradients in self._gradients_of(seen, uses, part, f, columns, q):
+            for which, gradients in self._gradients_of(held, part, f, columns, q):
                 covariance[which] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
@@ -357,8 +399,7 @@ class OutputCovariance:
 
     def _gradients_of(
         self,
-        seen: dict[tuple[TrackedLayer, Use], Tensor],
-        uses: Counter[TrackedLayer],
+        held: _HeldGradients,
         part: _Part,
         f: Tensor,
         columns: Tensor,
@@ -366,15 +407,9 @@ class OutputCovariance:
     ) -> Iterator[tuple[slice, ParameterGradients]]:
         """The gradients in one parameter after the other, and the examples that they are of."""
         K = columns.shape[1]
-
-        def held() -> Iterator[Seen]:
-            while seen:
-                (tracked, use), rows = seen.popitem()
-                yield tracked, use, rows
-
         # Some examples at a time, unless these belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
-        yield from self._gradients.by_parameter(held(), uses, most_bytes)
+        yield from self._gradients.by_parameter(held.take(), held.uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return
@@ -405,22 +440,9 @@ class OutputCovariance:
         columns[part.kept] = classes
         return columns
 
-    def _capture(
-        self,
-        on_gradient: Any,
-        channels_last: bool = False,
-        on_input: Any = None,
-        differentiable: bool = False,
-    ) -> Capture:
-        return Capture(
-            self._model,
-            self._proof.assignment,
-            on_input or (lambda tracked, use: None),
-            on_gradient,
-            constants=in_channels_last(self._model) if channels_last else None,
-            keep_inputs=True,
-            differentiable=differentiable,
-        )
+    def _capture(self, sink: Sink, channels_last: bool = False) -> Capture:
+        constants = in_channels_last(self._model) if channels_last else None
+        return Capture(self._model, self._proof.assignment, sink, constants=constants)
 
     def _check_output(self, f: Tensor, x: Any) -> None:
         N = num_examples(x)

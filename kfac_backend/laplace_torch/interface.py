@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.kron import FactorKron, laplace
-from kfac_backend.options import CurvatureOptions, Fisher
+from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
 
@@ -55,7 +55,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         self.generator = generator
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of each batch."""
-        fisher: Fisher = "empirical"
+        fisher = "empirical"
         if isinstance(self, laplace.curvature.GGNInterface):
             fisher = "mc" if self.stochastic else "exact"
         self.options = CurvatureOptions(kfac_approx="expand").but(

@@ -5,7 +5,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +37,6 @@ LARGEST_ACTIVATION = 8 * 2**20
 Larger ones leave the cache, and get fresh pages from the system each time. Exact reduce passes over
 128 images, WRN-16-4, in parts whose largest activation has 2, 4, 8, 16 and 32 MiB take 4.4, 3.9,
 3.7, 3.7 and 4.6 s (two x86-64 cores), and 12.2, 11.0, 10.4, 11.2 and 12.7 s (a core of another).
-"""
-MOST_JOINED = {"cpu": 2**17, "cuda": 2**20}
-"""Most numbers in the tensors of joined batches: 42 or 341 images of 3×32×32 pixels.
-
-A small batch takes as many calls as a large one, and a GPU waits for each to start. Seconds of an
-exact reduce pass over 1,024 digits in batches of 32, 128, 512 and 1,024 (an x86-64 core): 0.083,
-0.040, 0.028, 0.037 for an MLP; 0.18, 0.087, 0.059, 0.049 for a LeNet.
 """
 
 
@@ -128,69 +121,6 @@ def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
     for start in range(0, len(y), size):
         which = slice(start, start + size)
         yield examples(x, which), y[which]
-
-
-def joined(
-    batches: Iterable[tuple[Any, Any]], most: int, agree: Callable[[Any, Any, Any], bool]
-) -> Iterator[tuple[Any, Any]]:
-    """Batches (x, y) in a row as one, while their tensors hold ``most`` numbers at most.
-
-    Those of tokens, of examples that do not lie along the first axis, or of another form than the
-    ones before stay apart.
-
-    Args:
-        batches: the batches.
-        most: numbers in the tensors of a joined batch.
-        agree: asked with the input of joined batches and those of the first and the last of them,
-            whether the model makes the same of both; otherwise they stay apart.
-    """
-    waiting: list[tuple[Any, Any]] = []
-    number, form = 0, None
-
-    def together() -> Iterator[tuple[Any, Any]]:
-        xs, ys = zip(*waiting, strict=True)
-        one = _concatenated(xs)
-        if len(waiting) > 1 and agree(one, xs[0], xs[-1]):
-            yield one, torch.cat(ys)
-        else:
-            yield from waiting
-
-    for x, y in batches:
-        numbers, this = _numbers(x, y), (_form(x), _form(y))
-        if waiting and (not numbers or number + numbers > most or this != form):
-            yield from together()
-            waiting, number = [], 0
-        if not numbers or 2 * numbers > most:
-            yield x, y  # before the next is read: a loader may use its memory again
-        else:
-            waiting.append((_concatenated([x]), y.clone()))
-            number, form = number + numbers, this
-    if waiting:
-        yield from together()
-
-
-def _numbers(x: Any, y: Any) -> int:
-    """Of all tensors of a batch; 0 if it cannot be joined."""
-    if not isinstance(x, Tensor | Mapping) or not splits_by_example(x, y):
-        return 0
-    tensors = [*(x.values() if isinstance(x, Mapping) else [x]), y]
-    # Of tokens, whose layers' inputs are far larger than they are, the user chooses how many.
-    tokens = any(not t.is_floating_point() and t.dim() > 1 for t in tensors)
-    return 0 if tokens else sum(t.numel() for t in tensors)
-
-
-def _form(value: Any) -> Any:
-    """What examples must have in common to be in one tensor."""
-    if isinstance(value, Mapping):
-        return tuple((key, _form(entry)) for key, entry in value.items())
-    return (value.shape[1:], value.dtype, value.device) if isinstance(value, Tensor) else None
-
-
-def _concatenated(xs: Sequence[Any]) -> Any:
-    """Inputs as one, in memory of its own."""
-    if isinstance(xs[0], Mapping):
-        return {key: torch.cat([x[key] for x in xs]) for key in xs[0]}
-    return torch.cat(list(xs))
 
 
 @dataclass(frozen=True)

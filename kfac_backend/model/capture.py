@@ -2,13 +2,13 @@
 
 Parameters are detached meanwhile. The graph begins at the outputs of the first tracked layers,
 which become leaves that require a gradient (the *sources*). So no weight gradient is ever computed,
-and no backward pass goes further than these layers. Rules are handed each layer's input in the
+and no backward pass goes further than these layers. A `Sink` is handed each layer's input in the
 forward pass, and the gradient in its output in each backward pass.
 
 Life cycle. A `Capture` is a context: entering it registers the hooks, leaving it removes them and
-drops the graph. Inside, `forward` runs the model and calls ``on_input`` at each run of a layer.
-Then `backward` propagates vectors back, one after the other, and calls ``on_gradient`` for each run
-that a vector reaches. Last, `check_runs` compares the runs that were reached with those of the
+drops the graph. Inside, `forward` runs the model and hands over the input of each run of a layer.
+Then `backward` propagates vectors back, one after the other, and hands over the gradient of each
+run that a vector reaches. Last, `check_runs` compares the runs that were reached with those of the
 proof. What belongs to one forward pass (sources, counts of runs, expressions) is kept until the
 next `forward` clears it.
 
@@ -21,7 +21,7 @@ autograd leaves the weights' gradients out.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -36,37 +36,25 @@ from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
 from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
 from kfac_backend.model.rule_assignment import LayerRun, RuleAssignment, TrackedLayer
+from kfac_backend.model.sink import Sink
 from kfac_backend.precision import at_least_float32
 
 if TYPE_CHECKING:
     from kfac_backend.model.operations import Expression, Follower
 
-OnInput = Callable[[TrackedLayer, Use], None]
-OnGradient = Callable[[TrackedLayer, Use, Tensor], None]
-
-
-def _ignore(*_: object) -> None:
-    """The callback where nothing is to be reported."""
-
 
 class Capture:
-    """A context that reports the tracked layers' inputs and the gradients in their outputs.
+    """A context that hands a sink the tracked layers' inputs and the gradients in their outputs.
 
     Args:
         model: the model.
         assignment: its tracked layers.
-        on_input: called with (layer, use) in the forward pass, each time that a layer runs.
-        on_gradient: called with (layer, use, output gradient) in each backward pass. The use has
-            its input only if the layer's rule needs it to add a gradient; otherwise an empty tensor
-            takes its place, so that memory does not hold all layers' inputs.
+        sink: receives them.
         constants: name -> what takes a parameter's place, such as its weight in another memory
             format, unless the parameter is followed.
-        keep_inputs: hand all layers' inputs to ``on_gradient``, whether their rules need them or
-            not.
         in_training: report the forward pass of a step of training, which `begin` and `end` enclose,
             instead of one that `forward` makes.
-        differentiable: keep the graphs of inputs, gradients and output with respect to the model's
-            input, which must require a gradient.
+        arithmetic: makes the context in which the sink works.
         follower: makes the context that sees operations on parameters, from the arguments of
             `Follower`, which is the default. The proof passes other followers, which find out
             what the operations are.
@@ -82,23 +70,19 @@ class Capture:
         self,
         model: nn.Module,
         assignment: RuleAssignment,
-        on_input: OnInput = _ignore,
-        on_gradient: OnGradient = _ignore,
+        sink: Sink | None = None,
         *,
         constants: Mapping[str, Tensor] | None = None,
-        keep_inputs: bool = False,
         in_training: bool = False,
-        differentiable: bool = False,
+        arithmetic: Callable[[], AbstractContextManager[object]] = nullcontext,
         follower: "Callable[..., Follower] | None" = None,
     ) -> None:
         self._model = model
         self._assignment = assignment
-        self._on_input = on_input
-        self._on_gradient = on_gradient
+        self._sink = Sink() if sink is None else sink
+        self._arithmetic = arithmetic
         self._constants = dict(constants or {})
-        self._keep_inputs = keep_inputs
         self._in_training = in_training
-        self._differentiable = differentiable
         self._make_follower = follower
         self.follower: "Follower | None" = None
         """What sees the operations of the present forward pass; None if nothing is followed."""
@@ -123,9 +107,9 @@ class Capture:
     def forget(self) -> None:
         """Drop the graph, and report nothing from now on."""
         self._reset()
-        # Hooks stay on a graph as long as its output lives, and they reach this object. A callback
-        # that holds the output would close a circle that Python's garbage collector cannot see.
-        self._on_input = self._on_gradient = _ignore
+        # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
+        # holds the output would close a circle that Python's garbage collector cannot see.
+        self._sink = Sink()
         self.follower = self._make_follower = None
 
     def forward(self, x: Any) -> Tensor:
@@ -164,7 +148,7 @@ class Capture:
         self._num_examples = num_examples(x)
         for divided in self._assignment.divided:
             divided.by_parts.num_examples = self._num_examples
-            divided.by_parts.differentiable = self._differentiable
+            divided.by_parts.differentiable = self._sink.differentiable
         return self._copies_of_own_parameters(x)
 
     def end(self) -> None:
@@ -178,9 +162,7 @@ class Capture:
             if len(set(known)) > 1 and number != len(known):
                 raise _other_runs(tracked, f"{number} times instead of {len(known)}")
 
-    def backward(
-        self, f: Tensor, vectors: Iterable[Tensor], on_vector_end: Callable[[], None] | None = None
-    ) -> None:
+    def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
         self._runs_backward = self.listens = True
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
@@ -193,20 +175,47 @@ class Capture:
                 self._sources,
                 vector.to(f.dtype),
                 retain_graph=True,
-                create_graph=self._differentiable,
+                create_graph=self._sink.differentiable,
                 allow_unused=True,
             )
             # The gradients of followed outputs are complete now.
             for run, gradients in self._waiting.items():
                 use, shape = self._followed[run]
                 self._reached[run.tracked, run.number] = True
-                self._on_gradient(run.tracked, use, gradients.unflatten(1, shape))
+                self._hand_gradient(run.tracked, use, gradients.unflatten(1, shape))
             self._waiting.clear()
-            if on_vector_end is not None:
-                on_vector_end()
+            self.end_vector()
         # What is propagated back later is no vector: a training's own gradients, or those of what
         # was computed from these gradients.
         self.listens = False
+
+    def end_vector(self) -> None:
+        """Tell the sink that all gradients of a vector have come."""
+        with self._arithmetic():
+            self._sink.vector_done()
+
+    def _hand_input(self, tracked: TrackedLayer, use: Use) -> None:
+        number = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
+        self._examples_of.setdefault(tracked, set()).add(number if use.a.dim() else 0)
+        with self._arithmetic():
+            self._sink.input(tracked, use)
+
+    def _hand_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        with self._arithmetic():
+            self._sink.gradient(tracked, use, b)
+
+    def check_examples(self, N: int, hides: bool) -> None:
+        """Raise an error where each of N examples' rows are needed and not known.
+
+        They are needed where the sink needs them (as where positions are summed), and where a mask
+        hides positions, which would count.
+        """
+        for tracked, numbers in self._examples_of.items():
+            wrong = numbers - {N}
+            if wrong and (hides or self._sink.needs_examples(tracked)):
+                error = unknown_examples(tracked, wrong.pop(), N)
+                way_out = " Or let all positions count (dict_key_mask=None)." if hides else ""
+                raise NotImplementedError(f"{error}{way_out}")
 
     def _reset(self) -> None:
         """Forget the forward pass so far, and its backward passes."""
@@ -225,6 +234,7 @@ class Capture:
         self._num_examples: int | None = None
         self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
         self._number: dict[TrackedLayer, int] = {}  # runs so far
+        self._examples_of: dict[TrackedLayer, set[int]] = {}  # whose rows the runs so far had
         self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
         # Runs on what all examples share, whose outputs are followed: the use to report their
         # gradients for, and the output's shape.
@@ -293,7 +303,7 @@ class Capture:
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():
             if isinstance(leaf, str):
-                self._on_input(own[leaf], use)
+                self._hand_input(own[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
@@ -305,7 +315,7 @@ class Capture:
                 b = at_least_float32(b).unflatten(0, (-1, fold)).sum(1)
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
-                    self._on_gradient(own[leaf], uses[leaf], gradients)
+                    self._hand_gradient(own[leaf], uses[leaf], gradients)
                 else:  # other parts of its gradient may still come
                     known = self._waiting.get(leaf)
                     self._waiting[leaf] = gradients if known is None else known + gradients
@@ -333,13 +343,13 @@ class Capture:
             value = layer.value if self._in_training else layer.value.detach()
             source = self._as_source(layer.copies(value, N))
             use = Use(source.new_zeros(N, 0))  # there is no input, only a number of examples
-            self._on_input(tracked, use)
+            self._hand_input(tracked, use)
             copies[name] = self._shown(source, tracked, use)
         return copies
 
     def _as_source(self, output: Tensor) -> Tensor:
         """The same values as a source, where backward passes end."""
-        if self._in_training or (self._differentiable and output.requires_grad):
+        if self._in_training or (self._sink.differentiable and output.requires_grad):
             # The graph in front of the output is still needed: stop at its edge, do not cut it.
             self._sources.append(get_gradient_edge(output))
             return output
@@ -353,7 +363,7 @@ class Capture:
 
         If not, the output must become a source itself.
         """
-        if not (self._in_training or self._differentiable):
+        if not (self._in_training or self._sink.differentiable):
             return output.requires_grad  # all other graphs are cut
         # Here a graph may lead to parameters without a rule, or to the model's input, and to no
         # tracked layer. So search it for a tracked output.
@@ -420,7 +430,7 @@ class Capture:
         """Report a layer's input; returns the layer's output, which will report its gradients."""
         if isinstance(tracked.layer, FunctionalLayer):  # it has no hook before it runs
             self._check(tracked, a)
-        if not self._differentiable:
+        if not self._sink.differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
         # layer may run more often than on the first batch.
@@ -446,11 +456,11 @@ class Capture:
         # Step 3: report the input, and remember that a gradient has to come.
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
-            self._on_input(tracked, seen)
+            self._hand_input(tracked, seen)
             # An empty output, as of a graph without edges, gets no gradient, and is no constant.
             if output.numel():
                 self._reached[tracked, number] = False
-        if self._keep_inputs or tracked.rule.needs_input:
+        if self._sink.needs_inputs or tracked.rule.needs_input:
             use = seen
         else:
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
@@ -470,9 +480,9 @@ class Capture:
         assert self.follower is not None
         run = LayerRun(tracked, number)
         use = Use(a)
-        self._on_input(tracked, use)
+        self._hand_input(tracked, use)
         self._reached[tracked, number] = False
-        if not (self._keep_inputs or tracked.rule.needs_input):
+        if not (self._sink.needs_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0))
         self._followed[run] = use, output.shape
         return self.follower.begin(run, output)
@@ -484,8 +494,8 @@ class Capture:
         use: Use,
         on_reached: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The output, whose gradients are reported to ``on_gradient``."""
-        keeps_graph = self._in_training or self._differentiable
+        """The output, whose gradients are handed to the sink."""
+        keeps_graph = self._in_training or self._sink.differentiable
         if keeps_graph and output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
@@ -495,6 +505,8 @@ class Capture:
         def on_gradient(b: Tensor) -> None:
             if not self.listens:  # the training's own backward pass
                 return
+            if self._in_training:  # whose gradients may have a graph
+                b = b.detach()
             on_reached()
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
                 raise NotImplementedError(
@@ -506,7 +518,7 @@ class Capture:
             axes = 1 if use.rows is None else len(use.rows.axes)
             if axes > 1:
                 b = b.flatten(0, axes - 1)
-            self._on_gradient(tracked, use, b)
+            self._hand_gradient(tracked, use, b)
 
         output.register_hook(on_gradient)
         return output

@@ -61,6 +61,7 @@ from kfac_backend.model.rule_assignment import (
     TrackedLayer,
     followed,
 )
+from kfac_backend.model.sink import Sink
 from kfac_backend.model.stacked import by_matrix
 
 
@@ -366,6 +367,18 @@ class Follower(TorchFunctionMode):
         return partial(_without_affine, func)
 
 
+class _CopiedParameters(Sink):
+    """The names of the parameters that were copied for each example."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Take a copy's name."""
+        if isinstance(tracked.layer, OwnParameter):
+            self.names.update(tracked.parameters.values())
+
+
 def follow(
     model: nn.Module,
     assignment: RuleAssignment,
@@ -391,15 +404,11 @@ def follow(
     errors = {**candidates, **shared}
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
     known = replace(assignment, operations=operations)
-    copied: set[str] = set()
-
-    def record(tracked: TrackedLayer, use: Use) -> None:
-        if isinstance(tracked.layer, OwnParameter):
-            copied.update(tracked.parameters.values())
+    copied = _CopiedParameters()
 
     def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
         with (
-            Capture(model, known, record, follower=follower) as capture,
+            Capture(model, known, copied, follower=follower) as capture,
             forked_random_numbers(model),
         ):
             capture.forward(examples(x, torch.tensor(numbers)))
@@ -417,7 +426,7 @@ def follow(
     layers = list(dict.fromkeys(chain.from_iterable(found)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
-    why = dict.fromkeys(copied & of_layers, "is a weight, and also meets other operations")
+    why = dict.fromkeys(copied.names & of_layers, "is a weight, and also meets other operations")
     why |= tried.refused
     if why:
         raise Refusal(

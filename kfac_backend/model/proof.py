@@ -49,6 +49,7 @@ from kfac_backend.model.calls import (
 from kfac_backend.model.capture import Capture, first_input, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.model.sink import Sink
 from kfac_backend.precision import held
 
 MOST_EXAMPLES = 8
@@ -469,6 +470,20 @@ def _runs_its_class(tracked: TrackedLayer) -> bool:
     )
 
 
+class _ReachedRows(Sink):
+    """Which rows of each use have a gradient that is not zero, vector by vector."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
+        self.finite = True
+        """Whether all gradients so far were finite."""
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Add a vector's rows."""
+        self.finite = self.finite and bool(torch.isfinite(b).all())
+        self.rows.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
+
+
 def verify_independence(
     model: nn.Module,
     assignment: RuleAssignment,
@@ -493,16 +508,8 @@ def verify_independence(
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
             row that does not count; own parameters that are not used elementwise.
     """
-    reached: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
-    finite = True
-
-    def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        # Called twice for each use: in the first example's backward pass, then in the others'.
-        nonlocal finite
-        finite = finite and bool(torch.isfinite(b).all())
-        reached.setdefault((tracked, use), []).append((b.reshape(len(b), -1) != 0).any(1))
-
-    with Capture(model, assignment, on_gradient=record) as capture:
+    reached = _ReachedRows()
+    with Capture(model, assignment, reached) as capture:
         f = capture.forward(x)
         for tracked in capture.not_folded:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
@@ -534,12 +541,12 @@ def verify_independence(
             capture.backward(f, [u * of_first, u * ~of_first])
             # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that
             # are not finite raise an error with the layer's name later.
-            if not finite:
+            if not reached.finite:
                 return False, {}
-            for (tracked, use), seen in reached.items():
-                if len(seen) == 2:  # otherwise one of the two gradients did not reach this run
-                    _check_apart(tracked, use, seen[0], seen[1], first)
-            reached.clear()
+            for (tracked, use), rows in reached.rows.items():
+                if len(rows) == 2:  # otherwise one of the two gradients did not reach this run
+                    _check_apart(tracked, use, rows[0], rows[1], first)
+            reached.rows.clear()
     return len(f) > 1, capture.runs
 
 
@@ -676,6 +683,20 @@ def find_runs(
     return _with_runs(assignment, folded), dict.fromkeys(names, message)
 
 
+class _InputShapes(Sink):
+    """The shape of each run's input; None where it does not tell the number of examples."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Add a run's shape."""
+        declared = use.rows is not None and not use.rows.of_positions
+        shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
+        known = None if declared or not use.a.numel() else torch.Size(shape)
+        self.shapes.setdefault(tracked, []).append(known)
+
+
 def _runs_and_shapes(
     model: nn.Module, assignment: RuleAssignment, x: Any, backward: bool = True
 ) -> tuple[dict[TrackedLayer, list[Run]], dict[TrackedLayer, list[torch.Size | None]]]:
@@ -684,20 +705,14 @@ def _runs_and_shapes(
     The shape is None where `examples_of_rows` says which example each row belongs to: the rows of
     one example may be as many as those of several by chance. The same holds where there are none.
     """
-    shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
-
-    def record(tracked: TrackedLayer, use: Use) -> None:
-        given = use.rows is not None and not use.rows.of_positions
-        shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
-        known = None if given or not use.a.numel() else torch.Size(shape)
-        shapes.setdefault(tracked, []).append(known)
-
-    capture = Capture(model, assignment, record)
+    inputs = _InputShapes()
+    capture = Capture(model, assignment, inputs)
     with capture, forked_random_numbers(model):
         f = capture.forward(x)
         if backward:
             capture.backward(f, [noise_like(f)])
-        return capture.runs, {t: seen for t, seen in shapes.items() if t in capture.runs}
+        runs = capture.runs
+        return runs, {t: shapes for t, shapes in inputs.shapes.items() if t in runs}
 
 
 def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
@@ -770,6 +785,30 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             raise
 
 
+class _SummedGradients(Sink):
+    """The gradient in each of some parameters by the layers' rules, summed over all uses."""
+
+    needs_inputs = True
+
+    def __init__(self, assignment: RuleAssignment, parameters: Mapping[str, Tensor]) -> None:
+        self.gradients = {name: torch.zeros_like(p).flatten() for name, p in parameters.items()}
+        self._rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Add one use's gradient, summed over its examples."""
+        if isinstance(tracked.layer, OwnParameter):
+            gradients = dict.fromkeys(tracked.parameters, b.sum(0).flatten())
+        elif self.gradients.keys() & set(tracked.parameters.values()):
+            gradients = summed_gradients(self._rules[tracked], use, b)
+        else:
+            return
+        for local, gradient in gradients.items():
+            if tracked.parameters[local] in self.gradients:
+                slot, slots = tracked.slots.get(local, (0, 1))
+                part = self.gradients[tracked.parameters[local]].chunk(slots)[slot]
+                part += gradient.to(part)
+
+
 def verify_gradients(
     model: nn.Module,
     assignment: RuleAssignment,
@@ -793,23 +832,7 @@ def verify_gradients(
         return
     # The random gradient u is propagated back twice: by the rules, and by autograd to the leaves.
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in messages}
-    sums = {name: torch.zeros_like(leaf).flatten() for name, leaf in leaves.items()}
-    rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.layers}
-
-    def record(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        # A vector's gradients of all examples and uses add up to that of the parameter.
-        if isinstance(tracked.layer, OwnParameter):
-            found = dict.fromkeys(tracked.parameters, b.sum(0).flatten())
-        elif sums.keys() & set(tracked.parameters.values()):
-            found = summed_gradients(rules[tracked], use, b)
-        else:
-            return
-        for local, gradient in found.items():
-            if tracked.parameters[local] in sums:
-                slot, slots = tracked.slots.get(local, (0, 1))
-                part = sums[tracked.parameters[local]].chunk(slots)[slot]
-                part += gradient.to(part)
-
+    by_rules = _SummedGradients(assignment, leaves)
     with torch.enable_grad():
         forwards = explicit_forwards(assignment) if by_parts else _without_cudnn()
         with forwards, forked_random_numbers(model), DtypesInUse() as used:
@@ -819,7 +842,7 @@ def verify_gradients(
         # With hooks and copies the output must be the same, and so must the gradients by the rules.
         try:
             with (
-                Capture(model, assignment, on_gradient=record, keep_inputs=True) as capture,
+                Capture(model, assignment, by_rules) as capture,
                 forked_random_numbers(model),
             ):
                 g = capture.forward(x)
@@ -836,7 +859,7 @@ def verify_gradients(
     wrong = {}
     for (name, leaf), gradient in zip(leaves.items(), should, strict=True):
         expected = torch.zeros_like(leaf) if gradient is None else gradient
-        if not same or not close(expected.flatten(), sums[name], used.tolerance):
+        if not same or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
             wrong[name] = messages[name]
     if wrong:
         raise Refusal(wrong)

@@ -28,11 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.automatic_mode import automatic_mode
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.curvature import CurvaturePass
-from kfac_backend.layers import Use
 from kfac_backend.loss import IGNORED, check_targets
+from kfac_backend.model.automatic_mode import automatic_mode
 from kfac_backend.model.batches import counting, detached, mask_of
 from kfac_backend.model.calls import (
     explicit_forwards,
@@ -43,23 +41,20 @@ from kfac_backend.model.calls import (
 )
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.checks import check_batch_norm, check_output
-from kfac_backend.model.rule_assignment import (
-    Operations,
-    RuleAssignment,
-    TrackedLayer,
-    assign_rules,
-)
+from kfac_backend.model.driver import Driver
+from kfac_backend.model.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.model.rule_assignment import Operations, RuleAssignment, assign_rules
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.options import CurvatureOptions
-from kfac_backend.precision import backward_arithmetic, full_float32
-from kfac_backend.ranks import ProcessGroupOption
+from kfac_backend.precision import full_float32
+from kfac_backend.ranks import ProcessGroupOption, Ranks
 
 MeanOver = Literal["terms", "examples"]
 """What a loss is a mean over: its terms, or examples, whose terms are summed."""
 
 
-class TrainingPass(CurvaturePass):
-    """Sums over the forward passes of a step, one or, with gradient accumulation, several.
+class TrainingPass:
+    """Factors of the forward passes of a step, one or, with gradient accumulation, several.
 
     Parameters without a rule, and those whose uses no hook sees, are left out; they train with
     their plain gradients. A layer whose rows belong to unknown examples is an error.
@@ -88,15 +83,22 @@ class TrainingPass(CurvaturePass):
         mean_over: MeanOver = "terms",
         process_group: ProcessGroupOption = "default",
     ) -> None:
-        self._left_out = left_out
         self._mean_over: MeanOver = mean_over
+        self._model = model
         self._now: _Forward | None = None
         self._probe = next(model.parameters(), None)
         self.is_due = True
         """Whether forward passes are to be seen."""
-        super().__init__(
-            model, likelihood, options, generator=generator, process_group=process_group
+        self._driver = Driver(
+            model,
+            likelihood,
+            options,
+            generator=generator,
+            process_group=process_group,
+            assignment=_layers_with_rules(model, left_out),
         )
+        check_memory(self._driver.assignment, options, self._driver.device)
+        self.reset()
         # torch.compile traces the hook, and would swallow an error that it raises itself.
         self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
@@ -117,12 +119,17 @@ class TrainingPass(CurvaturePass):
         if self._now is not None:
             self._now.forget()
         self._now = None
-        super().reset()
+        self._driver.start(FactorSums(self._driver.options))
 
     @property
     def names(self) -> list[str]:
         """The parameters that get a block, in the model's order."""
-        return self._proof.assignment.names
+        return self._driver.assignment.names
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that have a shard of the data each."""
+        return self._driver.ranks
 
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
@@ -134,7 +141,7 @@ class TrainingPass(CurvaturePass):
         """
         self._finish()
         # Ranks without a batch take part too, or the others would wait for them.
-        sums = None if self._now is not None else self._total_sums()
+        sums = None if self._now is not None else self._driver.finish()
         if sums is None or not sums.num_data:
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
@@ -146,24 +153,12 @@ class TrainingPass(CurvaturePass):
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
         scale = 1.0 / number
-        if self._options.fisher == "empirical":
+        if self._driver.fisher.is_loss_gradient:
             scale = number / self.ranks.size**2
-        blocks = self._blocks(sums)
+        blocks = assemble_blocks(self._model, sums)
         self.reset()
         # Not in place, since a weight and its bias may share one B.
         return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
-
-    def _assign(self) -> RuleAssignment:
-        """The layers with rules; parameters without one have no block."""
-        only = {
-            name
-            for name, p in self._model.named_parameters()
-            if p.requires_grad and p.dim() and not p.is_complex() and name not in self._left_out
-        }
-        with restored(self._model):
-            self._model.eval()  # BatchNorm has a rule there
-            assignment = assign_rules(self._model, "freeze", only)
-        return _only_with_hooks(assignment, assignment.unknown)
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
@@ -189,28 +184,21 @@ class TrainingPass(CurvaturePass):
         move to the `_Forward`, which closes them after the forward pass.
         """
         self._prove(x)
-        if self._options.fisher == "exact":
+        driver = self._driver
+        if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
-        forward = _Forward(
-            Capture(
-                self._model,
-                self._proof.assignment,
-                self._add_input,
-                self._add_gradient,
-                in_training=True,
-            ),
-            mask_of(x, self._options.dict_key_mask),
-        )
-        self._begin_part()
-        stack.enter_context(explicit_forwards(self._proof.assignment))
+        driver.begin_part()
+        mask = mask_of(x, driver.options.dict_key_mask)
+        forward = _Forward(driver.capture(in_training=True), mask)
+        stack.enter_context(explicit_forwards(driver.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
-        if self._options.fisher == "empirical":
+        if driver.fisher.is_loss_gradient:
             forward.capture.listens = True
-        for tracked in self._proof.assignment.own_parameters:
+        for tracked in driver.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_lent(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
@@ -236,9 +224,8 @@ class TrainingPass(CurvaturePass):
             self._drop()
             return
         forward.capture.end()
-        self._check_rows(len(f), hides=forward.mask is not None)
-        with self._no_autocast(), full_float32():
-            self._end_forward()
+        forward.capture.check_examples(len(f), hides=forward.mask is not None)
+        self._driver.forward_done(in_training=True)
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
         forward.f = f
@@ -246,10 +233,10 @@ class TrainingPass(CurvaturePass):
 
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
         """The training's backward pass has reached the model's output, with the gradient g."""
-        empirical = self._options.fisher == "empirical"
+        driver = self._driver
         # The curvature's own vectors begin at this output and call this hook, too, as does the
         # backward pass of a second loss.
-        if forward.is_seen and not empirical:
+        if forward.is_seen and not driver.fisher.is_loss_gradient:
             return
         f, forward.f = forward.f, None
         if f is None or self._now is not forward:
@@ -262,13 +249,12 @@ class TrainingPass(CurvaturePass):
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
         y = self._pseudo_targets(f, g, forward.mask)
-        check_targets(f.detach(), y, self._likelihood, may_ignore=True)
+        check_targets(f.detach(), y, driver.likelihood, may_ignore=True)
         forward.is_seen = True
-        self._count(f, y)
-        if empirical:
+        driver.count(f, y)
+        if driver.fisher.is_loss_gradient:
             return  # the backward pass that goes on from here shows the gradients
-        with self._no_autocast(), backward_arithmetic(self._precision):
-            forward.capture.backward(f, self._vectors(f, y), self._end_vector)
+        driver.propagate(forward.capture, f, y)
         self._finish()
 
     def _finish(self) -> None:
@@ -281,8 +267,7 @@ class TrainingPass(CurvaturePass):
         if forward is None or not forward.is_seen:
             return
         self._now = None
-        with full_float32():
-            self._end_vector()
+        forward.capture.end_vector()
         forward.capture.check_runs()
         forward.capture.forget()
 
@@ -294,7 +279,7 @@ class TrainingPass(CurvaturePass):
         Raises:
             RuntimeError: the sums also hold other forward passes of this step.
         """
-        others = self._num_data
+        others = self._driver.num_data
         self.reset()
         if others:
             raise RuntimeError(
@@ -302,35 +287,26 @@ class TrainingPass(CurvaturePass):
                 "one step. Run it under torch.no_grad(), or with paused()."
             )
 
-    def _add_input(self, tracked: TrackedLayer, use: Use) -> None:
-        with torch.no_grad(), full_float32():
-            super()._add_input(tracked, use)
-
-    def _add_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        with torch.no_grad(), full_float32(), self._no_autocast():
-            super()._add_gradient(tracked, use, b.detach())
-
     def _prove(self, x: Any) -> None:
         """Prove, in eval mode, that the hooks see all; see `Proof`."""
-        N = num_examples(x)
-        holds, key = self._proof.holds_for_masks, self._options.dict_key_mask
-        mask = None if holds else mask_of(x, key)
-        if self._proof.is_made(N) and mask is None:
+        N, driver, proof = num_examples(x), self._driver, self._driver.proof
+        mask = None if proof.holds_for_masks else mask_of(x, driver.options.dict_key_mask)
+        if proof.is_made(N) and mask is None:
             return
-        x = detached(x, self._device)
+        x = detached(x, driver.device)
         self.is_due = False  # not to see the proof's own forward passes
         try:
             with restored(self._model), full_float32():
                 self._model.eval()
-                if not self._proof.is_made(N):
-                    self._proof.make(x, N)
+                if not proof.is_made(N):
+                    proof.make(x, N)
                     self._leave_out_followed()
-                    if self._kfac_approx == "auto":
-                        self._kfac_approx = automatic_mode(self._proof.output_dim)
+                    if driver.kfac_approx == "auto":
+                        driver.kfac_approx = automatic_mode(proof.output_dim)
                 if mask is not None:
                     # Positions that the mask hides have no loss term.
-                    ignored = ~mask if self._proof.output_dim > 2 else None
-                    self._proof.make_for_masks(x, mask, ignored)
+                    ignored = ~mask if proof.output_dim > 2 else None
+                    proof.make_for_masks(x, mask, ignored)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
@@ -341,7 +317,7 @@ class TrainingPass(CurvaturePass):
 
     def _leave_out_followed(self) -> None:
         """Leave out parameters whose uses the proof follows operation by operation."""
-        assignment = self._proof.assignment
+        assignment = self._driver.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):
@@ -352,7 +328,7 @@ class TrainingPass(CurvaturePass):
                 "Leave them out (exclude) to say the same.",
                 stacklevel=2,
             )
-            self._proof.assignment = _only_with_hooks(assignment, followed)
+            self._driver.proof.assignment = _only_with_hooks(assignment, followed)
 
     def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
         """Targets that only say which terms count, since the training's labels are not known here.
@@ -361,15 +337,16 @@ class TrainingPass(CurvaturePass):
         has one term, that is done only if a mask or the options say that there are such: the
         gradient is also zero where the network is so confident that it rounds to that.
         """
-        if self._likelihood.needs_targets:
+        likelihood = self._driver.likelihood
+        if likelihood.needs_targets:
             raise NotImplementedError(
-                f"The curvature of likelihood '{self._likelihood}' depends on the targets, which "
+                f"The curvature of likelihood '{likelihood}' depends on the targets, which "
                 "K-FAC's steps do not know. Train with another optimiser."
             )
-        if self._likelihood.kind != "classes":
-            return f.new_zeros(self._likelihood.target_shape(f))
+        if likelihood.kind != "classes":
+            return f.new_zeros(likelihood.target_shape(f))
         y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
-        if f.dim() > 2 or mask is not None or self._options.ignore_index is not None:
+        if f.dim() > 2 or mask is not None or self._driver.options.ignore_index is not None:
             y = y.masked_fill((g == 0).all(-1), IGNORED)
         return y
 
@@ -380,6 +357,19 @@ def _refuse_compiled(name: str) -> None:
         "Give K-FAC the compiled model itself (torch.compile(model), not model.compile()), or "
         "compile the model's parts: steps with new factors then run as Python, all others compiled."
     )
+
+
+def _layers_with_rules(model: nn.Module, left_out: frozenset[str]) -> RuleAssignment:
+    """The layers with rules; parameters without one, and those left out, have no block."""
+    names = {
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dim() and not p.is_complex() and name not in left_out
+    }
+    with restored(model):
+        model.eval()  # BatchNorm has a rule there
+        assignment = assign_rules(model, "freeze", names)
+    return _only_with_hooks(assignment, assignment.unknown)
 
 
 def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -> RuleAssignment:

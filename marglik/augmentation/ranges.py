@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.factor_derivatives import FactorGradientPass
-from kfac_backend.model.batches import split_batch
+from kfac_backend.factor_derivatives import FactorDerivatives
 from kfac_backend.options import CurvatureOptions
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.eval_mode import eval_mode
@@ -40,14 +39,13 @@ def evidence_gradient(
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
-    curvature = FactorGradientPass(
+    derivatives = FactorDerivatives(
         factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
     )
     for batches in parts:
         with eval_mode(posterior.model):
-            for batch in batches:
-                curvature.add(*split_batch(batch, posterior.options.dict_key_y))
-        yield curvature.gradients()
+            found = derivatives.gradients(batches)
+        yield found
 
 
 STEPS = 2

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kfac_backend import examples_of_rows, kronecker_factors
-from kfac_backend.automatic_mode import block_traces, nearest_modes
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.model.automatic_mode import block_traces, nearest_modes
 from tests.kfac_backend.block_checks import assert_same, factors_of
 from tests.kfac_backend.networks import random_model
 from tests.oracles import dense_ggn_blocks
@@ -53,7 +53,7 @@ def test_the_mode_with_the_better_trace(name):
     y = torch.arange(6) % 3
     exact = dense_ggn_blocks(model, x, "classification")
     by_mode = [kfac_blocks(model, x, "classification", mode) for mode in ("expand", "reduce")]
-    assignment = CurvaturePass(model, "classification")._proof.assignment
+    assignment = CurvaturePass(model, "classification").driver.assignment
     traces = block_traces(model, assignment, "classification", x, y)
     assert list(traces) == layers
     modes = {}

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
+from kfac_backend import (
+    KroneckerFactors,
+    corrected_factors,
+    eigenvalue_correction,
+    kronecker_factors,
+)
 from kfac_backend.blocks.block import CorrectedBlock
-from kfac_backend.eigenvalue_correction import CorrectionPass
+from kfac_backend.eigenvalue_correction import SecondMoments
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, basis, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case
@@ -139,16 +144,24 @@ def test_monte_carlo_fisher_draws_labels_anew():
 
 
 @pytest.mark.parametrize("product", [1, 300])
-def test_little_memory_changes_nothing(product):
+def test_little_memory_changes_nothing(product, monkeypatch):
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification")
     expected = corrected_factors(factors, model, [(x, y)])
-    curvature = CorrectionPass(factors, model)
-    curvature._memory, curvature._at_once, curvature._product_bytes = 1, product, product
-    for part in (slice(5), slice(5, 7)):  # the second in parts, as the first did not fit
-        curvature.add(x[part], y[part])
-    assert curvature._most == 1
-    found = curvature.factors()
+    sinks, start = [], SecondMoments.start
+
+    def remember(self, *args):
+        sinks.append(self)
+        start(self, *args)
+
+    monkeypatch.setattr(SecondMoments, "start", remember)
+    monkeypatch.setattr(eigenvalue_correction, "HELD", {"cpu": 1})
+    monkeypatch.setattr(eigenvalue_correction, "AT_ONCE", {"cpu": product})
+    monkeypatch.setattr(eigenvalue_correction, "LARGEST_PRODUCT", {"cpu": product})
+    # The second in parts, as the first did not fit.
+    batches = [(x[part], y[part]) for part in (slice(5), slice(5, 7))]
+    found = corrected_factors(factors, model, batches)
+    assert sinks[-1].most_examples == 1
     for name, block in expected.blocks.items():
         assert_close(found.blocks[name].eigenvalues(), block.eigenvalues())
 

@@ -9,8 +9,9 @@ from torch.testing import assert_close
 
 from kfac_backend import likelihoods
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import IGNORED, BackwardVectors, check_targets, loss_sum
+from kfac_backend.loss import IGNORED, check_targets, loss_sum
 from kfac_backend.model.batches import Targets
 from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
@@ -52,9 +53,12 @@ def test_labels_of_many_classes_have_their_probabilities(C, monkeypatch):
     f[[0, 3, 17, C - 1]] = -torch.inf  # never drawn
     N = 40_000
     p = torch.softmax(f, -1)
-    (drawn,) = BackwardVectors(
-        "classification", CurvatureOptions(fisher="mc"), torch.Generator().manual_seed(0)
-    )(f.expand(N, C), torch.zeros(N).long())
+    (drawn,) = DrawnLabels().vectors(
+        likelihood_of("classification"),
+        f.expand(N, C),
+        torch.zeros(N).long(),
+        torch.Generator().manual_seed(0),
+    )
     counts = (p - drawn).round().sum(0)  # p - e_label = p less one there
     assert_close(drawn.sum(1), torch.zeros(N).double(), rtol=0, atol=1e-12)
     assert counts.sum() == N and not counts[p == 0].any()
@@ -70,7 +74,7 @@ def test_labels_of_many_classes_have_their_probabilities(C, monkeypatch):
 
 def test_loss_terms_of_one_example_are_never_mixed():
     f = torch.randn(2, 3, 4, dtype=torch.float64)
-    vectors = list(BackwardVectors("regression")(f, f))
+    vectors = list(ExactGGN().vectors(likelihood_of("regression"), f, f))
     assert len(vectors) == 3 * 4
     assert all((v.abs().sum(-1) > 0).sum(1).tolist() == [1, 1] for v in vectors)
 
@@ -144,8 +148,8 @@ def test_vectors_square_to_the_blocks_of_the_terms_that_count(fisher):
 
     def error(y, samples):
         generator = torch.Generator().manual_seed(1)
-        options = CurvatureOptions(fisher=fisher, mc_samples=samples)
-        vectors = list(BackwardVectors("classification", options, generator)(f, y))
+        made = CurvatureOptions(fisher=fisher, mc_samples=samples).make_fisher()
+        vectors = list(made.vectors(likelihood_of("classification"), f, y, generator))
         assert (y != IGNORED).all() or len(vectors) == number.get(fisher, len(vectors))
         return float((outer(vectors) - expected).norm() / expected.norm())
 
@@ -172,10 +176,13 @@ def test_whatever_label_marks_them_is_turned_into_one(mark):
 def test_examples_without_a_label(fisher):
     """One term an example; the whole batch may have none that counts."""
     f, y = torch.randn(3, 4), torch.tensor([1, IGNORED, 2])
-    of = BackwardVectors("classification", CurvatureOptions(fisher=fisher))
-    vectors = list(of(f, y))
+    made, likelihood = (
+        CurvatureOptions(fisher=fisher).make_fisher(),
+        likelihood_of("classification"),
+    )
+    vectors = list(made.vectors(likelihood, f, y))
     assert all(not v[1].any() for v in vectors) and all(v[0].any() for v in vectors)
-    none = list(of(f, torch.full((3,), IGNORED)))
+    none = list(made.vectors(likelihood, f, torch.full((3,), IGNORED)))
     assert none and not any(v.any() for v in none)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_backend import curvature, kronecker_factors
-from kfac_backend.curvature import CurvaturePass
+from kfac_backend import kronecker_factors
+from kfac_backend.model import driver
+from kfac_backend.model.factor_sums import FactorSums
 from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
@@ -63,17 +64,19 @@ def test_a_precision_that_the_device_lacks_is_an_error(precision):
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen, monkeypatch):
     """A device whose gradients are too large by some share in the faster precision."""
-    monkeypatch.setattr(curvature, "FASTER", {"cpu": "tf32"})
-    monkeypatch.setattr(curvature, "LONG_PASS", 6)
-    monkeypatch.setattr(curvature, "MOST_JOINED", {})
-    used = []
-    add = CurvaturePass._add_gradient
+    monkeypatch.setattr(driver, "FASTER", {"cpu": "tf32"})
+    monkeypatch.setattr(driver, "LONG_PASS", 6)
+    used, backward, gradient = [], driver.backward_arithmetic, FactorSums.gradient
+
+    def arithmetic(precision):
+        used.append(precision)
+        return backward(precision)
 
     def rounded(self, tracked, use, b):
-        used.append(self._precision)
-        add(self, tracked, use, b * (1 + relative) if self._precision == "tf32" else b)
+        gradient(self, tracked, use, b * (1 + relative) if used[-1] == "tf32" else b)
 
-    monkeypatch.setattr(CurvaturePass, "_add_gradient", rounded)
+    monkeypatch.setattr(driver, "backward_arithmetic", arithmetic)
+    monkeypatch.setattr(FactorSums, "gradient", rounded)
     model, (x, y) = network().float(), data(24)
     parts = list(zip(x.float().split(6), y.split(6), strict=True))
     generator = torch.Generator().manual_seed(0)

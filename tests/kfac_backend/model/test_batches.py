@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend import curvature, kronecker_factors
-from kfac_backend.curvature import CurvaturePass
+from kfac_backend import kronecker_factors
 from kfac_backend.model import batches
 from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.networks import Model, data, network, random_model
@@ -33,97 +32,10 @@ def seen_sizes(model: nn.Module) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("kfac_approx", MODES)
-def test_small_batches_run_together(kfac_approx):
-    """Sequences of two lengths stay apart."""
-    model = random_model(
-        lambda m, x: m.last(torch.tanh(m.first(x)).mean(1)),
-        first=nn.Linear(2, 4),
-        last=nn.Linear(4, 3),
-    )
-    torch.manual_seed(1)
-    lengths = [4, 4, 4, 4, 6, 6, 6]
-    data = [(torch.randn(2, R, 2).double(), torch.randint(3, (2,))) for R in lengths]
-
-    def factors(batches):
-        return kronecker_factors(model, batches, "classification", kfac_approx=kfac_approx)
-
-    apart = [factors([batch]) for batch in data]
-    sizes = seen_sizes(model)
-    together = factors(data)
-    assert_same(together, sum(apart[1:], apart[0]), rtol=1e-12, atol=1e-14)
-    assert together.num_data == 14
-    assert sizes[-2:] == [8, 6]
-
-
-def cut_to_the_longest(m, batch):
-    return m.fc(batch["x"][:, : batch["lengths"].max()].mean(1))
-
-
-def at_most_eight(m, batch):
-    assert len(batch["x"]) <= 8
-    return m.fc(batch["x"].mean(1))
-
-
-@pytest.mark.parametrize("function", [cut_to_the_longest, at_most_eight])
-def test_batches_that_mean_something_together_stay_apart(function):
-    """Joined, they would have other outputs, or none."""
-    model = random_model(function, fc=nn.Linear(3, 2))
-    torch.manual_seed(1)
-    batches = []
-    for longest in (2, 4, 3):
-        x, lengths = torch.randn(4, 4, 3).double(), torch.full((4,), longest)
-        batches.append({"x": x, "lengths": lengths, "labels": torch.tensor([0, 1, 1, 0])})
-    apart = [kronecker_factors(model, [batch], "classification") for batch in batches]
-    found = kronecker_factors(model, batches, "classification")
-    assert_same(found, sum(apart[1:], apart[0]), rtol=1e-12, atol=1e-14)
-
-
-def test_a_loader_may_use_its_memory_again():
-    model = random_model(lambda m, x: m.fc(x), fc=nn.Linear(3, 2))
-    torch.manual_seed(1)
-    x, y = torch.randn(12, 3).double(), torch.randint(2, (12,))
-    whole = kronecker_factors(model, [(x, y)], "classification")
-
-    def reused():
-        some = x[:4].clone(), y[:4].clone()
-        for k in (0, 4, 8):
-            some[0].copy_(x[k : k + 4])
-            some[1].copy_(y[k : k + 4])
-            yield some
-
-    for most in ({"cpu": 2**17}, {}):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(curvature, "MOST_JOINED", most)
-            assert_same(kronecker_factors(model, reused(), "classification"), whole)
-
-
 def test_an_empty_batch_between_others_is_named():
     x, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     with pytest.raises(ValueError, match="A batch has no examples"):
         kronecker_factors(nn.Linear(3, 2), [(x, y), (x[:0], y[:0]), (x, y)], "classification")
-
-
-def test_batches_that_exhaust_the_memory_together_stay_apart(monkeypatch):
-    model = network()
-    x, y = torch.randn(8, 2, 4, 4).double(), torch.randint(3, (8,))
-    data = list(zip(x.split(2), y.split(2), strict=True))
-    whole = kronecker_factors(model, [(x, y)], "classification")
-    add = CurvaturePass._add
-
-    def small(self, x, y):
-        if len(y) > 3:
-            raise torch.OutOfMemoryError
-        add(self, x, y)
-
-    monkeypatch.setattr(CurvaturePass, "_add", small)
-    sizes = seen_sizes(model)
-    assert_same(kronecker_factors(model, data, "classification"), whole, rtol=1e-12, atol=1e-14)
-    assert sizes[-4:] == [2] * 4
-    with pytest.raises(torch.OutOfMemoryError, match="batches of 8 examples. Batches of 2 fit"):
-        kronecker_factors(model, zip(x.split(2), y.split(2), strict=True), "classification")
-    with pytest.raises(torch.OutOfMemoryError, match="batches of 4 examples. Batches of 2 fit"):
-        kronecker_factors(model, [(x[:4], y[:4])], "classification")
 
 
 def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):

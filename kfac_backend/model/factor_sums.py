@@ -1,30 +1,94 @@
-"""From a model's layers to its rules, and from the rules' sums to the parameters' blocks.
+"""`FactorSums`: the sums of the factors, from the layers' rules to the parameters' blocks.
 
 Most parameters belong to one layer, and their block is that layer's B ⊗ A. This module handles the
 others: tensors that several layers share (tied), tensors that hold several maps (packed, as
 attention's ``in_proj_weight``), and tensors that are used in two ways, such as a language model's
 embedding that is also its output layer.
 
-`make_rules` and `tie` are called when a pass begins to sum up, `collect_sums` when it ends, and
-`assemble_blocks` after the sum over ranks.
+After the sum over ranks `assemble_blocks` makes blocks of the sums.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.layers import ExactRule, Rule, WeightSharingRule
+from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.model.sink import Sink
 from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
+from kfac_backend.ranks import PassSums
 
 LARGE = 8192
 """Rows above which an error message calls a weight large."""
+
+
+class FactorSums(Sink):
+    """Sums up the factors of all layers, by their rules.
+
+    Args:
+        options: of the pass.
+    """
+
+    takes_example_gradients = True
+
+    def __init__(self, options: PassOptions) -> None:
+        self.options = options
+        self.rules: dict[TrackedLayer, Rule] = {}
+        """The layers' rules, which hold the sums."""
+        self._diagonal: dict[str, Tensor] = {}
+
+    def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
+        """Make the rules."""
+        self.rules = make_rules(assignment, kfac_approx, self.options)
+        tie(self.rules)
+        self._diagonal = {}
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Add a aᵀ of its rows to A."""
+        self.rules[tracked].add_input(use)
+
+    def forward_done(self) -> None:
+        """Add the sums of inputs that waited for other uses."""
+        for rule in self.rules.values():
+            for total in rule.A.values():
+                total.end()
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Add b bᵀ of its rows to B."""
+        self.rules[tracked].add_gradient(use, b)
+
+    def vector_done(self) -> None:
+        """Add the sums of gradients that waited for other uses."""
+        for rule in self.rules.values():
+            for total in rule.B.values():
+                total.end()
+
+    def example_gradients(self, name: str, g: Tensor) -> None:
+        """Add the diagonal of a parameter's block."""
+        self._diagonal[name] = self._diagonal.get(name, 0) + g.square().sum((0, 1))
+
+    def needs_examples(self, tracked: TrackedLayer) -> bool:
+        """Where positions are summed (reduce), or an example's gradient is formed in any mode."""
+        rule = self.rules[tracked]
+        return rule.mode != "expand" or rule.needs_examples
+
+    def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
+        """The sums of each layer by its parameters' names, and of diagonals."""
+        by_name: dict[str, list[BlockSums]] = {}
+        # A rule may hold as much again as its sums, so each is dropped before the next one's are
+        # made.
+        while self.rules:
+            tracked, rule = self.rules.popitem()
+            for local, sums in rule.block_sums().items():
+                of_slot = sums._replace(slot=tracked.slots.get(local, (0, 1)))
+                by_name.setdefault(tracked.parameters[local], []).append(of_slot)
+        return by_name, self._diagonal
 
 
 def make_rules(
@@ -50,7 +114,7 @@ def make_rules(
     }
 
 
-def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> None:
+def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch.device) -> None:
     """Raise an error unless the factors fit into memory, and the largest can be decomposed there.
 
     The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
@@ -58,7 +122,12 @@ def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> No
 
     Raises:
         torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
+        ValueError: a mode for layers that the model does not have.
     """
+    # With "auto" the mode is not known yet; except those of embeddings, factors have the same size
+    # in both modes.
+    auto = options.kfac_approx == "auto"
+    rules = make_rules(assignment, "expand" if auto else options.kfac_approx, options)
     memory = total_memory(device)
     if memory is None:
         return
@@ -89,21 +158,16 @@ def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> No
     )
 
 
-def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[BlockSums]]:
-    """Parameter name -> the sums of each layer that has it; ``rules`` is empty afterwards."""
-    found: dict[str, list[BlockSums]] = {}
-    # A rule may hold as much again as its sums, so each is dropped before the next one's are made.
-    while rules:
-        tracked, rule = rules.popitem()
-        for local, sums in rule.block_sums().items():
-            of_slot = sums._replace(slot=tracked.slots.get(local, (0, 1)))
-            found.setdefault(tracked.parameters[local], []).append(of_slot)
-    return found
+def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBlock]:
+    """Parameter name -> block, in the model's order; the sums become the blocks in place.
 
-
-def assemble_blocks(sums: Mapping[str, list[BlockSums]]) -> dict[str, KroneckerBlock]:
-    """Parameter name -> block, A a mean over its terms; the sums become the blocks in place."""
-    return {name: _block(name, of_name) for name, of_name in sums.items()}
+    A is a mean over its terms.
+    """
+    blocks = {name: _block(name, of_name) for name, of_name in sums.blocks.items()}
+    blocks |= {name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()}
+    # The names are those of the blocks, not of this rank's assignment: a rank without data has
+    # made no proof, and the other ranks may have given parameters up.
+    return {name: blocks[name] for name, _ in model.named_parameters() if name in blocks}
 
 
 def tie(rules: Mapping[TrackedLayer, Rule]) -> None:

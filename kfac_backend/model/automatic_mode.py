@@ -24,12 +24,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import BackwardVectors
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.options import CurvatureOptions, KfacApprox, Mode
+from kfac_backend.model.sink import Sink
+from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 
 EXAMPLES = 8
@@ -44,18 +45,21 @@ def automatic_mode(num_dimensions: int) -> Mode:
     return "expand" if num_dimensions > 2 else "reduce"
 
 
-def block_traces(
-    model: nn.Module, assignment: RuleAssignment, likelihood: str, x: Any, y: Tensor
-) -> dict[str, Float[Tensor, "3"]]:
-    """Layer name -> the trace of its weight's block, exact, by expand and by reduce.
+class BlockTraces(Sink):
+    """The trace of each weight's block, exact, by expand and by reduce.
 
     Of layers whose weight several positions share. Those that are told which example each row
     belongs to are left out. Layers that share a weight have the sum over them; products of
     different uses are in none of the traces.
     """
-    traces: dict[tuple[Any, ...], Tensor] = {}
 
-    def add(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+    needs_inputs = True
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[Any, ...], Tensor] = {}
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Add one use's traces."""
         if not issubclass(tracked.rule, WeightSharingRule) or use.rows is not None:
             return
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
@@ -70,18 +74,31 @@ def block_traces(
         exact = (g.mT @ a).square().sum()
         expand = g.square().sum((1, 2, 3)) @ a.square().mean((1, 2)).sum(1)
         reduce = g.sum(2).square().sum((1, 2)) @ a.mean(2).square().mean(1).sum(1)
-        found = torch.stack([exact, expand, reduce]).double()
-        traces[_weight(tracked)] = traces.get(_weight(tracked), 0) + found
+        traces = torch.stack([exact, expand, reduce]).double()
+        self._traces[_weight(tracked)] = self._traces.get(_weight(tracked), 0) + traces
 
-    with Capture(model, assignment, on_gradient=add, keep_inputs=True) as capture:
+    def by_name(self, assignment: RuleAssignment) -> dict[str, Float[Tensor, "3"]]:
+        """Layer name -> its weight's three traces."""
+        return {
+            tracked.name: self._traces[_weight(tracked)].cpu()
+            for tracked in assignment.layers
+            if _weight(tracked) in self._traces
+        }
+
+
+def block_traces(
+    model: nn.Module, assignment: RuleAssignment, likelihood: str, x: Any, y: Tensor
+) -> dict[str, Float[Tensor, "3"]]:
+    """Layer name -> the three traces of `BlockTraces`, for some examples."""
+    of_likelihood, traces = likelihood_of(likelihood), BlockTraces()
+    with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
-        few = likelihood_of(likelihood).num_vectors(f.shape[-1]) <= MOST_VECTORS
-        options = CurvatureOptions(fisher="exact" if few else "mc", mc_samples=MOST_VECTORS)
+        few = of_likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
+        fisher = ExactGGN() if few else DrawnLabels(MOST_VECTORS)
         # A generator of its own, so that the pass's labels are the same with and without a choice.
         generator = torch.Generator(f.device).manual_seed(0)
-        capture.backward(f, BackwardVectors(likelihood, options, generator)(f, y))
-    known = [tracked for tracked in assignment.layers if _weight(tracked) in traces]
-    return {tracked.name: traces[_weight(tracked)].cpu() for tracked in known}
+        capture.backward(f, fisher.vectors(of_likelihood, f.detach(), y, generator))
+    return traces.by_name(assignment)
 
 
 def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:

@@ -1,0 +1,181 @@
+"""Which matrix the factors approximate, as the vectors that are propagated back from the outputs.
+
+The block of a layer is Σ_v b_v b_vᵀ ⊗ ..., where b_v is what a vector v at the outputs becomes at
+the layer's output. So a matrix is chosen by vectors with Σ_v v vᵀ = Λ, the loss Hessian of each
+term, or an estimate of it. An option names one of the classes; a class with a name of its own is
+one more choice for ``CurvatureOptions(fisher=...)``.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kfac_backend.likelihoods import Likelihood
+from kfac_backend.loss import counted_terms
+from kfac_backend.precision import at_least_float32
+
+MANY_PASSES = 20_000
+"""Backward passes of a batch, above which the exact GGN is warned about."""
+
+
+class Fisher(ABC):
+    """The vectors v of a batch, with Σ_v v vᵀ = Λ or an estimate of it, for each loss term.
+
+    Args:
+        mc_samples: how many vectors an estimate by drawn numbers takes.
+    """
+
+    name: ClassVar[str]
+    """How it is asked for."""
+    draws: ClassVar[bool] = False
+    """Whether the vectors are drawn: independent for all terms and with mean zero, so that one
+    vector may have all terms of an example, whose products vanish on average."""
+    is_loss_gradient: ClassVar[bool] = False
+    """Whether the vector is the gradient of the loss itself, which a step of training propagates
+    back anyway."""
+
+    known: ClassVar[dict[str, type["Fisher"]]] = {}
+    """Name -> class."""
+
+    def __init_subclass__(cls) -> None:
+        """Make the choice known by its name."""
+        Fisher.known[cls.name] = cls
+
+    def __init__(self, mc_samples: int = 1) -> None:
+        self.mc_samples = mc_samples
+
+    @abstractmethod
+    def columns(
+        self,
+        likelihood: Likelihood,
+        f: Float[Tensor, "N *terms C"],
+        y: Tensor,
+        generator: torch.Generator | None,
+    ) -> Iterator[Float[Tensor, "N *terms C"]]:
+        """The vectors at outputs f and targets y, each with all terms of the examples.
+
+        They are differentiable in f if that requires a gradient.
+        """
+
+    def num_passes(self, likelihood: Likelihood, f: Float[Tensor, "N *terms C"]) -> int:
+        """The number of backward passes for outputs f."""
+        return self.mc_samples
+
+    def vectors(
+        self,
+        likelihood: Likelihood,
+        f: Float[Tensor, "N *terms C"],
+        y: Tensor,
+        generator: torch.Generator | None = None,
+        *,
+        may_ignore: bool = True,
+    ) -> Iterator[Float[Tensor, "N *terms C"]]:
+        """The vectors to propagate back, one by one, in float32 at least.
+
+        At terms that do not count all vectors are zero. A term that counts for no example of the
+        batch has no vector.
+
+        Args:
+            likelihood: of the targets.
+            f: the outputs; vectors keep their graph in them if they require a gradient.
+            y: the targets.
+            generator: source of drawn numbers.
+            may_ignore: whether some labels may not count.
+        """
+        counted = counted_terms(y, likelihood) if may_ignore else None
+        for column in self.columns(likelihood, at_least_float32(f), y, generator):
+            if counted is not None:
+                column = column.masked_fill(~counted[..., None], 0.0)
+            # Several terms in one vector add the products of different terms to v vᵀ, which
+            # vanish on average where they are drawn.
+            yield from [column] if self.draws else _one_term_at_a_time(column, counted)
+
+
+class ExactGGN(Fisher):
+    """The generalised Gauss-Newton matrix: the columns of a root S of Λ, S Sᵀ = Λ."""
+
+    name = "exact"
+
+    def columns(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> Iterator[Tensor]:
+        """The columns of S."""
+        return likelihood.root(f, y)
+
+    def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
+        """One for each column of each loss term."""
+        return f[0, ..., 0].numel() * likelihood.num_vectors(f.shape[-1])
+
+
+class DrawnLabels(Fisher):
+    """An unbiased estimate of Λ: gradients of ℓ at labels drawn from p(y|f), over √mc_samples.
+
+    For numbers S ε instead, with normal numbers ε (of a Gaussian that is the gradient at a drawn
+    y). A label that is drawn has no derivative: where f requires a gradient, S ε for labels, too.
+    """
+
+    name = "mc"
+    draws = True
+
+    def columns(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> Iterator[Tensor]:
+        """``mc_samples`` draws."""
+        draw = likelihood.drawn_root if f.requires_grad else likelihood.drawn_gradient
+        for _ in range(self.mc_samples):
+            drawn = draw(f, y, generator)
+            yield drawn.div_(self.mc_samples**0.5) if self.mc_samples > 1 else drawn
+
+
+class EmpiricalFisher(Fisher):
+    """The gradient of ℓ at the data's own labels."""
+
+    name = "empirical"
+    is_loss_gradient = True
+
+    def columns(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> Iterator[Tensor]:
+        """The gradient of the loss."""
+        yield likelihood.gradient(f, y)
+
+    def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
+        """One for each loss term."""
+        return f[0, ..., 0].numel()
+
+
+def warn_of_many_passes(fisher: Fisher, likelihood: Likelihood, f: Tensor) -> None:
+    """Say that a batch takes very many backward passes, one for each output of each term."""
+    passes = fisher.num_passes(likelihood, f)
+    if passes > MANY_PASSES:
+        warnings.warn(
+            f"fisher={fisher.name!r} takes {passes} backward passes for each part of a batch: "
+            f"outputs have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes.",
+            stacklevel=2,
+        )
+
+
+def _one_term_at_a_time(
+    vector: Float[Tensor, "N *terms C"], counted: Tensor | None
+) -> Iterator[Tensor]:
+    """The vector itself for one loss term per example, else a copy for each term, zero elsewhere.
+
+    Terms that count for no example are left out.
+    """
+    if vector.dim() == 2:
+        yield vector
+        return
+    terms = vector.flatten(1, -2)  # (N, T, C)
+    chosen = range(terms.shape[1])
+    if counted is not None:
+        # The first at least, so that the layers' gradients are zero and not missing.
+        chosen = counted.flatten(1).any(0).nonzero().flatten().tolist() or [0]
+    for t in chosen:
+        only = torch.zeros_like(terms)
+        only[:, t] = terms[:, t]
+        yield only.view_as(vector)

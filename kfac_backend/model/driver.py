@@ -1,0 +1,464 @@
+"""The driver of a pass: it runs a model over batches, and hands a sink what the layers see.
+
+Life cycle. The constructor assigns a rule to each layer. `Driver.start` begins a pass with a sink.
+`Driver.add` takes one batch: it finds the targets, lets the `Proof` run on the first batches, and
+runs the batch part by part. For each part a `Capture` runs the model forward, where the sink
+receives the layers' inputs, and propagates the Fisher's vectors back, where it receives the
+gradients. `Driver.finish` sums over ranks. What is proved stays proved for the next pass.
+
+A sink's sums begin with the first batch and not earlier: only the proof decides the rules of
+derived layers, and only the first batch decides kfac_approx="auto".
+
+A step of training makes its own forward pass (`optimizer.training_pass`), and calls what `Driver`
+does to a part one by one: `begin_part`, `capture`, `propagate`, `count`.
+"""
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.fisher import warn_of_many_passes
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.loss import (
+    IGNORED,
+    check_targets,
+    counted_terms,
+    loss_sum,
+    num_counted_terms,
+)
+from kfac_backend.model.batches import (
+    Targets,
+    counting,
+    detached,
+    each_batch,
+    examples,
+    mask_of,
+    parts,
+    split_batch,
+    splits_by_example,
+)
+from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
+from kfac_backend.model.capture import Capture
+from kfac_backend.model.checks import (
+    LateChecks,
+    check_finite,
+    check_inputs,
+    is_out_of_memory,
+    out_of_memory,
+)
+from kfac_backend.model.proof import Proof
+from kfac_backend.model.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.model.sink import Sink
+from kfac_backend.options import CurvatureOptions, KfacApprox
+from kfac_backend.precision import (
+    FASTER,
+    LARGEST_ERROR,
+    LONG_PASS,
+    TRIED_EXAMPLES,
+    BackwardPrecision,
+    backward_arithmetic,
+    check_precision,
+    exact_arithmetic,
+    full_float32,
+)
+from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
+
+_logger = logging.getLogger(__name__)
+
+
+class Driver:
+    """Runs a model over batches; the parameters must not change between those of a pass.
+
+    Arguments are those of `kronecker_factors`.
+
+    Args:
+        model: the model.
+        likelihood: of the targets.
+        options: all choices of the passes.
+        generator: source of drawn numbers.
+        process_group: the ranks that have a shard of the data each.
+        assignment: the layers to track; by default all with trainable parameters.
+
+    Raises:
+        ValueError: options that are not for the likelihood, the device or the model's layers.
+        NotImplementedError: a layer without a rule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        options: CurvatureOptions,
+        *,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroupOption = "default",
+        assignment: RuleAssignment | None = None,
+    ) -> None:
+        self.ranks = Ranks(process_group)
+        """The ranks that have a shard of the data each."""
+        self.model, self.options = model, options
+        self.likelihood = likelihood_of(likelihood)
+        self.fisher = options.make_fisher()
+        self.targets = Targets(likelihood, options)
+        self._generator = generator
+        self.proof = Proof(model, assignment or assign_rules(model, options.unsupported))
+        """What is known of the model and its layers."""
+        self.kfac_approx: KfacApprox = options.kfac_approx
+        """The layers' mode; if it is "auto", the first batch decides it for all passes."""
+        self.start(Sink())
+
+    @property
+    def assignment(self) -> RuleAssignment:
+        """The tracked layers, as far as the proof has completed them."""
+        return self.proof.assignment
+
+    def start(self, sink: Sink) -> None:
+        """Begin a pass; batches seen so far, and any failure, are forgotten."""
+        self.sink = sink
+        """What receives the layers' inputs and gradients."""
+        # Asked anew, since the model may have moved between two passes.
+        self.device = next(self.model.parameters()).device
+        self.precision: BackwardPrecision = self.options.backward_precision
+        check_precision(self.precision, self.device)
+        self.failed = False
+        """Whether a batch was added in part, so that the sums are useless."""
+        self._has_started = False  # whether the sink has
+        # With several ranks each draws labels of its own, from a generator that is derived from the
+        # common one's state without changing that. Drawing from the common one would leave it in
+        # different states on ranks with different numbers of batches; `finish` advances it once per
+        # pass instead, on all ranks alike.
+        self._labels = self._generator
+        if self.fisher.draws and self.ranks.size > 1:
+            self._labels = self.ranks.generator(self._common_generator())
+        # Convolutions' weights in the memory format that is faster, made with the first batch.
+        self._weights: dict[str, Tensor] | None = None
+        self.num_data = self._num_outputs = 0
+        # These stay on the device until the end, so that no batch waits for a transfer. The loss
+        # has many terms, and is summed in float64.
+        self._num_loss_terms = torch.zeros((), dtype=torch.long, device=self.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._late = LateChecks(self.device)
+
+    def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
+        """Add all batches of some data; errors are those of `add`."""
+        for batch in each_batch(data, description, progress):
+            x, y = split_batch(batch, self.options.dict_key_y)
+            if self.precision == "auto" and self.num_data >= LONG_PASS:
+                self.precision = self._fitting_precision(x, y)
+            self.add(x, y)
+
+    def add(self, x: Any, y: Any) -> None:
+        """Add one batch: forward passes of its parts, and one backward pass per vector.
+
+        Raises:
+            torch.OutOfMemoryError: naming a batch size that fits.
+            RuntimeError: after a batch that failed, until `start`.
+        """
+        self.check_whole()
+        x, y = detached(x, self.device), detached(y, self.device)
+        if isinstance(y, Tensor) and y.dim() and not len(y):
+            raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
+        # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
+        # the sums, and the caller could go on with wrong numbers.
+        self.failed = True
+        with full_float32():
+            if not self._fits(x, y):
+                fitting = self._fitting_size(x, y)
+                raise out_of_memory(self.model, self.device, len(y), fitting)
+            if self._late.is_time():
+                self._late.read(self.model, self.check_targets)
+        self.failed = False
+
+    def finish(self) -> PassSums:
+        """The sums over all ranks' data; the sink holds none afterwards, until `start`.
+
+        Collective.
+        """
+        self.check_whole()
+        # If a check or the sum over ranks fails now, the pass must begin again.
+        self.failed = bool(self.num_data)
+        self._late.read(self.model, self.check_targets)
+        if self.kfac_approx == "auto":
+            self._decide_mode()
+        blocks, others = self.sink.sums() if self.num_data else ({}, {})
+        sums = PassSums(
+            blocks, others, self.kfac_approx,
+            num_outputs=self._num_outputs, num_data=self.num_data,
+            num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
+        )  # fmt: skip
+        same = {"the likelihood": self.likelihood, "the options": repr(self.options)}
+        sums = sum_over_ranks(sums, self.ranks, self.model, same)
+        # Advance the common generator, so that the next pass draws other labels.
+        if self.fisher.draws and self.ranks.size > 1:
+            common = self._common_generator()
+            torch.rand((), generator=common, device=common.device)
+        return sums
+
+    def check_whole(self) -> None:
+        """Raise a RuntimeError if a batch was added in part."""
+        if self.failed:
+            raise RuntimeError(
+                "The last batch of this curvature pass failed, and a part of it is in the sums. "
+                "Call reset() and begin with the first batch."
+            )
+
+    def check_targets(self, f: Tensor, y: Tensor) -> None:
+        """Raise an error unless targets fit outputs."""
+        check_targets(f, y, self.likelihood, may_ignore=self.targets.may_ignore)
+
+    # ---- One part of a batch, step by step.
+
+    def begin_part(self) -> None:
+        """Let the sink start, with the first part of a pass."""
+        if not self._has_started:
+            self.sink.start(self.assignment, self.kfac_approx)
+            self._has_started = True
+
+    def capture(self, *, in_training: bool = False) -> Capture:
+        """A context that hands the sink what the layers see."""
+        if self._weights is None:
+            in_format = self.proof.plan.channels_last and not in_training
+            self._weights = in_channels_last(self.model) if in_format else {}
+        arithmetic = self._training_arithmetic if in_training else self._sink_arithmetic
+        return Capture(
+            self.model, self.assignment, self.sink,
+            constants=self._weights, in_training=in_training, arithmetic=arithmetic,
+        )  # fmt: skip
+
+    def forward_done(self, *, in_training: bool = False) -> None:
+        """Tell the sink that all inputs of a part have come.
+
+        Sums over several uses of a tensor are complete only after the whole forward pass. Gradients
+        need them: under reduce √R_n over all uses divides both sums.
+        """
+        with self._training_arithmetic() if in_training else self._sink_arithmetic():
+            self.sink.forward_done()
+
+    def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:
+        """Propagate the Fisher's vectors back from the outputs of a capture."""
+        # Autocast is for the forward pass alone: Gram matrices are summed in float32.
+        with self._no_autocast(), backward_arithmetic(self.precision):
+            # One backward pass for each vector v of the root of the loss Hessian, with the
+            # outputs' gradient v: what reaches a layer's output is b, whose outer products are
+            # B. The vectors are made one by one, so that memory never holds all of them.
+            capture.backward(f, self.vectors(f if self.sink.differentiable else f.detach(), y))
+
+    def vectors(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
+        """The Fisher's vectors at outputs and targets."""
+        return self.fisher.vectors(
+            self.likelihood, f, y, self._labels, may_ignore=self.targets.may_ignore
+        )
+
+    def count(self, f: Tensor, y: Tensor) -> None:
+        """Count a part's examples and loss terms, when all of it is added."""
+        self.num_data += len(f)
+        self._num_outputs = f.shape[-1]
+        self._num_loss_terms += num_counted_terms(f, y, self.likelihood)
+
+    def _part(self, x: Any, y: Any) -> None:
+        """Add one part of a batch, of any number of examples."""
+        self.begin_part()
+        mask = mask_of(x, self.options.dict_key_mask)
+        capture = self.capture()
+        with self.sink.part():
+            with counting(mask), capture:
+                # One forward pass: A, and all that a gradient will need.
+                f = capture.forward(x)
+                # Steady batches are checked on the device, and the result is read later. The first
+                # of its form is checked before the first backward pass: an error is cheap now.
+                if not isinstance(y, Tensor) or not self._late.see(x, f, y):
+                    self.check_targets(f, y)
+                    check_finite(self.model, f, x)
+                elif self.likelihood.name == "classification":
+                    # A label out of range, which is reported later, must not stop a GPU now.
+                    y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
+                if not self.num_data:
+                    warn_of_many_passes(self.fisher, self.likelihood, f)
+                capture.check_examples(len(f), hides=mask is not None)
+                self.forward_done()
+                self.propagate(capture, f, y)
+                capture.check_runs()
+            with self._no_autocast():
+                self.sink.part_done(f, y)
+        if self.assignment.diagonal and self.sink.takes_example_gradients:
+            self._add_example_gradients(x, y)
+        # Counted last: a part that failed must not count.
+        self.count(f, y)
+        self._loss += loss_sum(f.detach(), y, self.likelihood)
+
+    def _add_example_gradients(self, x: Any, y: Tensor) -> None:
+        """Hand over the gradients in parameters without a rule, which no hook sees."""
+        # Loaded only where such parameters are.
+        from kfac_backend.model.example_gradients import gradients_of_examples
+
+        with torch.no_grad(), forked_random_numbers(self.model):
+            f = call_with(self.model, {}, x)
+        vectors = torch.stack(list(self.vectors(f, y)), 1)  # (N, V, ..., C)
+        for _, by_name in gradients_of_examples(
+            self.model, self.assignment.diagonal, x, f, vectors.__getitem__, vectors.shape[1]
+        ):
+            for name, g in by_name.items():
+                self.sink.example_gradients(name, g)
+
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, enabled=False)
+
+    def _sink_arithmetic(self) -> AbstractContextManager[object]:
+        """Float32 sums in full precision, also within a model's autocast or a faster backward."""
+        exact = exact_arithmetic(self.precision)
+        if not torch.is_autocast_enabled(self.device.type):
+            return exact
+        return _together(self._no_autocast(), exact)
+
+    def _training_arithmetic(self) -> AbstractContextManager[object]:
+        """The same within a training's own forward and backward pass."""
+        return _together(torch.no_grad(), self._no_autocast(), full_float32())
+
+    # ---- What is decided before a batch is added.
+
+    def _fits(self, x: Any, y: Any) -> bool:
+        """Add the batch; False if the memory is exhausted, after which the sums are useless."""
+        try:
+            # First the targets, since the proof must know which loss terms count.
+            y = self.targets(self.model, x, y)
+            self._verify(x, y)
+            if self.kfac_approx == "auto":
+                self._decide_mode(x, y)
+            for part in parts(x, y, self._part_size):
+                self._part(*part)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # No error leaves here: its traceback would keep the memory that the next try needs.
+            return False
+        return True
+
+    @property
+    def _part_size(self) -> int | None:
+        """How many examples of a batch at once; None: batches stay whole."""
+        plan = self.proof.plan
+        sizes = [size for size in (plan.part_size, self.sink.most_examples) if size is not None]
+        return min(sizes) if sizes and plan.splits else plan.part_size
+
+    def _fitting_size(self, x: Any, y: Any) -> int | None:
+        """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
+        size = len(y) // 2 if self.proof.plan.splits else 0
+        while size:
+            self.start(self.sink)
+            self.failed = True
+            if self._fits(examples(x, slice(size)), y[:size]):
+                return size
+            size //= 2
+        return None
+
+    def _verify(self, x: Any, y: Any) -> None:
+        """Make what is missing of the proof."""
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        holds, key = self.proof.holds_for_masks, self.options.dict_key_mask
+        mask = None if holds else mask_of(x, key)
+        if self.proof.is_made(N) and mask is None:
+            return
+        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
+        ignored = None if counted is None else ~counted
+        if not self.proof.is_made(N):
+            check_inputs(x)
+            self.proof.make(x, N, ignored)
+        if mask is None:
+            return
+        if splits_by_example(x, y):  # the first example with a hidden position, and another one
+            hiding = torch.argmin(mask.all(1).int())
+            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+            x, mask = examples(x, which), mask[which]
+            ignored = None if ignored is None else ignored[which]
+        self.proof.make_for_masks(x, mask, ignored)
+
+    def _decide_mode(self, x: Any = None, y: Any = None) -> None:
+        """Decide kfac_approx="auto" by the first batch of each rank; collective.
+
+        Called without data at the end of a pass that had none.
+        """
+        # Loaded only where the mode is not given.
+        from kfac_backend.model.automatic_mode import (
+            EXAMPLES,
+            automatic_mode,
+            block_traces,
+            nearest_modes,
+        )
+
+        decision = None
+        if y is not None:
+            mode, traces = automatic_mode(self.proof.output_dim), {}
+            if mode == "reduce" and self.proof.plan.splits:
+                some = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
+                # Dropout that is on must not use up the user's random numbers.
+                with forked_random_numbers(self.model), self._no_autocast():
+                    traces = block_traces(self.model, self.assignment, self.likelihood, *some)
+            decision = mode, traces
+        decisions = [of_rank for of_rank in self.ranks.gather(decision) if of_rank]
+        if decisions:
+            mode = decisions[0][0]
+            by_trace = nearest_modes([traces for _, traces in decisions])
+            self.kfac_approx = by_trace if mode == "reduce" else mode
+
+    def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
+        """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
+        faster = FASTER.get(self.device.type)
+        # Passes that keep inputs or graphs sum up no factors, by which a precision is judged.
+        if faster is None or self.sink.needs_inputs or self.sink.differentiable:
+            return "float32"
+        x, y = detached(x, self.device), detached(y, self.device)
+        y = self.targets(self.model, x, y)
+        if self.proof.plan.splits:
+            x, y = examples(x, slice(TRIED_EXAMPLES)), y[:TRIED_EXAMPLES]
+
+        # Twice the same examples, with the same labels if these are drawn. Only B is kept.
+        def B_in(precision: BackwardPrecision) -> dict[str, list[Tensor]]:
+            trial = copy(self)
+            trial._generator = torch.Generator(self.device).manual_seed(0)
+            trial.start(copy(self.sink))
+            trial.precision = precision
+            with full_float32(), forked_random_numbers(self.model):
+                trial._part(x, y)
+            return {name: [use.B for use in uses] for name, uses in trial.sink.sums()[0].items()}
+
+        try:
+            exact, rounded = B_in("float32"), B_in(faster)
+        except torch.OutOfMemoryError:  # of the factors, several times
+            return "float32"
+        errors = {
+            name: max(
+                float((low - B).norm() / B.norm())
+                for low, B in zip(rounded[name], of_name, strict=True)
+            )
+            for name, of_name in exact.items()
+            if all(B.any() for B in of_name)
+        }
+        if not errors:  # nothing to judge by
+            return "float32"
+        worst = max(errors, key=lambda name: errors[name])
+        fits = errors[worst] <= LARGEST_ERROR
+        _logger.info(
+            "backward_precision='auto' takes %s: in %s, B of '%s' differs by %.2g (up to %g is "
+            "taken)", faster if fits else "float32", faster, worst, errors[worst], LARGEST_ERROR,
+        )  # fmt: skip
+        return faster if fits else "float32"
+
+    def _common_generator(self) -> torch.Generator:
+        if self._generator is not None:
+            return self._generator
+        if self.device.type == "cuda":
+            return torch.cuda.default_generators[self.device.index or 0]
+        return torch.default_generator
+
+
+def _together(*contexts: AbstractContextManager[object]) -> ExitStack:
+    """Contexts that have been entered, and are left together."""
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
