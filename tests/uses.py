@@ -208,6 +208,14 @@ def watched(parameters: Mapping[str, Tensor], detach: bool = False) -> Iterator[
         noted.append(Noted((name, 0), x.detach().reshape(-1, x.shape[-1]), zero, _rows))
         return output
 
+    def bilinear(u: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output, zero = perturbed(true_bilinear(u, v, constant(weight), constant(bias)))
+        a = torch.einsum("ri,rj->rij", u.detach().flatten(0, -2), v.detach().flatten(0, -2))
+        if (name := name_of(weight)) is not None:
+            noted.append(Noted((name, 0), a.flatten(1).double(), zero, _rows))
+        note_bias(bias, zero, -1)
+        return output
+
     def embedding(
         tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **kw: Any
     ) -> Tensor:
@@ -259,12 +267,14 @@ def watched(parameters: Mapping[str, Tensor], detach: bool = False) -> Iterator[
         return conv
 
     true_linear, true_addmm, true_embedding = F.linear, torch.addmm, F.embedding
+    true_bilinear = F.bilinear
     true_matmul, true_attention = Tensor.__matmul__, F.multi_head_attention_forward
     places = [
         (F, "linear", linear),
         (F, "multi_head_attention_forward", attention),
         (Tensor, "__matmul__", matmul),  # with a transpose
         (torch, "addmm", addmm),
+        (F, "bilinear", bilinear),
         (F, "embedding", embedding),
         *((F, f"conv{d}d", convolution(getattr(F, f"conv{d}d"))) for d in (1, 2, 3)),
         *((F, name, transposed(getattr(F, name))) for name in TRANSPOSED),

@@ -25,7 +25,6 @@ from kfac_backend.covariance.output_covariance import (
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.model.batches import detached
 from kfac_backend.model.calls import call_with, close, restored
-from kfac_backend.model.capture import first_input
 from kfac_backend.precision import at_least_float32, full_float32
 
 
@@ -128,7 +127,7 @@ class LastLayerCovariance:
 
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             output = output.detach().requires_grad_()
-            runs.append((first_input(args, kwargs), output))
+            runs.append((rule.input_of(args, kwargs), output))
             return output.clone()  # which activations may change in place
 
         self._layer.register_forward_hook(hook, with_kwargs=True)  # `restored` takes it away

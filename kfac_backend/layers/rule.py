@@ -126,6 +126,13 @@ class Rule(ABC):
         self._shared: set[str] = set()  # parameters whose sums another rule reports
         self.make_sums()
 
+    @classmethod
+    def input_of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The layer's input, from the arguments that its forward gets."""
+        if args:
+            return args[0]
+        return kwargs.get("input", next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
     @abstractmethod
     def make_sums(self) -> None:
         """Fill in ``A`` and ``B`` with empty sums."""

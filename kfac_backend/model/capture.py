@@ -379,7 +379,7 @@ class Capture:
 
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook before a layer runs."""
-        self._check(tracked, first_input(args, kwargs))
+        self._check(tracked, tracked.rule.input_of(args, kwargs))
         if self.follower is not None:
             self.follower.inside.append(tracked)
 
@@ -389,7 +389,7 @@ class Capture:
         """The hook after it; what it returns takes the place of the layer's output."""
         if self.follower is not None:
             self.follower.inside.remove(tracked)
-        return self._seen(tracked, first_input(args, kwargs), output)
+        return self._seen(tracked, tracked.rule.input_of(args, kwargs), output)
 
     def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
         """Raise an error if the hooks cannot follow a layer that is about to run.
@@ -542,13 +542,6 @@ def unknown_examples(
         "be known. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
         "example each row belongs to (examples_of_rows)."
     )
-
-
-def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A layer's input, from the arguments that a hook sees."""
-    if args:
-        return args[0]
-    return kwargs.get("input", next(v for v in kwargs.values() if isinstance(v, Tensor)))
 
 
 def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:

@@ -46,7 +46,7 @@ from kfac_backend.model.calls import (
     num_examples,
     restored,
 )
-from kfac_backend.model.capture import Capture, first_input, rows_of
+from kfac_backend.model.capture import Capture, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.model.sink import Sink
@@ -331,7 +331,7 @@ class _Uses(Capture):
 
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         try:
-            self._check(tracked, first_input(args, kwargs))
+            self._check(tracked, tracked.rule.input_of(args, kwargs))
         except TypeError:
             if type(layer) is tracked.layer_type:
                 raise
@@ -340,7 +340,7 @@ class _Uses(Capture):
     def _after(
         self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Tensor:
-        a = first_input(args, kwargs)
+        a = tracked.rule.input_of(args, kwargs)
         # The outputs of all tracked layers before were detached: a graph at this input can only
         # lead to parameters that something else has used since.
         if a.requires_grad:

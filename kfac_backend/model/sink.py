@@ -18,10 +18,10 @@ from kfac_backend.options import KfacApprox
 class Sink:
     """Receives what the tracked layers see; it ignores what a subclass does not take.
 
-    In this order: for a pass, `start`. For each part of a batch: `input`, each time that a layer runs; then
-    `forward_done`. For each vector that is propagated back: `gradient`, for each run that the
-    vector reaches; then `vector_done`. After the last vector `part_done`, and `example_gradients`
-    of parameters without a rule. After the last batch `sums`.
+    In this order: for a pass, `start`. For each part of a batch: `input`, each time that a layer
+    runs; then `forward_done`. For each vector that is propagated back: `gradient`, for each run
+    that the vector reaches; then `vector_done`. After the last vector `part_done`, and
+    `example_gradients` of parameters without a rule. After the last batch `sums`.
     """
 
     needs_inputs: ClassVar[bool] = False

@@ -43,6 +43,17 @@ class Around(nn.Module):
         return self.head(x.flatten(1))
 
 
+class Quadratic(nn.Module):
+    """A quadratic form for each output, which has no rule."""
+
+    def __init__(self, features: int = 3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ni,kij,nj->nk", x, self.weight, x)
+
+
 class LayerNorm2d(nn.LayerNorm):
     """ConvNeXt's, over the channels of images (N, C, H, W)."""
 
@@ -172,9 +183,20 @@ CASES = {
     "own parameters": lambda: (Own(), normal(4, 2, 3)),
     "two norms, one weight": lambda: (two_norms(), normal(4, 3, 3)),
     "no rule": lambda: (
+        Model(lambda m, x: m.head(m.layer(x).tanh()), layer=Quadratic(), head=nn.Linear(2, 3)),
+        normal(4, 3),
+    ),
+    "Bilinear": lambda: (
         Model(
-            lambda m, x: m.head(m.layer(x, x.sin()).tanh()),
-            layer=nn.Bilinear(3, 3, 2), head=nn.Linear(2, 3),
+            lambda m, x: m.head(m.layer(input2=x.sin(), input1=x[..., :2]).tanh().mean(1)),
+            layer=nn.Bilinear(2, 3, 2), head=nn.Linear(2, 3),
+        ),
+        normal(4, 5, 3),
+    ),
+    "Bilinear of what one layer computes": lambda: (
+        Model(
+            lambda m, x: m.layer(h := m.first(x).tanh(), h.sin()),
+            first=nn.Linear(3, 2), layer=nn.Bilinear(2, 2, 3, bias=False),
         ),
         normal(4, 3),
     ),

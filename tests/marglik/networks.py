@@ -7,16 +7,16 @@ from torch.nn.functional import one_hot
 from marglik.graphs import Graphs
 
 
-class WithBilinear(nn.Module):
-    """Multiplies the features of 8×8 images with themselves; the backend has no rule for it."""
+class QuadraticForms(nn.Module):
+    """Ten quadratic forms of the pixels of 8×8 images; the backend has no rule for it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.product = nn.Bilinear(64, 64, 10)
+        self.forms = nn.Parameter(torch.zeros(10, 64, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 1, 8, 8) as logits (N, 10)."""
-        return self.product(x.flatten(1), x.flatten(1))
+        return torch.einsum("ni,kij,nj->nk", x.flatten(1), self.forms, x.flatten(1))
 
 
 class TokenNetwork(nn.Module):

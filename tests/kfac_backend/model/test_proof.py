@@ -17,9 +17,11 @@ from kfac_backend import KroneckerBlock, corrected_factors, counted_positions, k
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.layers import Scale
+from kfac_backend.layers.registry import RULES
 from kfac_backend.model.proof import with_first_again
 from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
+from tests.kfac_backend.layer_cases import Quadratic
 from tests.kfac_backend.networks import OwnNorm, random_model
 from tests.oracles import dense_ggn_blocks
 from tests.random_numbers import error, normal
@@ -390,8 +392,8 @@ def of(function, **children):
 
 X, TWO = normal(4, 4), {"fc": nn.Linear(4, 4), "out": nn.Linear(4, 2)}
 REFUSED = {
-    "Bilinear": (
-        of(lambda m, x: m.b(x, x), b=nn.Bilinear(4, 4, 2)), [X], r"Supported: Linear, Conv",
+    "a layer without a rule": (
+        of(lambda m, x: m.b(x), b=Quadratic(4)), [X], r"Supported: Linear, Conv",
     ),
     "EmbeddingBag": (
         of(lambda m, x: m.e(x), e=nn.EmbeddingBag(5, 2)), [IDS], r"'e' .*no K-FAC rule",
@@ -454,8 +456,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_hooks_cannot_see_is_a_named_error(case, monkeypatch):
-    monkeypatch.setattr("kfac_backend.curvature.MOST_JOINED", {})  # some look at all of a batch
+def test_what_hooks_cannot_see_is_a_named_error(case):
     make, xs, match = REFUSED[case]
     with pytest.raises(NotImplementedError, match=match) as raised:
         factors(make(), *xs)
@@ -463,7 +464,8 @@ def test_what_hooks_cannot_see_is_a_named_error(case, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Treated as constants")
-def test_a_tensor_that_a_layer_without_a_rule_shares():
+def test_a_tensor_that_a_layer_without_a_rule_shares(monkeypatch):
+    monkeypatch.delitem(RULES, nn.Bilinear)
     model = random_model(lambda m, x: m.b(m.fc(x), x), fc=nn.Linear(4, 3), b=nn.Bilinear(3, 4, 3))
     model.b.bias = model.fc.bias
     for unsupported in ("error", "freeze"):  # what has a rule is not frozen

@@ -16,8 +16,8 @@ TRAINS = {
     "missing folder": (IMAGES, "images/train' is not a folder"),
     "other classes": (["--data", "Digits"], "has 10 classes; set --model.num_classes"),
     "a layer without a rule": (
-        ["--model", "tests.marglik.networks.WithBilinear", "--data", "Digits"],
-        "(Bilinear) has no K-FAC rule. Supported: ",
+        ["--model", "tests.marglik.networks.QuadraticForms", "--data", "Digits"],
+        "(QuadraticForms) has no K-FAC rule. Supported: ",
     ),
 }
 
