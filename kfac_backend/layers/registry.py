@@ -24,12 +24,12 @@ T = TypeVar("T", bound=type)
 RULES: dict[type[nn.Module], AnyRule | str] = {
     **dict.fromkeys((nn.Linear, LinearPart), LinearRule),
     TransposedPart: TransposedLinearRule,
-    nn.Bilinear: "bilinear.BilinearRule",
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "convolution.ConvolutionRule"),
     **dict.fromkeys(
         (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
         "convolution.ConvTransposeRule",
     ),
+    nn.Bilinear: "bilinear.BilinearRule",
     nn.Embedding: "embedding.EmbeddingRule",
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), LastAxesRule),
     **dict.fromkeys(
