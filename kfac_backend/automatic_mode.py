@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from kfac_backend.layers import Use, WeightSharingRule
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import BackwardVectors
+from kfac_backend.loss import BackwardVectors, check_targets
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import CurvatureOptions, KfacApprox, Mode
@@ -49,11 +49,17 @@ def block_traces(
 ) -> dict[str, Float[Tensor, "3"]]:
     """Layer name -> the trace of its weight's block, exact, by expand and by reduce.
 
-    Of layers whose weight several positions share. Those that are told which example each row
-    belongs to are left out. Layers that share a weight have the sum over them; products of
+    Over the first `EXAMPLES` examples; a model that needs a whole batch runs on all, and the traces
+    are the same. Of layers whose weight several positions share. Those that are told which example
+    each row belongs to are left out. Layers that share a weight have the sum over them; products of
     different uses are in none of the traces.
+
+    Raises:
+        TypeError: targets of a wrong type.
+        ValueError: targets that do not fit the outputs.
     """
     traces: dict[tuple[Any, ...], Tensor] = {}
+    N = 0
 
     def add(tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         if not issubclass(tracked.rule, WeightSharingRule) or use.rows is not None:
@@ -61,7 +67,9 @@ def block_traces(
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
         if "weight" not in rule.names:
             return
-        a, g = map(at_least_float32, (rule.inputs(use.a), rule.weight_gradients(b)))  # (G, N, R, d)
+        some = slice(len(use.a) * min(N, EXAMPLES) // N)  # rows of the first examples
+        rows = rule.inputs(use.a[some]), rule.weight_gradients(b[some])
+        a, g = map(at_least_float32, rows)  # (G, n, R, d)
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
         # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
@@ -75,11 +83,16 @@ def block_traces(
 
     with Capture(model, assignment, on_gradient=add, keep_inputs=True) as capture:
         f = capture.forward(x)
+        check_targets(f, y, likelihood, may_ignore=True)
+        N = len(f)
         few = likelihood_of(likelihood).num_vectors(f.shape[-1]) <= MOST_VECTORS
         options = CurvatureOptions(fisher="exact" if few else "mc", mc_samples=MOST_VECTORS)
         # A generator of its own, so that the pass's labels are the same with and without a choice.
         generator = torch.Generator(f.device).manual_seed(0)
-        capture.backward(f, BackwardVectors(likelihood, options, generator)(f, y))
+        some = f[:EXAMPLES], y[:EXAMPLES]
+        vectors = BackwardVectors(likelihood, options, generator)(*some)
+        others = torch.zeros_like(f[EXAMPLES:])
+        capture.backward(f, (torch.cat([v.to(others), others]) for v in vectors))
     known = [tracked for tracked in assignment.layers if _weight(tracked) in traces]
     return {tracked.name: traces[_weight(tracked)].cpu() for tracked in known}
 

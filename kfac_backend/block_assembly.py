@@ -59,21 +59,9 @@ def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> No
     Raises:
         torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
     """
-    memory = total_memory(device)
-    if memory is None:
+    memory, sizes, total = total_memory(device), _sizes(rules), bytes_of_factors(rules)
+    if memory is None or not sizes:
         return
-    names: dict[Gram, str] = {}  # a weight and its bias may have the same
-    for tracked, rule in rules.items():
-        for which, sums in (("B", rule.B), ("A", rule.A)):
-            for local, of_name in sums.items():
-                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
-    sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
-    for gram, name in names.items():
-        size = gram.groups * gram.size**2, gram.size, gram.like.element_size()
-        sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
-    if not sizes:
-        return
-    total = sum(entries * itemsize for entries, _, itemsize in sizes.values())
     largest = max(sizes, key=lambda name: sizes[name][0])
     entries, d, itemsize = sizes[largest]
     eigenvalues = 2 * 8 * entries
@@ -87,6 +75,25 @@ def check_memory(rules: Mapping[TrackedLayer, Rule], device: torch.device) -> No
         f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), or freeze "
         "the layer (requires_grad_(False))."
     )
+
+
+def bytes_of_factors(rules: Mapping[TrackedLayer, Rule]) -> int:
+    """The memory that the factors of all rules take."""
+    return sum(entries * itemsize for entries, _, itemsize in _sizes(rules).values())
+
+
+def _sizes(rules: Mapping[TrackedLayer, Rule]) -> dict[str, tuple[int, int, int]]:
+    """Each factor's entries, its size d, and the bytes of an entry."""
+    names: dict[Gram, str] = {}  # a weight and its bias may have the same
+    for tracked, rule in rules.items():
+        for which, sums in (("B", rule.B), ("A", rule.A)):
+            for local, of_name in sums.items():
+                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
+    sizes: dict[str, tuple[int, int, int]] = {}
+    for gram, name in names.items():
+        size = gram.groups * gram.size**2, gram.size, gram.like.element_size()
+        sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
+    return sizes
 
 
 def collect_sums(rules: dict[TrackedLayer, Rule]) -> dict[str, list[BlockSums]]:

@@ -2,8 +2,8 @@
 
 Life cycle of a `CurvaturePass`. The constructor assigns a rule to each layer and checks that the
 factors fit into memory, before any data is read. `CurvaturePass.add` takes one batch: it finds the
-targets, lets the `Proof` run on the first batches, and then adds the batch part by part. For each
-part a `Capture` runs the model forward (rules add inputs), and propagates the loss Hessian's
+targets, lets the `Proof` run on the first batches, and then adds the batch, in parts where it has
+shown that nothing changes by it. For each part a `Capture` runs the model forward (rules add inputs), and propagates the loss Hessian's
 vectors back (rules add gradients). `CurvaturePass.factors` sums over ranks, scales the sums, and
 calls `CurvaturePass.reset`, which drops all sums and keeps the proof. So a pass can be used again
 for the same model, without another proof.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from kfac_backend.block_assembly import (
     assemble_blocks,
+    bytes_of_factors,
     check_memory,
     collect_sums,
     make_rules,
@@ -41,20 +42,17 @@ from kfac_backend.loss import (
     num_counted_terms,
 )
 from kfac_backend.model.batches import (
-    MOST_JOINED,
     Targets,
     counting,
     detached,
     each_batch,
     examples,
-    joined,
-    length,
     mask_of,
     parts,
     split_batch,
     splits_by_example,
 )
-from kfac_backend.model.calls import call_with, close, forked_random_numbers, in_channels_last
+from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
 from kfac_backend.model.capture import Capture, unknown_examples
 from kfac_backend.model.checks import (
     LateChecks,
@@ -62,6 +60,7 @@ from kfac_backend.model.checks import (
     check_inputs,
     is_out_of_memory,
     out_of_memory,
+    total_memory,
 )
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
@@ -103,9 +102,9 @@ def kronecker_factors(
     thread may use the model meanwhile.
 
     Before the pass, up to eight examples of the first batch run a few times through the model (the
-    whole batch, if it cannot be split). They prove that the hooks see all uses of the parameters
-    and that no examples mix, and they show how batches may be split. (If the first batch has one
-    example, a part of the proof waits for the first batch of several.)
+    whole batch, if the model takes no smaller one). They prove that the hooks see all uses of the
+    parameters and that no examples mix. (If the first batch has one example, a part of the proof
+    waits for the first batch of several.)
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several
@@ -129,9 +128,13 @@ def kronecker_factors(
     With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
     ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    Large batches are split and small ones joined where that is faster (the data is read again if
-    the joined ones do not fit into memory), and on a CPU convolutions run in channels_last. That
-    changes only rounding, and the order in which labels are drawn.
+    The factors are the sum over the batches as they are given; larger ones are faster. Where the
+    number of positions R depends on a batch's padding, so do the factors: a mask, or
+    `counted_positions`, makes R each example's own.
+
+    On a CPU a large batch that is one tensor runs in parts, if it is shown that they have the same
+    outputs and the same R, and convolutions run in channels_last. That changes only rounding, and
+    the order in which labels are drawn.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss
@@ -140,7 +143,8 @@ def kronecker_factors(
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
-        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
+        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed; a
+            part of a batch with another R than the first batch had.
         torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
             do not fit whatever the batch size, before the first batch.
         RankError: another rank has another model or other options.
@@ -188,8 +192,6 @@ class CurvaturePass:
         self._model = model
         self._kfac_approx: KfacApprox = options.kfac_approx
         self._proof = Proof(model, self._assign())
-        self._may_join = True
-        """Whether small batches are joined; not after the memory was exhausted where they were."""
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
         # With "auto" the mode is not known yet; except those of embeddings, factors have the same
         # size in both modes.
@@ -217,55 +219,23 @@ class CurvaturePass:
         return self.factors()
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
-        """Add all batches of some data, small ones joined; errors are those of `add`.
-
-        If the memory is exhausted where batches are joined, this pass joins none from then on, and
-        data with a length is read again.
-        """
-        most = MOST_JOINED.get(self._device.type, 0) if self._may_join else 0
-        agreed: bool | None = None
-
-        def agree(*xs: Any) -> bool:
-            nonlocal agreed
-            if agreed is None:  # asked once, since each question is a forward pass
-                agreed = self._agree(*xs)
-            return agreed
-
-        read = each_batch(data, description, progress)
-        pairs = (split_batch(batch, self._options.dict_key_y) for batch in read)
-        try:
-            for x, y in joined(pairs, most, agree):
-                if self._precision == "auto" and self._num_data >= LONG_PASS:
-                    self._precision = self._fitting_precision(x, y)
-                self.add(x, y)
-            return
-        except torch.OutOfMemoryError:
-            if not agreed:
-                raise
-            self._may_join = False
-            if length(data) is None:
-                raise
-        self.reset()
-        self.add_all(data, description, progress)
-
-    def _agree(self, x: Any, first: Any, last: Any) -> bool:
-        """Whether the model's outputs for the first and the last batch are those for all of x."""
-        try:
-            with torch.no_grad(), full_float32(), forked_random_numbers(self._model):
-                f, *alone = (
-                    call_with(self._model, {}, detached(v, self._device)) for v in (x, first, last)
-                )
-                ends = f[: len(alone[0])], f[-len(alone[1]) :]
-                return all(close(*pair) for pair in zip(ends, alone, strict=True))
-        # `add` says what is wrong, if it is wrong with each batch.
-        except Exception:
-            return False
+        """Add all batches of some data; errors are those of `add`."""
+        for batch in each_batch(data, description, progress):
+            x, y = split_batch(batch, self._options.dict_key_y)
+            if self._precision == "auto" and self._num_data >= LONG_PASS:
+                self._precision = self._fitting_precision(x, y)
+            self.add(x, y)
 
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
         """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
         faster = FASTER.get(self._device.type)
         # Passes that keep inputs or graphs sum up no factors, by which a precision is judged.
         if faster is None or self._keeps_inputs or self._differentiable:
+            return "float32"
+        # A trial holds the factors twice more. Whether they fit is asked of the device's memory as
+        # a whole: what happens to be free must not decide.
+        memory = total_memory(self._device)
+        if memory is not None and 3 * bytes_of_factors(self._rules) > memory:
             return "float32"
         x, y = detached(x, self._device), detached(y, self._device)
         y = self._targets(self._model, x, y)
@@ -285,8 +255,14 @@ class CurvaturePass:
 
         try:
             exact, rounded = B_in("float32"), B_in(faster)
-        except torch.OutOfMemoryError:  # of the factors, several times
-            return "float32"
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise torch.OutOfMemoryError(
+                f"Out of memory on {self._device} where backward_precision='auto' tries "
+                f"{faster!r}, which takes the factors' memory twice more. Choose one of "
+                f"backward_precision='float32' and {faster!r}."
+            ) from error
         errors = {
             name: max(
                 float((low - B).norm() / B.norm())
@@ -374,14 +350,28 @@ class CurvaturePass:
             self._verify(x, y)
             if self._kfac_approx == "auto":
                 self._decide_mode(x, y)
-            for part in parts(x, y, self._part_size):
-                self._add(*part)
+            size = self._part_size
+            if size is None or not self._may_split(x, y, size):
+                self._add(x, y)
+            else:
+                for part in parts(x, y, size):
+                    with self._proof.part(len(part[1])):
+                        self._add(*part)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             # No error leaves here: its traceback would keep the memory that the next try needs.
             return False
         return True
+
+    def _may_split(self, x: Any, y: Any, size: int) -> bool:
+        """Whether parts of a batch give what the batch gives, up to rounding.
+
+        Only of one tensor of inputs can that be known. The rows of a mapping's layers depend on its
+        mask or its lengths.
+        """
+        tensor = isinstance(x, Tensor) and splits_by_example(x, y) and len(y) > size
+        return tensor and self._proof.same_in_parts(x)
 
     def _fitting_size(self, x: Any, y: Any) -> int | None:
         """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
@@ -561,8 +551,10 @@ class CurvaturePass:
         seen = None
         if y is not None:
             mode, traces = automatic_mode(self._proof.output_dim), {}
-            if mode == "reduce" and self._proof.plan.splits:
-                some = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
+            if mode == "reduce":
+                # All of them where the model needs a whole batch, of which the first decide, too.
+                splits = self._proof.plan.splits
+                some = (examples(x, slice(EXAMPLES)), y[:EXAMPLES]) if splits else (x, y)
                 # Dropout that is on must not use up the user's random numbers.
                 with forked_random_numbers(self._model), self._no_autocast():
                     traces = block_traces(

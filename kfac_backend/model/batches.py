@@ -5,7 +5,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
 from kfac_backend.model.calls import (
+    attempt,
     call_with,
     close,
     forked_random_numbers,
@@ -27,7 +28,6 @@ from kfac_backend.model.calls import (
     own_loss,
     takes_labels,
 )
-from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
@@ -37,13 +37,6 @@ LARGEST_ACTIVATION = 8 * 2**20
 Larger ones leave the cache, and get fresh pages from the system each time. Exact reduce passes over
 128 images, WRN-16-4, in parts whose largest activation has 2, 4, 8, 16 and 32 MiB take 4.4, 3.9,
 3.7, 3.7 and 4.6 s (two x86-64 cores), and 12.2, 11.0, 10.4, 11.2 and 12.7 s (a core of another).
-"""
-MOST_JOINED = {"cpu": 2**17, "cuda": 2**20}
-"""Most numbers in the tensors of joined batches: 42 or 341 images of 3×32×32 pixels.
-
-A small batch takes as many calls as a large one, and a GPU waits for each to start. Seconds of an
-exact reduce pass over 1,024 digits in batches of 32, 128, 512 and 1,024 (an x86-64 core): 0.083,
-0.040, 0.028, 0.037 for an MLP; 0.18, 0.087, 0.059, 0.049 for a LeNet.
 """
 
 
@@ -119,78 +112,24 @@ def splits_by_example(x: Any, y: Any) -> bool:
     return targets is not None and num_examples(x) == targets
 
 
-def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
-    """The batch in even parts of at most ``size`` examples; whole if that is None."""
-    if size is None or not splits_by_example(x, y):
-        yield x, y
-        return
+def parts(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batch in even parts of at most ``size`` examples."""
     size = math.ceil(len(y) / math.ceil(len(y) / size))
     for start in range(0, len(y), size):
-        which = slice(start, start + size)
-        yield examples(x, which), y[which]
+        yield x[start : start + size], y[start : start + size]
 
 
-def joined(
-    batches: Iterable[tuple[Any, Any]], most: int, agree: Callable[[Any, Any, Any], bool]
-) -> Iterator[tuple[Any, Any]]:
-    """Batches (x, y) in a row as one, while their tensors hold ``most`` numbers at most.
-
-    Those of tokens, of examples that do not lie along the first axis, or of another form than the
-    ones before stay apart.
-
-    Args:
-        batches: the batches.
-        most: numbers in the tensors of a joined batch.
-        agree: asked with the input of joined batches and those of the first and the last of them,
-            whether the model makes the same of both; otherwise they stay apart.
-    """
-    waiting: list[tuple[Any, Any]] = []
-    number, form = 0, None
-
-    def together() -> Iterator[tuple[Any, Any]]:
-        xs, ys = zip(*waiting, strict=True)
-        one = _concatenated(xs)
-        if len(waiting) > 1 and agree(one, xs[0], xs[-1]):
-            yield one, torch.cat(ys)
-        else:
-            yield from waiting
-
-    for x, y in batches:
-        numbers, this = _numbers(x, y), (_form(x), _form(y))
-        if waiting and (not numbers or number + numbers > most or this != form):
-            yield from together()
-            waiting, number = [], 0
-        if not numbers or 2 * numbers > most:
-            yield x, y  # before the next is read: a loader may use its memory again
-        else:
-            waiting.append((_concatenated([x]), y.clone()))
-            number, form = number + numbers, this
-    if waiting:
-        yield from together()
+def each_alone(x: Any) -> list[Any]:
+    """The examples of an input, each as a batch of its own."""
+    return [examples(x, slice(n, n + 1)) for n in range(num_examples(x) or 0)]
 
 
-def _numbers(x: Any, y: Any) -> int:
-    """Of all tensors of a batch; 0 if it cannot be joined."""
-    if not isinstance(x, Tensor | Mapping) or not splits_by_example(x, y):
-        return 0
-    tensors = [*(x.values() if isinstance(x, Mapping) else [x]), y]
-    # Of tokens, whose layers' inputs are far larger than they are, the user chooses how many.
-    tokens = any(not t.is_floating_point() and t.dim() > 1 for t in tensors)
-    return 0 if tokens else sum(t.numel() for t in tensors)
-
-
-def _form(value: Any) -> Any:
-    """What examples must have in common to be in one tensor."""
-    if isinstance(value, Mapping):
-        return tuple((key, _form(entry)) for key, entry in value.items())
-    return (value.shape[1:], value.dtype, value.device) if isinstance(value, Tensor) else None
-
-
-def _concatenated(xs: Sequence[Any]) -> Any:
-    """Inputs as one, in memory of its own."""
-    if isinstance(xs[0], Mapping):
-        return {key: torch.cat([x[key] for x in xs]) for key in xs[0]}
-    return torch.cat(list(xs))
+def first_and_last(x: Any) -> Any:
+    """Two examples of an input, as far apart as a batch that is sorted may need; or its one."""
+    N = num_examples(x)
+    if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
+        return examples(x, slice(2))
+    return examples(x, slice(None, None, max(N - 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -198,7 +137,7 @@ class Plan:
     """How a model's batches run fastest; only rounding changes."""
 
     part_size: int | None = None
-    """How many examples run at once; None: batches stay whole."""
+    """How many examples fit into the cache at once; None: batches stay whole."""
     channels_last: bool = False
     """Whether convolutions run in that memory format."""
     splits: bool = False
@@ -206,7 +145,7 @@ class Plan:
 
 
 def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
-    """How to run batches like this one, tried on its first two examples.
+    """How to run batches like this one, tried on its first and its last example.
 
     Batches whose rows are not independent examples stay whole, and a model whose output depends on
     the memory format keeps its own. On a GPU batches always stay whole, since small ones are slow.
@@ -223,31 +162,38 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
 
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    ends = first_and_last(x)
+
+    def trial() -> Plan:
         # Dropout that is on must not use up the user's random numbers.
-        # An example alone, and beside another: where its output is the same, batches may be split.
-        # The largest activation of the one example tells how many fit into the cache.
         with torch.no_grad(), forked_random_numbers(model):
-            one = call_with(model, {}, examples(x, slice(1)))
+            # An example alone, and beside another: where the outputs are the same for both,
+            # batches may be split. The largest activation of the ones alone tells how many fit
+            # into the cache.
+            alone = [call_with(model, {}, one) for one in each_alone(ends)]
             by_example = max(sizes, default=0)
-            two = call_with(model, {}, examples(x, slice(2)))
-            channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
-        splits = N > 1 and by_example > 0 and len(two) == 2 and close(two[:1], one)
-    # A model may need a whole batch. If that fails as well, the pass reports it with its cause.
-    except Exception:
-        return Plan()
+            both = call_with(model, {}, ends)
+            channels_last = on_cpu and _takes_channels_last(model, ends, both)
+        splits = (
+            len(alone) == len(both) == 2
+            and by_example > 0
+            and all(close(both[k : k + 1], f) for k, f in enumerate(alone))
+        )
+        size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
+        return Plan(size, channels_last, splits)
+
+    try:
+        plan = attempt(trial)
     finally:
         for handle in handles:
             handle.remove()
-    size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
-    return Plan(size, channels_last, splits)
+    # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.
+    return Plan() if isinstance(plan, Exception) else plan
 
 
 def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:
-    try:
-        return close(f, call_with(model, in_channels_last(model), x))
-    except RuntimeError:
-        return False
+    g = attempt(lambda: call_with(model, in_channels_last(model), x))
+    return not isinstance(g, Exception) and close(f, g)
 
 
 WHICH_LABEL = (
@@ -406,14 +352,14 @@ class Targets:
             x, y = examples(x, which), y[which]
             if not len(which):
                 return None
+
+        def fits() -> None:
+            check_targets(call_with(model, {}, x), y, self._likelihood, may_ignore=True)
+
         with torch.no_grad(), forked_random_numbers(model):
-            try:
-                # Without labels first, to check these: on a GPU, a label out of range inside the
-                # model's own loss would end the process.
-                check_targets(call_with(model, {}, x), y, self._likelihood, may_ignore=True)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
+            # Without labels first, to check these: on a GPU, a label out of range inside the
+            # model's own loss would end the process.
+            if isinstance(attempt(fits), Exception):
                 return None  # reported by name, in the pass itself
             own = own_loss(model, x, y)
         if own is None:
