@@ -42,9 +42,9 @@ def kronecker_factors(
     thread may use the model meanwhile.
 
     Before the pass, up to eight examples of the first batch run a few times through the model (the
-    whole batch, if it cannot be split). They prove that the hooks see all uses of the parameters
-    and that no examples mix, and they show how batches may be split. (If the first batch has one
-    example, a part of the proof waits for the first batch of several.)
+    whole batch, if the model takes no smaller one). They prove that the hooks see all uses of the
+    parameters and that no examples mix. (If the first batch has one example, a part of the proof
+    waits for the first batch of several.)
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several
@@ -68,8 +68,13 @@ def kronecker_factors(
     With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
     ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    Large batches are split where that is faster, and on a CPU convolutions run in channels_last.
-    That changes only rounding, and the order in which labels are drawn.
+    The factors are the sum over the batches as they are given; larger ones are faster. Where the
+    number of positions R depends on a batch's padding, so do the factors: a mask, or
+    `counted_positions`, makes R each example's own.
+
+    On a CPU a large batch that is one tensor runs in parts, if it is shown that they have the same
+    outputs and the same R, and convolutions run in channels_last. That changes only rounding, and
+    the order in which labels are drawn.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss
@@ -78,7 +83,8 @@ def kronecker_factors(
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
-        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
+        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed; a
+            part of a batch with another R than the first batch had.
         torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
             do not fit whatever the batch size, before the first batch.
         RankError: another rank has another model or other options.

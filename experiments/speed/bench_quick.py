@@ -107,7 +107,7 @@ def _add_small_networks(found: dict[str, Work], limits: dict[str, str], batch_si
 
     found["ViT: limit of 9"] = limit(vit(), images, 9)
     found["GPT: limit of 1"] = language_limit(gpt(), tokens, part=batch_size)
-    # A small network in small batches, which a pass joins: it waits for Python and not for numbers.
+    # A small network in small batches, as they are: the pass waits for Python and not for numbers.
     digits = [(torch.randn(32, 1, 8, 8), torch.randint(10, (32,))) for _ in range(16)]
     of_batch = limit(MLP(64, (128, 128), 10), digits[0][0], 9)
     found["MLP: limit of 9"] = lambda: [of_batch() for _ in digits]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
 from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.loss import check_targets
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.model.sink import Sink
@@ -48,14 +49,17 @@ def automatic_mode(num_dimensions: int) -> Mode:
 class BlockTraces(Sink):
     """The trace of each weight's block, exact, by expand and by reduce.
 
-    Of layers whose weight several positions share. Those that are told which example each row
-    belongs to are left out. Layers that share a weight have the sum over them; products of
+    Over the first `EXAMPLES` examples; a model that needs a whole batch runs on all, and the traces
+    are the same. Of layers whose weight several positions share. Those that are told which example
+    each row belongs to are left out. Layers that share a weight have the sum over them; products of
     different uses are in none of the traces.
     """
 
     needs_inputs = True
 
     def __init__(self) -> None:
+        self.num_examples = 0
+        """N of the batch that runs."""
         self._traces: dict[tuple[Any, ...], Tensor] = {}
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
@@ -65,7 +69,10 @@ class BlockTraces(Sink):
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
         if "weight" not in rule.names:
             return
-        a, g = map(at_least_float32, (rule.inputs(use.a), rule.weight_gradients(b)))  # (G, N, R, d)
+        N = self.num_examples
+        some = slice(len(use.a) * min(N, EXAMPLES) // N)  # rows of the first examples
+        rows = rule.inputs(use.a[some]), rule.weight_gradients(b[some])
+        a, g = map(at_least_float32, rows)  # (G, n, R, d)
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
         # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
@@ -89,15 +96,25 @@ class BlockTraces(Sink):
 def block_traces(
     model: nn.Module, assignment: RuleAssignment, likelihood: str, x: Any, y: Tensor
 ) -> dict[str, Float[Tensor, "3"]]:
-    """Layer name -> the three traces of `BlockTraces`, for some examples."""
+    """Layer name -> the three traces of `BlockTraces`.
+
+    Raises:
+        TypeError: targets of a wrong type.
+        ValueError: targets that do not fit the outputs.
+    """
     of_likelihood, traces = likelihood_of(likelihood), BlockTraces()
     with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
+        check_targets(f, y, likelihood, may_ignore=True)
+        traces.num_examples = len(f)
         few = of_likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
         fisher = ExactGGN() if few else DrawnLabels(MOST_VECTORS)
         # A generator of its own, so that the pass's labels are the same with and without a choice.
         generator = torch.Generator(f.device).manual_seed(0)
-        capture.backward(f, fisher.vectors(of_likelihood, f.detach(), y, generator))
+        some = f[:EXAMPLES].detach(), y[:EXAMPLES]
+        vectors = fisher.vectors(of_likelihood, *some, generator)
+        others = torch.zeros_like(f[EXAMPLES:])
+        capture.backward(f, (torch.cat([v.to(others), others]) for v in vectors))
     return traces.by_name(assignment)
 
 

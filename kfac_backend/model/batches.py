@@ -19,6 +19,7 @@ from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
 from kfac_backend.model.calls import (
+    attempt,
     call_with,
     close,
     forked_random_numbers,
@@ -27,7 +28,6 @@ from kfac_backend.model.calls import (
     own_loss,
     takes_labels,
 )
-from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
@@ -112,15 +112,24 @@ def splits_by_example(x: Any, y: Any) -> bool:
     return targets is not None and num_examples(x) == targets
 
 
-def parts(x: Any, y: Any, size: int | None) -> Iterator[tuple[Any, Any]]:
-    """The batch in even parts of at most ``size`` examples; whole if that is None."""
-    if size is None or not splits_by_example(x, y):
-        yield x, y
-        return
+def parts(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batch in even parts of at most ``size`` examples."""
     size = math.ceil(len(y) / math.ceil(len(y) / size))
     for start in range(0, len(y), size):
-        which = slice(start, start + size)
-        yield examples(x, which), y[which]
+        yield x[start : start + size], y[start : start + size]
+
+
+def each_alone(x: Any) -> list[Any]:
+    """The examples of an input, each as a batch of its own."""
+    return [examples(x, slice(n, n + 1)) for n in range(num_examples(x) or 0)]
+
+
+def first_and_last(x: Any) -> Any:
+    """Two examples of an input, as far apart as a batch that is sorted may need; or its one."""
+    N = num_examples(x)
+    if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
+        return examples(x, slice(2))
+    return examples(x, slice(None, None, max(N - 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class Plan:
     """How a model's batches run fastest; only rounding changes."""
 
     part_size: int | None = None
-    """How many examples run at once; None: batches stay whole."""
+    """How many examples fit into the cache at once; None: batches stay whole."""
     channels_last: bool = False
     """Whether convolutions run in that memory format."""
     splits: bool = False
@@ -136,7 +145,7 @@ class Plan:
 
 
 def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
-    """How to run batches like this one, tried on its first two examples.
+    """How to run batches like this one, tried on its first and its last example.
 
     Batches whose rows are not independent examples stay whole, and a model whose output depends on
     the memory format keeps its own. On a GPU batches always stay whole, since small ones are slow.
@@ -153,31 +162,38 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
 
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    ends = first_and_last(x)
+
+    def trial() -> Plan:
         # Dropout that is on must not use up the user's random numbers.
-        # An example alone, and beside another: where its output is the same, batches may be split.
-        # The largest activation of the one example tells how many fit into the cache.
         with torch.no_grad(), forked_random_numbers(model):
-            one = call_with(model, {}, examples(x, slice(1)))
+            # An example alone, and beside another: where the outputs are the same for both,
+            # batches may be split. The largest activation of the ones alone tells how many fit
+            # into the cache.
+            alone = [call_with(model, {}, one) for one in each_alone(ends)]
             by_example = max(sizes, default=0)
-            two = call_with(model, {}, examples(x, slice(2)))
-            channels_last = on_cpu and _takes_channels_last(model, examples(x, slice(2)), two)
-        splits = N > 1 and by_example > 0 and len(two) == 2 and close(two[:1], one)
-    # A model may need a whole batch. If that fails as well, the pass reports it with its cause.
-    except Exception:
-        return Plan()
+            both = call_with(model, {}, ends)
+            channels_last = on_cpu and _takes_channels_last(model, ends, both)
+        splits = (
+            len(alone) == len(both) == 2
+            and by_example > 0
+            and all(close(both[k : k + 1], f) for k, f in enumerate(alone))
+        )
+        size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
+        return Plan(size, channels_last, splits)
+
+    try:
+        plan = attempt(trial)
     finally:
         for handle in handles:
             handle.remove()
-    size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
-    return Plan(size, channels_last, splits)
+    # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.
+    return Plan() if isinstance(plan, Exception) else plan
 
 
 def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:
-    try:
-        return close(f, call_with(model, in_channels_last(model), x))
-    except RuntimeError:
-        return False
+    g = attempt(lambda: call_with(model, in_channels_last(model), x))
+    return not isinstance(g, Exception) and close(f, g)
 
 
 WHICH_LABEL = (
@@ -336,14 +352,14 @@ class Targets:
             x, y = examples(x, which), y[which]
             if not len(which):
                 return None
+
+        def fits() -> None:
+            check_targets(call_with(model, {}, x), y, self._likelihood, may_ignore=True)
+
         with torch.no_grad(), forked_random_numbers(model):
-            try:
-                # Without labels first, to check these: on a GPU, a label out of range inside the
-                # model's own loss would end the process.
-                check_targets(call_with(model, {}, x), y, self._likelihood, may_ignore=True)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
+            # Without labels first, to check these: on a GPU, a label out of range inside the
+            # model's own loss would end the process.
+            if isinstance(attempt(fits), Exception):
                 return None  # reported by name, in the pass itself
             own = own_loss(model, x, y)
         if own is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy as copy_of
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from kfac_backend.model.checks import check_output, is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.precision import held
+
+T = TypeVar("T")
 
 
 def restoration(*modules: nn.Module) -> Callable[[], None]:
@@ -56,6 +58,28 @@ def restored(*modules: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def attempt(trial: Callable[[], T]) -> T | Exception:
+    """What a trial of a model returns, or the error by which the model refuses to run so.
+
+    A model may be unable to run on fewer examples, or on tensors of other shapes, and fail in any
+    way. It is then unable each time. So the trial is repeated after an error: one that does not
+    come again says nothing about the model, and is raised as it is. So is exhausted memory. What
+    happens to fail once must decide nothing.
+    """
+    try:
+        return trial()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        try:
+            trial()
+        except Exception as again:
+            if is_out_of_memory(again):
+                raise
+            return error
+        raise
 
 
 def call_with(
@@ -113,18 +137,15 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
         args = ({**args[0], "labels": y},)
     else:
         kwargs = {**kwargs, "labels": y}
-    try:
-        output = _called(model, {}, args, kwargs)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
+    output = attempt(lambda: _called(model, {}, args, kwargs))
+    if isinstance(output, Exception):
         if _takes_anything(parameters):
             return None  # a wrapper, of a model that takes no labels
         raise ValueError(
             f"{type(model).__name__} takes labels, but computes no loss from them "
-            f"({type(error).__name__}: {error}). Say whether its outputs predict the next "
+            f"({type(output).__name__}: {output}). Say whether its outputs predict the next "
             "position's label: shift_labels=True or False."
-        ) from error
+        ) from output
     f = logits_of(output)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:

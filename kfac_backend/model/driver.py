@@ -50,6 +50,7 @@ from kfac_backend.model.checks import (
     check_inputs,
     is_out_of_memory,
     out_of_memory,
+    total_memory,
 )
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, assign_rules
@@ -329,8 +330,13 @@ class Driver:
             self._verify(x, y)
             if self.kfac_approx == "auto":
                 self._decide_mode(x, y)
-            for part in parts(x, y, self._part_size):
-                self._part(*part)
+            size = self._part_size
+            if size is None or not self._may_split(x, y, size):
+                self._part(x, y)
+            else:
+                for part in parts(x, y, size):
+                    with self.proof.part(len(part[1])):
+                        self._part(*part)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -344,6 +350,15 @@ class Driver:
         plan = self.proof.plan
         sizes = [size for size in (plan.part_size, self.sink.most_examples) if size is not None]
         return min(sizes) if sizes and plan.splits else plan.part_size
+
+    def _may_split(self, x: Any, y: Any, size: int) -> bool:
+        """Whether parts of a batch give what the batch gives, up to rounding.
+
+        Only of one tensor of inputs can that be known. The rows of a mapping's layers depend on its
+        mask or its lengths.
+        """
+        is_tensor = isinstance(x, Tensor) and splits_by_example(x, y) and len(y) > size
+        return is_tensor and self.proof.same_in_parts(x)
 
     def _fitting_size(self, x: Any, y: Any) -> int | None:
         """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
@@ -393,8 +408,10 @@ class Driver:
         decision = None
         if y is not None:
             mode, traces = automatic_mode(self.proof.output_dim), {}
-            if mode == "reduce" and self.proof.plan.splits:
-                some = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
+            if mode == "reduce":
+                # All of them where the model needs a whole batch, of which the first decide, too.
+                splits = self.proof.plan.splits
+                some = (examples(x, slice(EXAMPLES)), y[:EXAMPLES]) if splits else (x, y)
                 # Dropout that is on must not use up the user's random numbers.
                 with forked_random_numbers(self.model), self._no_autocast():
                     traces = block_traces(self.model, self.assignment, self.likelihood, *some)
@@ -410,6 +427,11 @@ class Driver:
         faster = FASTER.get(self.device.type)
         # Passes that keep inputs or graphs sum up no factors, by which a precision is judged.
         if faster is None or self.sink.needs_inputs or self.sink.differentiable:
+            return "float32"
+        # A trial holds the factors twice more. Whether they fit is asked of the device's memory as
+        # a whole: what happens to be free must not decide.
+        memory = total_memory(self.device)
+        if memory is not None and 3 * self.sink.num_bytes() > memory:
             return "float32"
         x, y = detached(x, self.device), detached(y, self.device)
         y = self.targets(self.model, x, y)
@@ -428,8 +450,14 @@ class Driver:
 
         try:
             exact, rounded = B_in("float32"), B_in(faster)
-        except torch.OutOfMemoryError:  # of the factors, several times
-            return "float32"
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise torch.OutOfMemoryError(
+                f"Out of memory on {self.device} where backward_precision='auto' tries "
+                f"{faster!r}, which takes the factors' memory twice more. Choose one of "
+                f"backward_precision='float32' and {faster!r}."
+            ) from error
         errors = {
             name: max(
                 float((low - B).norm() / B.norm())

@@ -78,6 +78,10 @@ class FactorSums(Sink):
         rule = self.rules[tracked]
         return rule.mode != "expand" or rule.needs_examples
 
+    def num_bytes(self) -> int:
+        """The memory that the factors take."""
+        return bytes_of_factors(self.rules)
+
     def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """The sums of each layer by its parameters' names, and of diagonals."""
         by_name: dict[str, list[BlockSums]] = {}
@@ -128,21 +132,9 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
     # in both modes.
     auto = options.kfac_approx == "auto"
     rules = make_rules(assignment, "expand" if auto else options.kfac_approx, options)
-    memory = total_memory(device)
-    if memory is None:
+    memory, sizes, total = total_memory(device), _sizes(rules), bytes_of_factors(rules)
+    if memory is None or not sizes:
         return
-    names: dict[Gram, str] = {}  # a weight and its bias may have the same
-    for tracked, rule in rules.items():
-        for which, sums in (("B", rule.B), ("A", rule.A)):
-            for local, of_name in sums.items():
-                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
-    sizes: dict[str, tuple[int, int, int]] = {}  # of each factor: entries, d, bytes of an entry
-    for gram, name in names.items():
-        size = gram.groups * gram.size**2, gram.size, gram.like.element_size()
-        sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
-    if not sizes:
-        return
-    total = sum(entries * itemsize for entries, _, itemsize in sizes.values())
     largest = max(sizes, key=lambda name: sizes[name][0])
     entries, d, itemsize = sizes[largest]
     eigenvalues = 2 * 8 * entries
@@ -156,6 +148,25 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
         f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), or freeze "
         "the layer (requires_grad_(False))."
     )
+
+
+def bytes_of_factors(rules: Mapping[TrackedLayer, Rule]) -> int:
+    """The memory that the factors of all rules take."""
+    return sum(entries * itemsize for entries, _, itemsize in _sizes(rules).values())
+
+
+def _sizes(rules: Mapping[TrackedLayer, Rule]) -> dict[str, tuple[int, int, int]]:
+    """Each factor's entries, its size d, and the bytes of an entry."""
+    names: dict[Gram, str] = {}  # a weight and its bias may have the same
+    for tracked, rule in rules.items():
+        for which, sums in (("B", rule.B), ("A", rule.A)):
+            for local, of_name in sums.items():
+                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
+    sizes: dict[str, tuple[int, int, int]] = {}
+    for gram, name in names.items():
+        size = gram.groups * gram.size**2, gram.size, gram.like.element_size()
+        sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
+    return sizes
 
 
 def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBlock]:

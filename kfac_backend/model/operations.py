@@ -50,7 +50,7 @@ from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import DtypesInUse, close, forked_random_numbers
+from kfac_backend.model.calls import DtypesInUse, attempt, close, forked_random_numbers
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.model.rule_assignment import (
@@ -415,13 +415,13 @@ def follow(
             return capture.follower
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.
-    try:
+    def trial() -> Any:
         shapes = run(Shapes, [0])
-        tried = run(partial(Trial, seen=shapes.seen, model=model), [0, 0])
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise Refusal(errors) from error
+        return run(partial(Trial, seen=shapes.seen, model=model), [0, 0])
+
+    tried = attempt(trial)
+    if isinstance(tried, Exception):
+        raise Refusal(errors) from tried
     found = [way for way in operations.ways.values() if isinstance(way, tuple)]
     layers = list(dict.fromkeys(chain.from_iterable(found)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}

@@ -22,10 +22,11 @@ which runs of a layer work on an input that all examples share or on several row
 """
 
 import warnings
-from collections import ChainMap
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ from torch import Tensor, nn
 
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Run, SharedAxes
+from kfac_backend.layers.rows import Run, SharedAxes, current_rows
 from kfac_backend.layers.rule import summed_gradients
 from kfac_backend.model.batches import Plan, counting, examples, make_plan
 from kfac_backend.model.calls import (
     DtypesInUse,
+    attempt,
     call_with,
     close,
     explicit_forwards,
@@ -78,6 +80,8 @@ class Proof:
         """How batches run fastest."""
         self.output_dim = 0
         """How many axes the model's output has; 0 before the proof."""
+        # The form of the batches that `same_in_parts` is for, and the rows of their examples.
+        self._in_parts: tuple[Any, list[Any] | None] | None = None
 
     def is_made(self, N: int | None) -> bool:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
@@ -116,7 +120,7 @@ class Proof:
             self.assignment, self._structure = self._initial, None
         if N is not None and num_examples(x) == N:
             device = next(self._model.parameters()).device
-            self.plan = make_plan(self._model, x, device)
+            self.plan, self._in_parts = make_plan(self._model, x, device), None
             # `with_first_again` appends two copies: no more examples in all than a part, or the
             # batch.
             most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
@@ -159,6 +163,35 @@ class Proof:
         except NotImplementedError:
             return False
         return self._independence_verified
+
+    def same_in_parts(self, x: Tensor) -> bool:
+        """Whether parts of a batch have the batch's outputs, and as many rows for each example.
+
+        The first batch that is to be split shows it, see `verify_parts`, for batches of its form.
+        """
+        form = x.shape[1:], x.dtype
+        if self._in_parts is None:
+            self._in_parts = form, verify_parts(self._model, self.assignment, x)
+        return self._in_parts[0] == form and self._in_parts[1] is not None
+
+    @contextmanager
+    def part(self, N: int) -> Iterator[None]:
+        """A context in which a part of N examples runs, of a batch that is `same_in_parts`.
+
+        Raises:
+            NotImplementedError: its examples have other rows than those of the first batch. Then
+                the rows depend on the examples' values, and the whole batch's are not known.
+        """
+        known = self._in_parts and self._in_parts[1]
+        with rows_of_runs(self.assignment, N) as rows:
+            yield
+        if rows != known:
+            raise NotImplementedError(
+                "A layer has another number of rows per example in a part of this batch than in "
+                "the first batch: it depends on the values of the examples that are together, so "
+                f"that a batch in parts has other factors. Pass batches of {N} examples or fewer, "
+                "which run whole."
+            )
 
     def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -259,6 +292,70 @@ def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
     kinds: list[Any] = [(id(module), module.training) for module in modules]
     kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
     return [*modules, *parameters], kinds  # the objects too, as a dead one's id is given again
+
+
+def verify_parts(model: nn.Module, assignment: RuleAssignment, x: Tensor) -> list[Any] | None:
+    """The rows of a batch's examples, if parts of the batch have the same; see `rows_of_runs`.
+
+    Reduce divides by R, and expand's A is a mean over rows. So equal outputs are not enough: a
+    layer that runs on positions up to the longest sequence of a batch has more rows per example
+    than in a part, and other factors, even if the padding reaches no output. The whole batch runs
+    forward once, and a few of its examples run alone. The latter differ from the batch at least as
+    often as larger parts do.
+
+    Returns:
+        None if outputs or rows differ, if the model says which rows belong to which example, or if
+        parameters are used outside of layers, where no hook sees rows.
+    """
+    if assignment.operations.names or assignment.diagonal:
+        return None
+    few = torch.linspace(0, len(x) - 1, min(len(x), MOST_EXAMPLES), dtype=torch.float64).long()
+
+    def run(x: Tensor) -> tuple[Tensor, list[Any]]:
+        with forked_random_numbers(model), rows_of_runs(assignment, len(x)) as rows:
+            return call_with(model, {}, x), rows
+
+    with torch.no_grad(), explicit_forwards(assignment):
+        f, rows = run(x)
+        if None in rows:
+            return None
+        for n in few.tolist():
+            alone, rows_alone = run(x[n : n + 1])
+            if rows_alone != rows or not close(f[n : n + 1], alone):
+                return None
+    return rows
+
+
+@contextmanager
+def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
+    """A context that lists, run by run of the layers, how many rows each of N examples has.
+
+    With the shape of a row. It is None where the model says whose rows they are.
+    """
+    found: list[Any] = []
+    number: Counter[TrackedLayer] = Counter()
+
+    def record(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        a, kinds = first_input(args, kwargs), assignment.runs.get(tracked.layer, ("examples",))
+        kind = kinds[min(number[tracked], len(kinds) - 1)]
+        number[tracked] += 1
+        if current_rows() is not None:
+            found.append(None)
+        elif isinstance(kind, SharedAxes):  # the whole input is each example's
+            copied = kind.with_first or a.dim() > kind.number
+            found.append((tracked, 1, a.shape[1:] if copied else a.shape))
+        else:
+            found.append((tracked, len(a) / N, a.shape[1:]))
+
+    handles = [
+        tracked.layer.register_forward_pre_hook(partial(record, tracked), with_kwargs=True)
+        for tracked in assignment.layers
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Mixed(NotImplementedError):
@@ -607,10 +704,7 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
     numbers = torch.arange(N + 2 if splits else N, device=device)
     numbers[-2:] = 0
-    try:
-        again = examples(x, numbers)
-    except Exception:  # an object of the user's that takes slices, but no indices
-        return x, None
+    again = attempt(lambda: examples(x, numbers))  # objects of the user's may take slices alone
     return (again, numbers) if type(again) is type(x) else (x, None)
 
 
@@ -635,16 +729,17 @@ def find_runs(
         The assignment, and the parameters of layers whose output must be followed, each with the
         message if that fails.
     """
-    try:
+
+    def trial() -> tuple[Any, Any, Any]:
         # The same example twice, not two: sizes that depend on values (routing) then agree.
         one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
-        runs, shapes = _runs_and_shapes(model, assignment, one)
-        shapes_of_two = _runs_and_shapes(model, assignment, twins, backward=False)[1]
-    # A model may need a whole batch. If that fails as well, the pass reports it with its cause.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
+        seen_of_two = _runs_and_shapes(model, assignment, twins, backward=False)
+        return twins, _runs_and_shapes(model, assignment, one), seen_of_two
+
+    found = attempt(trial)
+    if isinstance(found, Exception):  # a model that needs a whole batch
         return assignment, {}
+    twins, (runs, shapes), (_, shapes_of_two) = found
     # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``folded`` is the
     # answer, ``runs`` has no folded rows and is what copies of shared outputs are tried with.
     shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
@@ -723,7 +818,8 @@ def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) 
 
 def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> bool:
     """Whether the output stays when shared outputs are copied for each of two examples."""
-    try:
+
+    def trial() -> bool:
         with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
             f = call_with(model, {}, twins)
         with (
@@ -736,11 +832,9 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
         # Copies are all equal, so that along a wrong axis of the same size the output stays, too.
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
-    except Exception as error:  # a forward may fail in any way on a tensor of another shape
-        if is_out_of_memory(error):
-            raise
-        return False
-    return True
+        return True
+
+    return attempt(trial) is True  # a forward may fail in any way on a tensor of another shape
 
 
 def _without_cudnn() -> AbstractContextManager[None]:
@@ -839,8 +933,9 @@ def verify_gradients(
             f = call_with(model, leaves, x)
         # One random vector is enough: different linear maps agree on it with probability zero.
         u = noise_like(f)
+
         # With hooks and copies the output must be the same, and so must the gradients by the rules.
-        try:
+        def trial() -> bool:
             with (
                 Capture(model, assignment, by_rules) as capture,
                 forked_random_numbers(model),
@@ -849,10 +944,13 @@ def verify_gradients(
                 same = close(f.detach(), g.detach(), used.tolerance)
                 if same:
                     capture.backward(g, [u])
-        except Exception as error:  # a forward may fail in any way on a tensor of another shape
-            if isinstance(error, NotImplementedError) or is_out_of_memory(error):
-                raise
-            raise Refusal(messages) from error
+                return same
+
+        same = attempt(trial)  # a forward may fail in any way on a tensor of another shape
+        if isinstance(same, NotImplementedError):
+            raise same
+        if isinstance(same, Exception):
+            raise Refusal(messages) from same
         should = [None] * len(leaves)
         if f.requires_grad:
             should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
