@@ -336,7 +336,10 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
     number: Counter[TrackedLayer] = Counter()
 
     def record(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        a, kinds = first_input(args, kwargs), assignment.runs.get(tracked.layer, ("examples",))
+        a, kinds = (
+            tracked.rule.input_of(args, kwargs),
+            assignment.runs.get(tracked.layer, ("examples",)),
+        )
         kind = kinds[min(number[tracked], len(kinds) - 1)]
         number[tracked] += 1
         if current_rows() is not None:
