@@ -97,6 +97,7 @@ class TrainingPass:
             process_group=process_group,
             assignment=_layers_with_rules(model, left_out),
         )
+        self._driver.targets.may_ignore = True  # which ones do not count, gradients will show
         check_memory(self._driver.assignment, options, self._driver.device)
         self.reset()
         # torch.compile traces the hook, and would swallow an error that it raises itself.
