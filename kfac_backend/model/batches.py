@@ -192,7 +192,10 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
 
 
 def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:
-    g = attempt(lambda: call_with(model, in_channels_last(model), x))
+    weights = in_channels_last(model)
+    if not weights:
+        return False
+    g = attempt(lambda: call_with(model, weights, x))
     return not isinstance(g, Exception) and close(f, g)
 
 

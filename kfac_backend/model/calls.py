@@ -160,7 +160,8 @@ def _called(
     kwargs: dict[str, Any],
 ) -> Any:
     """What the model returns; its arguments are copied, since it may change them in place."""
-    args, kwargs = _copied((args, kwargs))
+    args = tuple(map(_copied, args))
+    kwargs = {key: _copied(value) for key, value in kwargs.items()}
     first = {id(p): name for name, p in model.named_parameters()}
     values = {name: p.detach() for name, p in model.named_parameters()} | parameters
     state: dict[str, Tensor] = {}
