@@ -420,6 +420,7 @@ class CurvaturePass:
             elif self._likelihood.name == "classification":
                 # A label out of range, which is reported later, must not stop a GPU now.
                 y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
+            self._targets.look_at(f)
             if not self._num_data:
                 self._vectors.warn_of_many(f)
             self._check_rows(len(f), hides=mask is not None)

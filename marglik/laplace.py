@@ -423,6 +423,7 @@ class JacobianLaplace(KronLaplace):
             x, y = self._input_and_targets(batch, targets)
             f, J = self._jacobians(x)  # (N, ..., C), (N, ..., C, P)
             check_targets(f, y, self.likelihood, may_ignore=targets.may_ignore)
+            targets.look_at(f)
             self.n_data, self.n_outputs = self.n_data + len(f), f.shape[-1]
             # From here on (M, C), (M, ...) and (M, C, P) of the M loss terms that count: the loss
             # is a sum over them, and so is the GGN.
