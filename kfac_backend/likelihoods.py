@@ -113,7 +113,7 @@ class Likelihood(str):
     def _keep(self, **options: float | Sequence[float]) -> None:
         """Check the values of options that can be learned, and keep them in `numbers`."""
         for name, value in options.items():
-            is_list, least = isinstance(self.learned[name], list), self.least.get(name, 0)
+            is_list, least = isinstance(self.learned.get(name), list), self.least.get(name, 0)
             number = _finite(value, is_list)
             if number is None or not (number > least).all():
                 kind = "a list of finite numbers" if is_list else "a finite number"
@@ -968,9 +968,9 @@ def _keywords(text: str) -> dict[str, Any]:
         SyntaxError: the text is no Python.
         ValueError: it is more than the keywords of one call, or a value is no literal.
     """
-    line = "f(" + " ".join(text.splitlines()).rstrip()
+    line = "f(" + text.replace("\r", " ").replace("\n", " ").rstrip()
     call = ast.parse(line, mode="eval").body
-    # A comment, which Python leaves out, would stand behind the call's end.
+    # On one line, a comment, which Python leaves out, can only stand behind the call's end.
     is_whole = call.end_col_offset == len(line.encode())
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not is_whole:
         raise ValueError("there is text behind the closing bracket")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kfac_backend.likelihoods import Likelihood
+from kfac_backend.likelihoods import Likelihood, Weighted
 from kfac_backend.precision import at_least_float32
 
 
@@ -134,7 +134,7 @@ def warn_of_probabilities(f: Tensor, likelihood: Likelihood) -> bool:
     Returns:
         Whether there were enough outputs to tell, so that no more need to be looked at.
     """
-    name = getattr(likelihood, "of", likelihood).name  # of weighted targets that of the others
+    name = (likelihood.of if isinstance(likelihood, Weighted) else likelihood).name
     if name == "classification":
         rows = at_least_float32(f.detach().flatten(0, -2)[:MOST_ROWS])
         tolerance = max(1e-4, torch.finfo(f.dtype).eps)
