@@ -13,6 +13,7 @@ the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], or what the class says. Pred
 """
 
 import ast
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
@@ -88,6 +89,7 @@ class Likelihood(str):
 
     def __new__(cls, **options: Any) -> Self:
         """The text with these options, which ``__init__`` checks."""
+        options = {name: _plain(value) for name, value in options.items()}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         self = super().__new__(cls, f"{cls.name}({given})" if options else cls.name)
         self.options, self.numbers = options, {}
@@ -111,9 +113,11 @@ class Likelihood(str):
     def _keep(self, **options: float | Sequence[float]) -> None:
         """Check the values of options that can be learned, and keep them in `numbers`."""
         for name, value in options.items():
-            number, least = torch.tensor(value, dtype=torch.float64), self.least.get(name, 0)
-            if not ((number > least) & (number < math.inf)).all():
-                raise ValueError(f"{name} must exceed {least:g} and be finite")
+            is_list, least = isinstance(self.learned.get(name), list), self.least.get(name, 0)
+            number = _finite(value, is_list)
+            if number is None or not (number > least).all():
+                kind = "a list of finite numbers" if is_list else "a finite number"
+                raise ValueError(f"{name} must exceed {least:g}: {kind}, not {value!r}")
             self.numbers[name] = number
 
     def num_vectors(self, C: int) -> int:
@@ -310,10 +314,12 @@ class Classification(_Labels):
 
     def __init__(self, weights: Sequence[float] | None = None, smoothing: float = 0.0) -> None:
         """Check the options."""
-        self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        self._weights = None if weights is None else _finite(weights, is_list=True)
         self._smoothing, self.needs_targets = smoothing, weights is not None
-        if not 0 <= smoothing < 1 or (self._weights is not None and not (self._weights > 0).all()):
-            raise ValueError("weights are a positive number for each class, smoothing in [0, 1)")
+        if weights is not None and (self._weights is None or not (self._weights > 0).all()):
+            raise ValueError(f"weights must be a positive number for each class, not {weights!r}")
+        if _finite(smoothing) is None or not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing in [0, 1) is needed, not {smoothing!r}")
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
         """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
@@ -348,6 +354,11 @@ class Classification(_Labels):
             raise ValueError(
                 f"likelihood '{self}' needs at least two outputs, the model has one; "
                 "for one logit use likelihood='bernoulli'."
+            )
+        if self._weights is not None and len(self._weights) != C:
+            raise ValueError(
+                f"likelihood '{self}' has weights of {len(self._weights)} classes, and the model "
+                f"{C} outputs."
             )
         super().check(f, y)
         outside = (y < 0) | (y >= C)
@@ -437,9 +448,10 @@ class Ordinal(Diagonal, _Labels):
 
     def __init__(self, cuts: Sequence[float]) -> None:
         """Check the cut points."""
-        if not len(cuts) or list(cuts) != sorted(set(cuts)):
-            raise ValueError("cuts must ascend")
-        self._ends = torch.tensor([-math.inf, *cuts, math.inf], dtype=torch.float64)
+        points = _finite(cuts, is_list=True)
+        if points is None or not (points.diff() > 0).all():
+            raise ValueError(f"cuts must ascend: a list of finite numbers, not {cuts!r}")
+        self._ends = torch.tensor([-math.inf, *points, math.inf], dtype=torch.float64)
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless there is one output for each label."""
@@ -928,21 +940,66 @@ def likelihood_of(likelihood: str) -> Likelihood:
         return likelihood
     # The string itself, also of an enumeration such as laplace-torch's.
     text = likelihood[:] if isinstance(likelihood, str) else str(likelihood)
-    name, _, options = text.partition("(")
+    name, bracket, options = text.partition("(")
     if name not in Likelihood._known:
         known = ", ".join(map(repr, Likelihood._known))
         # Data in its place would fill the screen.
         is_name = isinstance(likelihood, str)
         given = repr(likelihood) if is_name else f"a {type(likelihood).__name__}"
         raise ValueError(f"likelihood={given} is not supported; choose one of {known}.")
+    of_class = Likelihood._known[name]
     try:
-        call: Any = ast.parse(f"f({options}" if options else "f()", mode="eval").body
-        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        return Likelihood._known[name](**given)
-    except (SyntaxError, TypeError, ValueError) as error:
+        return of_class(**_keywords(options) if bracket else {})
+    # The parser raises the last two for thousands of brackets inside each other.
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
+        options = ", ".join([*inspect.signature(of_class.__init__).parameters][1:])
+        way_out = f"write {name}(option=value), with options {options}"
+        reason = getattr(error, "msg", str(error)) or type(error).__name__
         raise ValueError(
-            f"likelihood={likelihood!r} is not understood ({error}); write name(option=value)."
+            f"likelihood={text!r:.200} is not understood ({reason}); "
+            f"{way_out if options else f'{name!r} has no options'}."
         ) from error
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    """The keywords of a call, by the text behind its opening bracket; nothing of it is ignored.
+
+    Raises:
+        SyntaxError: the text is no Python.
+        ValueError: it is more than the keywords of one call, or a value is no literal.
+    """
+    line = "f(" + text.replace("\r", " ").replace("\n", " ").rstrip()
+    call = ast.parse(line, mode="eval").body
+    # On one line, a comment, which Python leaves out, can only stand behind the call's end.
+    is_whole = call.end_col_offset == len(line.encode())
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not is_whole:
+        raise ValueError("there is text behind the closing bracket")
+    names = [keyword.arg for keyword in call.keywords]
+    if call.args or None in names:
+        raise ValueError("an option is given without its name")
+    if len(set(names)) < len(names):
+        raise ValueError("an option is given twice")
+    try:
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except ValueError:
+        raise ValueError("a value is not a number, a text or a list of them") from None
+
+
+def _plain(value: Any) -> Any:
+    """An option with plain numbers and lists in place of those of NumPy and torch."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _finite(value: Any, is_list: bool = False) -> Tensor | None:
+    """A finite number, or a list of at least one, float64; None if the value is not that."""
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return None
+    is_right = numbers.dim() == is_list and numbers.numel() and not isinstance(value, bool)
+    return numbers if is_right and numbers.isfinite().all() else None
 
 
 def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:

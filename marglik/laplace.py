@@ -14,12 +14,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
+from torch.func import jacrev
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.loss import check_targets, loss_sum
-from kfac_backend.model.batches import each_batch, split_batch, to_device
-from kfac_backend.options import CurvatureOptions, check_option
+from kfac_backend.loss import check_targets, counted_terms, loss_sum
+from kfac_backend.model.batches import Targets, detached, each_batch, split_batch
+from kfac_backend.model.calls import call_with, plain_attention
+from kfac_backend.model.checks import check_finite
+from kfac_backend.options import CurvatureOptions, PassOptions, check_option
+from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.evidence import log_likelihood
 from marglik.posterior.posterior import (
@@ -35,6 +38,8 @@ __all__ = ["JacobianLaplace", "KronLaplace", "Laplace"]
 
 Structure = Literal["kron", "diag", "full", "lowrank"]
 Subset = Literal["all", "last_layer", "subnetwork"]
+PredType = Literal["glm", "nn"]
+LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -71,7 +76,9 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         subnetwork_indices: the subnetwork: names of its modules or parameters; or, except for
             "kron", indices of its weights in the vector of all trainable parameters.
         rank: number of eigenpairs of "lowrank".
-        options: fields of `CurvatureOptions`, such as ``kfac_approx="reduce"``.
+        options: fields of `CurvatureOptions`, such as ``kfac_approx="reduce"``, of which those of
+            `PassOptions` are for "kron"; ``kfac_approx`` is "expand" by default, as in
+            laplace-torch.
 
     Raises:
         ValueError: an option that is not supported.
@@ -96,12 +103,14 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         else:
             shared = _with_others_frozen(model, names)
     kind = KronLaplace if hessian_structure == "kron" else JacobianLaplace
-    curvature = CurvatureOptions(**options)
-    if kind is JacobianLaplace and curvature.fisher != "exact":
-        raise ValueError(
-            f"fisher={curvature.fisher!r} is for hessian_structure='kron'; {hessian_structure!r} "
-            "computes the exact GGN."
-        )
+    curvature = CurvatureOptions(kfac_approx="expand").but(**options)
+    if kind is JacobianLaplace:
+        for name, default in vars(PassOptions()).items():
+            if options.get(name, default) != default:
+                raise ValueError(
+                    f"{name}={options[name]!r} is for hessian_structure='kron'; "
+                    f"{hessian_structure!r} computes the exact GGN."
+                )
     la = kind(
         shared,
         likelihood,
@@ -153,8 +162,9 @@ def _checked(indices: Tensor, model: nn.Module, structure: Structure) -> Tensor:
 class KronLaplace(Posterior):
     """A `Posterior` of all trainable parameters with laplace-torch's calls, see `Laplace`.
 
-    Of likelihoods other than classification and regression, `laplace_predictive` has the
-    predictions.
+    Arguments are those of `Posterior`; the factors are those of expand unless ``options`` or
+    ``kfac_approx`` say otherwise. Of likelihoods other than classification and regression,
+    `laplace_predictive` has the predictions.
     """
 
     structure: Structure = "kron"
@@ -165,6 +175,15 @@ class KronLaplace(Posterior):
     """Which parameters have a posterior; the others are constants."""
     rank: int = 100
     """Number of eigenpairs of "lowrank"."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
+        **keywords: Any,
+    ) -> None:
+        super().__init__(model, likelihood, options, **keywords)
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
         """Compute the curvature; arguments as `Posterior.fit`.
@@ -219,7 +238,7 @@ class KronLaplace(Posterior):
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
-        link_approx: str = "probit",
+        link_approx: str | None = None,
         n_samples: int = 100,
     ) -> None:
         """Set δ by Adam's steps on the evidence, or by the best of a grid on validation data.
@@ -228,6 +247,7 @@ class KronLaplace(Posterior):
         which laplace-torch takes, is the same for all δ where the network is linearised.
         `marglik.maximize_evidence` finds the evidence's maximum instead of taking steps to it.
         """
+        link_approx = _checked_link(pred_type, link_approx)
         check_option("prior_structure", prior_structure, Literal["scalar", "layerwise"])
         if method == "marglik":
             groups = PriorGroups.from_model(self.model, prior_structure)
@@ -238,23 +258,30 @@ class KronLaplace(Posterior):
         if method != "gridsearch" or val_loader is None:
             raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")
         grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
+        targets = Targets(self.likelihood, self.options)
         losses = []
         for delta in grid:
             self.prior_precision, total, count = delta, 0.0, 0
             for batch in val_loader:
-                x, y = split_batch(batch, self.options.dict_key_y)
+                x, y = self._input_and_targets(batch, targets)
                 found = self(
                     x, pred_type, link_approx=link_approx, n_samples=n_samples, diagonal_output=True
                 )
-                y = y.to(self.mean.device)
                 if isinstance(found, tuple):
                     variance = found[1] + self.sigma_noise.square()
                     errors = 0.5 * ((found[0] - y).square() / variance + variance.log())
                 else:
-                    errors = -found.log().gather(1, y[:, None])
+                    counted = counted_terms(y, self.likelihood)
+                    errors = -found[counted].log().gather(1, y[counted][:, None])
                 total, count = total + errors.sum().item(), count + len(y)
             losses.append(total / count)
         self.prior_precision = grid[int(torch.tensor(losses).nan_to_num(math.inf).argmin())]
+
+    def _input_and_targets(self, batch: Any, targets: Targets) -> tuple[Any, Tensor]:
+        """A batch's input and the targets of its outputs, on the model's device."""
+        x, y = split_batch(batch, self.options.dict_key_y)
+        x, y = detached(x, self._device), detached(y, self._device)
+        return x, in_eval_mode(self.model, targets)(self.model, x, y)
 
     # Predictions
 
@@ -264,21 +291,29 @@ class KronLaplace(Posterior):
         x: Any,
         pred_type: str = "glm",
         *,
-        link_approx: str = "probit",
+        link_approx: str | None = None,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Any:
         """Class probabilities (N, C); for regression means (N, C) and variances without the noise.
 
+        Outputs (N, ..., C) have a prediction at each position.
+
         Args:
             x: inputs.
             pred_type: "glm", the linearised network, or "nn", the network at samples.
-            link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for "glm".
+            link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for classes;
+                None is "probit", and "mc" of "nn", for which there is no other.
             n_samples: number of samples, where some are drawn.
             diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
             generator: of the samples.
+
+        Raises:
+            ValueError: a prediction or a link that is not supported.
+            NotImplementedError: another likelihood than classification and regression.
         """
+        link_approx = _checked_link(pred_type, link_approx)
         self._check_predicts()
         is_classes = self.likelihood == "classification"
         if pred_type == "nn" or (is_classes and link_approx == "mc"):
@@ -286,12 +321,11 @@ class KronLaplace(Posterior):
             samples = self.predictive_samples(x, pred_type, *options)
             return samples.mean(0) if is_classes else (samples.mean(0), samples.var(0))
         f, covariance = self.output_distribution(x)
-        variance = covariance.diagonal(dim1=1, dim2=2)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
         if not is_classes:
             return f, variance if diagonal_output else covariance
         if link_approx == "probit":
-            return probit_outputs(f, variance).softmax(1)
-        check_option("link_approx", link_approx, Literal["probit", "mc", "bridge", "bridge_norm"])
+            return probit_outputs(f, variance).softmax(-1)
         return _bridge(f, covariance, normalised=link_approx == "bridge_norm")
 
     @torch.no_grad()
@@ -303,19 +337,19 @@ class KronLaplace(Posterior):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Samples of the network's outputs, (S, N, C)."""
-        check_option("pred_type", pred_type, Literal["glm", "nn"])
+        """Samples of the network's outputs, (S, N, ..., C)."""
+        check_option("pred_type", pred_type, PredType)
         if pred_type == "nn":
             return self.network_outputs(self.sample(n_samples, generator), x)
         f, covariance = self.output_distribution(x)
         f = f.to(covariance)  # at least float32
         noise = torch.randn(
-            f.shape[1], n_samples, generator=generator, device=f.device, dtype=f.dtype
+            f.shape[-1], n_samples, generator=generator, device=f.device, dtype=f.dtype
         )
         root = torch.linalg.cholesky(covariance)
         if diagonal_output:
-            root = covariance.diagonal(dim1=1, dim2=2).sqrt().diag_embed()
-        return f + (root @ noise).permute(2, 0, 1)
+            root = covariance.diagonal(dim1=-2, dim2=-1).sqrt().diag_embed()
+        return f + (root @ noise).movedim(-1, 0)
 
     def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
         """Samples of class probabilities, or of regression's outputs; arguments as above."""
@@ -368,31 +402,44 @@ class JacobianLaplace(KronLaplace):
 
     H: Tensor | None = None
     """The GGN at σ = T = 1, a sum over the data: (P, P); (P,) for "diag"; R for "lowrank"."""
+    n_targets: int = 0
+    """Number of scalars in all targets, N·C with one loss term per example."""
 
-    def _fit(self, train_loader: Iterable[Any], override: bool = True, *_: Any, **__: Any) -> None:
+    def _fit(
+        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
+    ) -> None:
         """Compute H at the model's current parameters; N is the number of examples seen."""
         if not override:
             raise ValueError(
                 "override=False is for hessian_structure='kron'; fit all data at once."
             )
-        self.mean, self.loss, self.n_data = parameter_vector(self.params).detach(), 0.0, 0
+        self.mean, self.loss = parameter_vector(self.params).detach(), 0.0
+        self.n_data = self.n_targets = 0
         H = torch.zeros((), device=self._device, dtype=torch.float64)
         if self.structure == "lowrank":
             H = H.new_zeros(0, self.n_params)
-        for batch in each_batch(train_loader, "Fitting", progress=False):
-            x, y = split_batch(batch, self.options.dict_key_y)
-            f, J = self._jacobians(x)  # (N, C), (N, C, P)
-            y = y.to(f.device)
-            check_targets(f, y, self.likelihood)
-            S = torch.stack([*self.likelihood.root(f, y)])  # (V, N, C)
-            G = torch.einsum("vnc,ncp->vnp", S, J).flatten(0, 1).double()
+        targets = Targets(self.likelihood, self.options)
+        for batch in each_batch(train_loader, "Fitting", progress_bar):
+            x, y = self._input_and_targets(batch, targets)
+            f, J = self._jacobians(x)  # (N, ..., C), (N, ..., C, P)
+            check_targets(f, y, self.likelihood, may_ignore=targets.may_ignore)
+            targets.look_at(f)
+            self.n_data, self.n_outputs = self.n_data + len(f), f.shape[-1]
+            # From here on (M, C), (M, ...) and (M, C, P) of the M loss terms that count: the loss
+            # is a sum over them, and so is the GGN.
+            f, y, J = f.flatten(0, -2), y.flatten(0, f.dim() - 2), J.flatten(0, -3)
+            counted = counted_terms(y, self.likelihood)
+            if counted is not None:
+                f, y, J = f[counted], y[counted], J[counted]
+            S = torch.stack([*self.likelihood.root(at_least_float32(f), y)])  # (V, M, C)
+            G = torch.einsum("vmc,mcp->vmp", S, J.to(S)).flatten(0, 1).double()
             if self.structure == "lowrank":
                 rows = torch.cat([H, G])
                 H = torch.linalg.eigh(rows @ rows.mT)[1].mT[-self.rank :] @ rows
             else:
                 H = H + (G.mT @ G if self.structure == "full" else G.square().sum(0))
             self.loss += loss_sum(f, y, self.likelihood).item()
-            self.n_data, self.n_outputs = self.n_data + len(f), f.shape[1]
+            self.n_targets += f.numel()
         if not self.n_data:
             raise ValueError("The data is empty: the loader yields no batch.")
         self.H = H
@@ -429,7 +476,7 @@ class JacobianLaplace(KronLaplace):
         return self._log_likelihood(self.sigma_noise)
 
     def _log_likelihood(self, sigma: Tensor) -> Tensor:
-        of_data = self.loss, self.n_data * self.n_outputs, self.likelihood
+        of_data = self.loss, self.n_targets, self.likelihood
         return log_likelihood(*of_data, sigma, self.temperature)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -452,20 +499,25 @@ class JacobianLaplace(KronLaplace):
         samples[:, self.chosen] += changes
         return samples
 
-    def output_distribution(self, x: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Outputs f (N, C) and covariances J Σ Jᵀ (N, C, C) of the linearised network's outputs."""
+    def output_distribution(  # pyright: ignore[reportIncompatibleMethodOverride]  # of all layers
+        self, x: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs f (N, ..., C) and covariances J Σ Jᵀ (N, ..., C, C) of the linearised network."""
         f, J = self._jacobians(x)
         return f, self._times_covariance(J) @ J.mT
 
     def _jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
-        x = to_device(x, self._device)
+        """Outputs f (N, ..., C) and their Jacobians J (N, ..., C, P)."""
+        x = detached(x, self._device)
 
         def outputs(vector: Tensor) -> tuple[Tensor, Tensor]:
-            f = functional_call(self.model, self.named(vector), (x,))
+            f = call_with(self.model, self.named(vector), x)
             return f, f
 
         at = parameter_vector(self.params).detach()
-        J, f = in_eval_mode(self.model, jacrev(outputs, has_aux=True))(at)
+        with plain_attention():
+            J, f = in_eval_mode(self.model, jacrev(outputs, has_aux=True))(at)
+        check_finite(self.model, f, x)
         return f.detach(), J.detach()[..., self.chosen]
 
     def _scaled(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -499,11 +551,26 @@ class JacobianLaplace(KronLaplace):
         return (rows - (rows @ H.mT) @ right).to(J)
 
     def _fit_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("H", "loss", "n_data", "n_outputs", "mean")}
+        names = ("H", "loss", "n_data", "n_targets", "n_outputs", "mean")
+        return {name: getattr(self, name) for name in names}
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def _checked_link(pred_type: str, link_approx: str | None) -> str:
+    """The link of predictions; "nn" has only "mc".
+
+    Raises:
+        ValueError: a prediction or a link that is not supported.
+    """
+    check_option("pred_type", pred_type, PredType)
+    if link_approx is None:
+        return "mc" if pred_type == "nn" else "probit"
+    links = Literal["mc"] if pred_type == "nn" else LinkApprox
+    check_option(f"pred_type={pred_type!r} with link_approx", link_approx, links)
+    return link_approx
 
 
 def _bridge(f: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
@@ -512,14 +579,14 @@ def _bridge(f: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
     Source: Hobbhahn, Kristiadi & Hennig 2022 (arXiv:2003.01227); ``normalised`` is laplace-torch's
     correction of the variance.
     """
-    C, rows = f.shape[1], covariance.sum(-1)  # (N, C)
-    total = rows.sum(-1, keepdim=True)  # (N, 1)
+    C, rows = f.shape[-1], covariance.sum(-1)  # (N, ..., C)
+    total = rows.sum(-1, keepdim=True)  # (N, ..., 1)
     # Step 1: condition on Σ_c f_c = 0, which the softmax does not see.
     f = f - rows * f.sum(-1, keepdim=True) / total
-    variance = covariance.diagonal(dim1=1, dim2=2) - rows.square() / total
+    variance = covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / total
     if normalised:
-        scale = variance.mean(1, keepdim=True) / (C / 2) ** 0.5
+        scale = variance.mean(-1, keepdim=True) / (C / 2) ** 0.5
         f, variance = f / scale.sqrt(), variance / scale
     # Step 2: the Dirichlet's parameters.
-    alpha = (1 - 2 / C + f.exp() / C**2 * (-f).exp().sum(1, keepdim=True)) / variance
-    return (alpha / alpha.sum(1, keepdim=True)).nan_to_num(1.0)
+    alpha = (1 - 2 / C + f.exp() / C**2 * (-f).exp().sum(-1, keepdim=True)) / variance
+    return (alpha / alpha.sum(-1, keepdim=True)).nan_to_num(1.0)

@@ -141,7 +141,9 @@ class LastLayerCovariance:
             return None
         ((a, z),) = runs
         # Equal values are not enough: what stands behind the layer may change derivatives alone.
-        noise = torch.randn(f.shape, dtype=f.dtype, device=f.device)
+        # From a generator of its own: the user's random numbers are not for checks.
+        own = torch.Generator(f.device).manual_seed(0)
+        noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=own)
         back, *others = torch.autograd.grad(f, [z, *learned.values()], noise, allow_unused=True)
         # Where only the layer learns: its parameters are used once more, before it or behind it.
         if self._alone and (a.requires_grad or any(other is not None for other in others)):

@@ -28,6 +28,7 @@ from kfac_backend.model.calls import (
     own_loss,
     takes_labels,
 )
+from kfac_backend.model.checks import warn_of_probabilities
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
@@ -281,6 +282,7 @@ class Targets:
         # None until a batch shows it; from then on the same for all batches.
         self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
         self._has_warned = False
+        self._knows_outputs = False
 
     def __call__(self, model: nn.Module | None, x: Any, y: Any) -> Any:
         """The targets of a batch, in the labels' shape; `IGNORED` where they do not count.
@@ -319,6 +321,10 @@ class Targets:
             # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
+
+    def look_at(self, f: Tensor) -> None:
+        """Warn once if the outputs are probabilities already, by the first batch that can tell."""
+        self._knows_outputs = self._knows_outputs or warn_of_probabilities(f, self._likelihood)
 
     def _warn_of_hidden(self, y: Tensor, hidden: Tensor) -> None:
         """Warn once of labels that would count if the mask did not hide them."""

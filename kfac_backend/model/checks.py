@@ -1,6 +1,7 @@
 """What is refused of models, outputs, inputs and sizes: errors that say why, and what to do."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from kfac_backend.likelihoods import Likelihood, Weighted
+from kfac_backend.precision import at_least_float32
 
 
 def check_module(model: object) -> None:
@@ -112,6 +116,60 @@ def not_finite(model: nn.Module) -> ValueError:
         "The model's output contains NaN or infinity though its parameters and inputs are "
         "finite; activations overflow. Normalise the inputs, or use float32 or float64."
     )
+
+
+MOST_ROWS = 64
+"""Rows of outputs that are enough to know that all are probabilities."""
+FEWEST_OUTPUTS = 32
+"""Outputs below which values in [0, 1] alone say nothing: an untrained network has such logits."""
+
+
+def warn_of_probabilities(f: Tensor, likelihood: Likelihood) -> bool:
+    """Warn of outputs that are probabilities already, where the likelihood takes logits.
+
+    Those of classes lie in [0, 1] and sum to 1, which logits do not by chance. Those of Bernoulli
+    outputs all lie in [0, 1]. Logits of an untrained network often do, too, close to each other: so
+    a sigmoid must have made the outputs, or they must differ by more than a half.
+
+    Returns:
+        Whether there were enough outputs to tell, so that no more need to be looked at.
+    """
+    name = (likelihood.of if isinstance(likelihood, Weighted) else likelihood).name
+    if name == "classification":
+        rows = at_least_float32(f.detach().flatten(0, -2)[:MOST_ROWS])
+        tolerance = max(1e-4, torch.finfo(f.dtype).eps)
+        if len(rows) < 2:
+            return False
+        if ((rows >= 0).all(-1) & ((rows.sum(-1) - 1).abs() < tolerance)).all():
+            warnings.warn(
+                "The model's outputs are probabilities: each row lies in [0, 1] and sums to 1. "
+                f"Likelihood '{likelihood}' takes logits. Return these, without the softmax (or "
+                "the logarithm of its result).",
+                stacklevel=2,
+            )
+    if name == "bernoulli":
+        is_sigmoid = _is_made_by_sigmoid(f)
+        if f.numel() < FEWEST_OUTPUTS and not is_sigmoid:
+            return False
+        smallest, largest = torch.aminmax(f.detach())
+        if smallest >= 0 and largest <= 1 and (is_sigmoid or largest - smallest > 0.5):
+            warnings.warn(
+                "The model's outputs are probabilities: all lie in [0, 1]. Likelihood "
+                f"'{likelihood}' takes logits. Return these, without the sigmoid (or torch.logit "
+                "of its result).",
+                stacklevel=2,
+            )
+    return True
+
+
+def _is_made_by_sigmoid(f: Tensor) -> bool:
+    """Whether a sigmoid or softmax made the outputs, but for operations that only move numbers."""
+    node: Any = f.grad_fn
+    while node is not None:
+        if any(name in node.name().lower() for name in ("sigmoid", "softmax")):
+            return True
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return False
 
 
 def check_inputs(x: Any) -> None:

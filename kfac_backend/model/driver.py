@@ -278,6 +278,7 @@ class Driver:
                 elif self.likelihood.name == "classification":
                     # A label out of range, which is reported later, must not stop a GPU now.
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
+                self.targets.look_at(f)
                 if not self.num_data:
                     warn_of_many_passes(self.fisher, self.likelihood, f)
                 capture.check_examples(len(f), hides=mask is not None)

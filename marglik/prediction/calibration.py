@@ -237,6 +237,7 @@ def collected(
         f, spread = outputs_and_spread(x, counted)
         y = y.to(f.device)
         check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
+        targets_of.look_at(f)
         f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)  # (M, C), (M,) or (M, C)
         if counted is not None:
             which = counted.flatten().to(f.device)

@@ -6,11 +6,15 @@ function of outputs and targets; and possible targets with which an expectation 
 
 import json
 import math
+import re
 from copy import deepcopy
+from inspect import signature
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from torch.testing import assert_close
 
@@ -270,6 +274,95 @@ def test_likelihoods_are_their_text(text):
     assert type(again) is type(likelihood) and again.options == likelihood.options
 
 
+def above(least):
+    return st.floats(least, 1e300, exclude_min=True)
+
+
+POSITIVE = st.lists(above(0), min_size=1, max_size=4)
+OPTIONS = {
+    "classification": {"weights": POSITIVE, "smoothing": st.floats(0, 0.99)},
+    "ordinal": {"cuts": st.lists(st.floats(-9, 9), min_size=1, unique=True).map(sorted)},
+    "regression": {},
+    "regression_per_output": {"noise": POSITIVE},
+    "known_noise": {},
+    "heteroscedastic": {"noise": above(0), "strength": above(0)},
+    "poisson": {},
+    "negative_binomial": {"r": above(0)},
+    "student_t": {"df": above(2), "scale": above(0)},
+    "weibull": {"shape": above(0)},
+    "bernoulli": {},
+    "weighted": {"of": st.sampled_from(["poisson", "student_t(df=3)"])},
+}
+"""Name -> its options, and values that they may have."""
+AS_GIVEN = [lambda v: v, np.asarray, lambda v: torch.tensor(v, dtype=torch.float64)]
+
+
+def test_the_table_of_options_has_all_likelihoods():
+    ours = {
+        name: of for name, of in Likelihood._known.items() if of.__module__ == Likelihood.__module__
+    }
+    assert {name: [*signature(of.__init__).parameters][1:] for name, of in ours.items()} == {
+        name: [*options] for name, options in OPTIONS.items()
+    }
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_text_of_a_likelihood_gives_an_equal_one(name, data):
+    """Some options, in any order, whether they are numbers of Python, NumPy or torch."""
+    needed = {"ordinal", "weighted"}  # these need their option
+    values = {
+        option: data.draw(of)
+        for option, of in data.draw(st.permutations([*OPTIONS[name].items()]))
+        if name in needed or data.draw(st.booleans())
+    }
+    as_given = data.draw(st.sampled_from(AS_GIVEN[: 1 if name == "weighted" else 3]))
+    likelihood = Likelihood._known[name](**{key: as_given(v) for key, v in values.items()})
+    again = likelihood_of(str(likelihood))
+    assert (again, type(again), again.options) == (likelihood, type(likelihood), values)
+    assert again.numbers.keys() == likelihood.numbers.keys()
+    for key, number in again.numbers.items():
+        assert torch.equal(number, likelihood.numbers[key])
+        if key in values and name != "regression_per_output":  # which divides by their mean
+            assert number.item() == values[key]
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["(4)", "([1.0, 2.0])", "(**{'a': 4})", "(*[4])", "() x", "() # a=4", "().upper", "()[0]",
+     "(), 5", "()()", "() + 1", "(", "())", "() if 1 else 2", "(\n# a=4\n)", "(a for a in b)",
+     "() or 1", "(unknown=4)", "(a=4, a=5)"],
+)  # fmt: skip
+def test_nothing_of_a_text_is_ignored(more):
+    """What is more than a likelihood is refused, with the options that there are."""
+    for name, options in OPTIONS.items():
+        with pytest.raises(ValueError) as raised:
+            likelihood_of(name + more)
+        words = f"with options {', '.join(options)}." if options else f"'{name}' has no options."
+        assert repr(name + more) in str(raised.value) and str(raised.value).endswith(words)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(0, 27), st.text("()[]{}=,.:;#*-+'\" 0123456789dfscale\n", max_size=4))
+def test_what_is_understood_has_each_character(at, more):
+    """Characters put into a text: the likelihood that is made of it says all of them."""
+    text = "student_t(df=45.5, scale=2)"
+    text = text[:at] + more + text[at:]
+    try:
+        likelihood = likelihood_of(text)
+    except ValueError:
+        return
+    assert words_of(likelihood) == words_of(text)
+
+
+def words_of(text):
+    """Words, numbers by their values, and brackets; without what says nothing."""
+    text = re.sub(r"\s|\+|,(?=\))", "", str(text))
+    words = re.findall(r"[\d.]+(?:e-?\d+)?|\w+|.", text)
+    return [float(word) if re.match(r"\.?\d", word) else word for word in words]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -281,11 +374,29 @@ def test_likelihoods_are_their_text(text):
         ("student_t(df=__import__('os'))", "not understood"),
         ("classification(smoothing=1.0)", "smoothing in"),
         ("ordinal(cuts=[1, 0])", "ascend"),
+        ("student_t(df=1)", "df must exceed 2: a finite number, not 1)"),
+        ("student_t(df=[4, 5])", "a finite number, not [4, 5])"),
+        ("student_t(scale=True)", "a finite number, not True)"),
+        ("student_t(df=None)", "a finite number, not None)"),
+        ("student_t(df='4')", "a finite number, not '4')"),
+        (f"student_t(df={'1' * 400})", "a finite number, not 111"),
+        (f"student_t(df={'(' * 10_000}1)", "nested"),
+        ("negative_binomial(r=1e999)", "r must exceed 0: a finite number, not inf"),
+        ("regression_per_output(noise=3.0)", "a list of finite numbers, not 3.0"),
+        ("regression_per_output(noise=[])", "a list of finite numbers, not []"),
+        ("regression_per_output(noise=[1, -2])", "a list of finite numbers, not [1, -2]"),
+        ("ordinal(cuts=[0, 1e999])", "a list of finite numbers, not [0, inf]"),
+        ("ordinal(cuts=1)", "a list of finite numbers, not 1"),
+        ("ordinal", "cuts"),
+        ("classification(weights=[0, 1])", "a positive number for each class, not [0, 1]"),
+        ("classification(weights=2)", "a positive number for each class, not 2"),
+        ("classification(smoothing='much')", "smoothing in [0, 1) is needed, not 'much'"),
+        ("weighted(of=3)", "a int is not supported"),
         ("weighted(of='gauss')", "choose one of 'classification'"),
     ],
 )
 def test_wrong_texts_are_named(text, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         likelihood_of(text)
 
 
@@ -302,6 +413,7 @@ def test_wrong_texts_are_named(text, message):
         ("ordinal(cuts=[0.0])", 2, torch.zeros(2).long(), "one output"),
         ("ordinal(cuts=[0.0])", 1, torch.tensor([0, 2]), "out of range"),
         ("regression_per_output(noise=[1.0, 2.0])", 3, torch.zeros(2, 3), "not for 3"),
+        ("classification(weights=[1, 2])", 3, torch.zeros(2).long(), "2 classes, and the model 3"),
     ],
 )
 def test_wrong_targets_are_named(text, C, y, message):

@@ -1,5 +1,6 @@
 """Each call of the table in docs/laplace-torch.md has laplace-torch's numbers."""
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,258 @@ def test_what_the_table_compares_differs_where_calls_differ():
         assert not torch.allclose(
             plain, found(Laplace, structure, "classification", "la(x)"), rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_kron_is_that_of_laplace_torch(subset, likelihood):
+    """With its own backend, whose factors are those of expand, on a layer that shares weights."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 2, 6, 6, generator=generator).double()
+    x += torch.randn(20, 2, 1, 1, generator=generator)  # an image's positions are alike
+    _, y = data(likelihood)
+    loader = DataLoader(TensorDataset(x, y[:20]), 8)
+
+    def fitted(library, *arguments, **options):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        la = library(nn.Sequential(*layers).double(), likelihood, *arguments, **options)
+        la.fit(loader)
+        return la.log_det_ratio, la.log_marginal_likelihood(), la(x)
+
+    expected = fitted(laplace.Laplace, subset, "kron")
+    assert_close(fitted(Laplace, subset, "kron"), expected)
+    if subset == "all":  # the last layer shares no weights
+        assert_close(fitted(KronLaplace), expected)
+        for mode in ("auto", "reduce"):
+            other = fitted(Laplace, subset, "kron", kfac_approx=mode)[0]
+            assert (other - expected[0]).abs() > 0.1 * expected[0]
+
+
+DRAWS = [call for call, _ in CALLS if "n_samples" in call or call.startswith("la.sample")]
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("call", DRAWS)
+def test_draws_of_the_last_layer_are_laplace_torchs(call, structure):
+    """From the same seed, set after `fit`."""
+    if call == 'la.functional_samples(x, pred_type="nn", n_samples=20)':
+        call = call.replace("functional", "predictive")  # the other one raises an error there
+    x, y = data("classification")
+    draws = []
+    for library in (Laplace, laplace.Laplace):
+        la = library(network(), "classification", "last_layer", structure)
+        la.fit(DataLoader(TensorDataset(x, y), 10))
+        for _ in range(2):  # the second finds what the first has kept
+            torch.manual_seed(2)
+            draws.append(eval(call, {"la": la, "x": x}))
+    assert_close(draws[:2], draws[2:])
+    torch.manual_seed(3)
+    assert not torch.allclose(eval(call, {"la": la, "x": x}), draws[3])
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_predictions_that_there_are_not_are_refused(structure, likelihood):
+    """Each way of calling lists those that there are; laplace-torch refuses the same calls."""
+    x, y = data(likelihood)
+    ours, theirs = (
+        of(network(), likelihood, "all", structure) for of in (Laplace, laplace.Laplace)
+    )
+    for la in (ours, theirs):
+        la.fit(DataLoader(TensorDataset(x, y), 10))
+    before = ours.prior_precision
+    links = "'probit', 'mc', 'bridge', 'bridge_norm'"
+    wrong = [
+        ({"pred_type": name}, f"pred_type='{name}'.*'glm', 'nn'$") for name in ("gp", "NN", "")
+    ]
+    wrong += [({"link_approx": "Probit"}, f"'glm' with link_approx='Probit'.*{links}$")]
+    wrong += [
+        ({"pred_type": "nn", "link_approx": name}, f"'nn' with link_approx='{name}'.*'mc'$")
+        for name in ("probit", "bridge", "typo")
+    ]
+    for options, message in wrong:
+        for grid in ("marglik", "gridsearch"):
+            search = {"method": grid, "val_loader": [(x, y)], "grid_size": 2}
+            with pytest.raises(ValueError, match=message.replace("$", r"\.$")):
+                ours.optimize_prior_precision(**options, **search)
+        with pytest.raises(ValueError, match=message.replace("$", r"\.$")):
+            ours(x, **options)
+        if options.get("pred_type") != "gp":  # theirs takes it for "nn"
+            with pytest.raises(ValueError, match="supported"):
+                theirs(x, **options)
+        if "link_approx" not in options:
+            for samples in (ours.functional_samples, ours.predictive_samples):
+                with pytest.raises(ValueError, match="'glm', 'nn'"):
+                    samples(x, **options)
+    assert torch.equal(ours.prior_precision, before)
+    ours(x, pred_type="nn", n_samples=2)  # whose one link need not be named
+
+
+class Named(nn.Module):
+    """A network of mappings, which it takes whole, or by the names of their entries."""
+
+    def __init__(self, layers, whole):
+        super().__init__()
+        self.layers = layers
+        self.forward = self.of_mapping if whole else self.of_entries
+
+    def of_mapping(self, batch):
+        return self.layers(batch["inputs"])
+
+    def of_entries(self, inputs, other=None):
+        return self.layers(inputs)
+
+
+def by_definition(model, x, y, likelihood, structure, sigma, delta):
+    """Evidence, and covariances (N, T, C, C) of the outputs, term by term with the dense GGN."""
+    names, values = zip(*model.named_parameters(), strict=True)
+
+    def outputs(*values):
+        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
+
+    each = torch.func.jacrev(outputs, argnums=tuple(range(len(values))))(*values)
+    N, T, C = (f := outputs(*values).detach()).shape
+    J = torch.cat([j.detach().reshape(N, T, C, -1) for j in each], -1)
+    H, log_likelihood = torch.zeros(J.shape[-1], J.shape[-1]).double(), 0.0
+    for n in range(N):
+        for t in range(T):
+            if likelihood == "regression":
+                log_likelihood += torch.distributions.Normal(f[n, t], sigma).log_prob(y[n, t]).sum()
+                lam = torch.eye(C).double() / sigma**2
+            elif y[n, t] == -100:
+                continue
+            else:
+                p = f[n, t].softmax(0)
+                log_likelihood += p[y[n, t]].log()
+                lam = p.diag() - p.outer(p)
+            H += J[n, t].T @ lam @ J[n, t]
+    H = H.diag().diag() if structure == "diag" else H
+    theta = torch.cat([v.detach().flatten() for v in values])
+    precision = H + delta * torch.eye(len(H)).double()
+    log_det_ratio = torch.linalg.slogdet(precision)[1] - len(H) * math.log(delta)
+    evidence = log_likelihood - 0.5 * (log_det_ratio + delta * theta.square().sum())
+    return evidence, f, J @ torch.linalg.inv(precision) @ J.mT
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["diag", "full", "lowrank"])
+@pytest.mark.parametrize("form", ["pairs", "mappings", "whole mappings"])
+def test_jacobians_of_mappings_and_of_several_terms(form, structure, likelihood):
+    """Batches that are mappings, and outputs (N, T, C), of which some labels do not count."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 3, 4, dtype=torch.float64, generator=generator)
+    y = torch.randn(5, 3, 3, dtype=torch.float64, generator=generator)
+    options, sigma = {}, 0.6
+    if likelihood == "classification":
+        y, options, sigma = y.argmax(-1), {"ignore_index": -100}, 1.0
+        y[0, 1:], y[3] = -100, -100
+    bare = network()
+    model = bare if form == "pairs" else Named(bare, whole=form == "whole mappings")
+    batches = [*zip(x.split(3), y.split(3), strict=True)]
+    given = x
+    if form != "pairs":
+        given = {"inputs": x, "more": torch.zeros(5)}
+        batches = [{"inputs": a, "more": torch.zeros(len(a)), "labels": b} for a, b in batches]
+    la = Laplace(model, likelihood, "all", structure, **options)
+    la.prior_precision, la.sigma_noise = 0.7, sigma
+    la.fit(batches)
+    expected = by_definition(bare, x, y, likelihood, structure, sigma, 0.7)
+    assert_close(la.log_marginal_likelihood(), expected[0])
+    assert_close(la.output_distribution(given), expected[1:])
+    assert la.n_data == 5
+    for other in (x[:, :2], x.flip(1)):  # negative control: all positions of all examples count
+        assert not torch.allclose(
+            by_definition(bare, other, y[:, : other.shape[1]], likelihood, structure, sigma, 0.7)[
+                0
+            ],
+            expected[0],
+            rtol=1e-3,
+        )
+    # Predictions at each position are those of the same inputs as examples of their own.
+    flat = Laplace(bare, likelihood, "all", structure, sigma_noise=sigma, prior_precision=0.7)
+    counted = y != -100 if likelihood == "classification" else torch.ones(5, 3).bool()
+    flat.fit([(x[counted], y[counted])])
+    for link in ("probit", "bridge", "bridge_norm"):
+        as_flat, found = flat(x.flatten(0, 1), link_approx=link), la(given, link_approx=link)
+        for a, b in zip(
+            *((v if type(v) is tuple else (v,)) for v in (as_flat, found)), strict=True
+        ):
+            assert_close(b.flatten(0, 1), a)
+    for diagonal in (False, True):
+        noise = [torch.Generator().manual_seed(0) for _ in range(2)]
+        as_flat = flat.functional_samples(x.flatten(0, 1), "glm", 4, diagonal, noise[0])
+        assert_close(
+            la.functional_samples(given, "glm", 4, diagonal, noise[1]).flatten(1, 2), as_flat
+        )
+    for of, held_out in ((la, batches), (flat, [(x[counted], y[counted])])):
+        of.optimize_prior_precision(method="gridsearch", val_loader=held_out, grid_size=9)
+    assert la.prior_precision == flat.prior_precision
+
+
+def test_the_gradient_in_the_noise_is_that_of_differences():
+    """In laplace-torch's "kron" it lacks a part; the numbers are those of the page."""
+    x, y = data("regression")
+
+    def gradients(library, structure="kron"):
+        la = library(network(), "regression", "all", structure)
+        la.fit(DataLoader(TensorDataset(x, y), 10))
+        sigma = torch.tensor(0.5).double().requires_grad_()
+        (found,) = torch.autograd.grad(la.log_marginal_likelihood(sigma_noise=sigma), sigma)
+        ends = [la.log_marginal_likelihood(sigma_noise=sigma.detach() + h) for h in (1e-5, -1e-5)]
+        return found, (ends[0] - ends[1]) / 2e-5
+
+    ours, theirs = gradients(Laplace), gradients(laplace.Laplace)
+    assert_close(*ours, rtol=1e-6, atol=0)
+    assert_close(ours[1], theirs[1], rtol=1e-6, atol=0)
+    assert f"{ours[0]:.2f} here, and {theirs[0]:.2f} there" in " ".join(PAGE.read_text().split())
+    for structure in ("diag", "full"):
+        for library in (Laplace, laplace.Laplace):
+            assert_close(*gradients(library, structure), rtol=1e-6, atol=0)
+
+
+def test_the_grid_has_the_least_loss_of_each_precision():
+    """laplace-torch's metric goes on from one precision to the next: it has their running mean."""
+    x, y = data("classification")
+    held_out = DataLoader(TensorDataset(x[20:], y[20:]), 5)
+    grid, found = torch.logspace(-4, 4, 9), []
+    for library in (Laplace, laplace.Laplace):
+        la = library(network(), "classification", "all", "kron")
+        la.fit(DataLoader(TensorDataset(x[:20], y[:20]), 10))
+        la.optimize_prior_precision(method="gridsearch", val_loader=held_out, grid_size=9)
+        found.append(la.prior_precision.item())
+        losses = []
+        for delta in grid:
+            la.prior_precision = delta
+            losses.append(nn.functional.nll_loss(la(x[20:]).log(), y[20:]))
+    running = torch.stack(losses).cumsum(0) / torch.arange(1, 10)
+    least = [grid[torch.stack(losses).argmin()].item(), grid[running.argmin()].item()]
+    assert least[0] != least[1]
+    assert found == pytest.approx(least)
+
+
+def test_the_likelihood_of_several_terms_has_all_normalisers():
+    """That of laplace-torch, for outputs (N, T, C), has N C of them."""
+    x = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0)).double()
+    y, model = x[..., :3].sin(), network()
+    expected = torch.distributions.Normal(model(x), 0.5).log_prob(y).sum()
+    theirs = laplace.Laplace(network(), "regression", "all", "kron", sigma_noise=0.5)
+    theirs.fit(DataLoader(TensorDataset(x, y), 6))
+    for structure in ("full", "diag", "kron"):
+        la = Laplace(model, "regression", "all", structure, sigma_noise=0.5)
+        la.fit([(x, y)])
+        assert_close(la.log_likelihood, expected)
+    assert_close(la.log_det_ratio, theirs.log_det_ratio)
+    missing = 6 * (3 - 1) * 3 * math.log(0.5 * math.sqrt(2 * math.pi))
+    assert_close(theirs.log_likelihood, expected + missing)
+
+
+def test_options_of_kronecker_factors_are_for_kron():
+    for structure in ("diag", "full", "lowrank"):
+        for name, value in (("kfac_approx", "reduce"), ("diagonal_above", 3)):
+            with pytest.raises(ValueError, match=f"{name}={value!r} is for .*'kron'"):
+                Laplace(network(), "classification", "all", structure, **{name: value})
+        Laplace(network(), "classification", "all", structure, fisher="exact", ignore_index=0)
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])

@@ -4,6 +4,7 @@ A linear layer whose inputs are all one vector, so that B ⊗ A is exact: H = Σ
 """
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from torch.testing import assert_close
 
 from kfac_backend.likelihoods import likelihood_of
 from marglik import (
+    Laplace,
     Posterior,
     Prediction,
     PredictiveConfig,
+    PriorLearner,
     calibrate,
     compute_metrics,
     laplace_predictive,
@@ -26,6 +29,7 @@ from marglik import (
     save_posterior,
 )
 from tests.evidence_oracles import laplace_log_evidence
+from tests.marglik.plain_loop import learn
 
 N, D, DELTA = 40, 3, 2.0
 
@@ -219,3 +223,47 @@ def test_coverage_and_scores_know_what_is_censored():
     assert abs(of_events["cal/coverage50"] - 0.5) > 0.05  # negative control
     late = np.where(event, seen - 0.3, np.maximum(seen - 0.3, 0))
     assert_close(found["reg/RMSE"], float((late**2).mean() ** 0.5))
+
+
+class Outputs(nn.Module):
+    """A linear layer, and what makes probabilities of its outputs, or nothing."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(D, 3).double(), function or nn.Identity()
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "function"),
+    [("classification", nn.Softmax(-1)), ("bernoulli", lambda z: (3 * z).sigmoid())],
+)
+def test_each_way_warns_once_of_outputs_that_are_probabilities(likelihood, function):
+    """A posterior's fits and those of a learner together, calibration, and dense Laplace."""
+    x = torch.randn(N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = x.argmax(1) if likelihood == "classification" else (x > 0).double()
+    data = [*zip(x.split(15), y.split(15), strict=True)]  # the last one is smaller
+
+    def said(use):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            use()
+        return [str(warning.message) for warning in seen if "probabil" in str(warning.message)]
+
+    def train(model):
+        learn(model, torch.optim.SGD(model.parameters(), 0.1), PriorLearner(likelihood), data, 6)
+
+    for made, times in ((function, 1), (None, 0)):
+        posterior = Posterior(Outputs(made), likelihood)
+        fits = said(lambda of=posterior: [of.fit(data), of.fit(data)])
+        calibration = said(lambda of=posterior: calibrate(of, data))
+        learner = said(lambda made=made: train(Outputs(made)))
+        ways = [fits, calibration, learner]
+        if likelihood == "classification":
+            dense = Laplace(Outputs(made), likelihood, "all", "full")
+            ways.append(said(lambda of=dense: of.fit(data)))
+        assert [len(texts) for texts in ways] == [times] * len(ways)
+        assert all("takes logits" in text for texts in ways for text in texts)

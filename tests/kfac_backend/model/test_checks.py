@@ -1,5 +1,7 @@
 """Models, inputs and outputs that are refused, by a message with the way out."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.curvature import CurvaturePass
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
@@ -153,3 +156,95 @@ def test_a_mapping_with_logits_is_the_logits(wrap):
     assert_close(factors.to_dense("layer.weight"), expected.to_dense("weight"))
     f, _ = OutputCovariance(model, precision_of(factors))(X)
     assert_close(f, model.layer(X).detach())
+
+
+def linear(bias=0.0, scale=1.0, rows=3):
+    layer = nn.Linear(4, rows).double()
+    with torch.no_grad():
+        layer.weight.copy_(normal(rows, 4, seed=3) * scale)
+        layer.bias.fill_(bias)
+    return layer
+
+
+WIDE = normal(40, 4, seed=2)
+YES = (normal(40, 3, seed=1) > 0).double()
+PROBABILITIES = {
+    "softmax": (lambda: nn.Sequential(linear(), nn.Softmax(-1)), X, Y, "classification"),
+    "of positions": (
+        lambda: nn.Sequential(linear(), nn.Softmax(-1)),
+        normal(8, 2, 4), Y[:, None].expand(8, 2), "classification",
+    ),
+    "smoothed": (
+        lambda: using(lambda m, x: m.layer(x).softmax(1)), X, Y, "classification(smoothing=0.1)",
+    ),
+    "weighted": (
+        lambda: using(lambda m, x: m.layer(x).softmax(1)),
+        X, torch.stack([Y, Y + 1], 1).double(), "weighted(of='classification')",
+    ),
+    "float32": (
+        lambda: nn.Sequential(linear(), nn.Softmax(-1)).float(), X.float(), Y, "classification",
+    ),
+    "sigmoid": (lambda: nn.Sequential(linear(), nn.Sigmoid()), X, YES[:8], "bernoulli"),
+    "sigmoid of one output": (
+        lambda: using(lambda m, x: m.layer(x).sum(1).sigmoid()[:, None]),
+        X, YES[:8, :1], "bernoulli",
+    ),
+    "sigmoid by hand": (
+        lambda: using(lambda m, x: 1 / (1 + (-4 * m.layer(x)).exp())), WIDE, YES, "bernoulli",
+    ),
+}  # fmt: skip
+LOGITS = {
+    "logits": (linear, X, Y, "classification"),
+    "log probabilities": (
+        lambda: nn.Sequential(linear(), nn.LogSoftmax(-1)), X, Y, "classification",
+    ),
+    "one row": (lambda: nn.Sequential(linear(), nn.Softmax(-1)), X[:1], Y[:1], "classification"),
+    "positive sums": (
+        lambda: nn.Sequential(linear(), nn.Sigmoid()), X, Y, "classification",
+    ),
+    "numbers in [0, 1]": (lambda: nn.Sequential(linear(), nn.Sigmoid()), X, X[:, :3], "regression"),
+    "counts": (lambda: nn.Sequential(linear(), nn.Sigmoid()), X, YES[:8], "poisson"),
+    "logits of yes and no": (linear, WIDE, YES, "bernoulli"),
+    "of an untrained network": (lambda: linear(0.3, 0.05), WIDE, YES, "bernoulli"),
+    "few that differ": (lambda: linear(0.5, 0.22, 1), X[1:4], YES[1:4, :1], "bernoulli"),
+    "a sigmoid within": (
+        lambda: nn.Sequential(linear(rows=4), nn.Sigmoid(), linear(0.3, 0.05)),
+        WIDE, YES, "bernoulli",
+    ),
+}  # fmt: skip
+
+
+def warnings_of(function):
+    """What is said of probabilities while a function runs; other warnings are errors."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        function()
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("case", PROBABILITIES)
+def test_outputs_that_are_probabilities_are_warned_of_once(case):
+    """In several passes over several batches, of which the first has one example."""
+    make, x, y, likelihood = PROBABILITIES[case]
+    curvature = CurvaturePass(make(), likelihood)
+
+    def passes():
+        for _ in range(2):
+            for some in (slice(1), slice(1, 8), slice(8, None)):
+                if len(y[some]):
+                    curvature.add(x[some], y[some])
+            curvature.factors()
+
+    (said,) = warnings_of(passes)
+    assert f"Likelihood '{likelihood}' takes logits. Return these" in said
+    assert ("without the sigmoid" in said) == ("bernoulli" in likelihood)
+
+
+@pytest.mark.parametrize("case", LOGITS)
+def test_outputs_that_may_be_logits_are_not_warned_of(case):
+    make, x, y, likelihood = LOGITS[case]
+    assert warnings_of(lambda: kronecker_factors(make(), [(x, y)], likelihood)) == []
+    f = make()(x)
+    if case in ("of an untrained network", "few that differ", "a sigmoid within"):
+        assert f.min() > 0 and f.max() < 1  # though all lie there
+        assert (case == "few that differ") == (f.max() - f.min() > 0.5).item()
