@@ -108,10 +108,7 @@ class Estimator(BaseEstimator):
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
         learner = PriorLearner(
-            self.likelihood,
-            weight_decay=self.weight_decay,
-            learn_sigma_noise=not is_classes,
-            epochs=self.epochs,
+            self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs
         )
         rate = settling_rate(optimizer, self.epochs * len(batches))
         with _seeded(seed):  # of dropout
