@@ -59,7 +59,8 @@ class MarginalLikelihood(Callback):
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
         self._network = network
-        self._output: OutputOf | None = None  # in the first batch alone
+        self._output: OutputOf | None = None  # in the first batch alone, as the batch itself
+        self._batch: Any = None
 
     @property
     def posterior(self) -> Posterior | None:
@@ -107,14 +108,15 @@ class MarginalLikelihood(Callback):
         """Compare the first batch's loss with the likelihood's."""
         if self._output is None:
             return
-        f, network, options = self._output.only, self._output.model, self.learner.curvature
+        f, network, batch = self._output.only, self._output.model, self._batch
         self._forget_outputs()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
         if f is not None and trainer.lightning_module.automatic_optimization:
-            x, y = split_batch(self._batch, options.dict_key_y)
-            targets = Targets(self.learner.likelihood, options)
-            self.learner.compare_loss(loss / scale, f, targets(network, x, y))
+            options = self.learner.curvature
+            x, y = split_batch(batch, options.dict_key_y)
+            y = Targets(self.learner.likelihood, options)(network, x, y)
+            self.learner.compare_loss(loss / scale, f, y)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
