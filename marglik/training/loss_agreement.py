@@ -100,7 +100,7 @@ def warn_of_another_loss(
                 ", as of a mean over outputs, or a loss without the factor ½. Pass "
                 f"loss_scale={scale * factor:.6g} to the learner if that is the same for all batches"
             )
-    elif same(loops, _per_term(loops, ours) * ours):
+    elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
         found = (
             f"counts some {what} more than others. Give the likelihood their weights, as in "
             "'classification(weights=[1, 2])' or \"weighted(of='regression')\""

@@ -119,9 +119,7 @@ def resumed(text, folder):
     for on_record in (stop, None):
         model = network(text)
         learner = PriorLearner(text, epochs=EPOCHS, **OPTIONS)
-        training = OnlineTraining(
-            model, adam(model), batches(text), learner, on_record=on_record
-        )
+        training = OnlineTraining(model, adam(model), batches(text), learner, on_record=on_record)
         try:
             return training.run(Checkpoints(folder / "checkpoints", minutes=0)).laplace
         except KeyboardInterrupt:
