@@ -51,8 +51,8 @@ class MarginalLikelihood(TrainerCallback):
     the smallest, the median and the largest (``learner.record`` has all). Each checkpoint of the
     trainer gets a folder with its state; checkpoints hold the parameters of the steps, the model
     holds their average when the training ends (not with ``load_best_model_at_end``, which chooses
-    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. A warning says if
-    the trainer's loss of the first batch is not that of the likelihood, as with
+    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. A warning says
+    if the trainer's loss of the first batch is not that of the likelihood, as with
     ``label_smoothing_factor``.
 
     Args:
@@ -140,8 +140,8 @@ class MarginalLikelihood(TrainerCallback):
         y = Targets(self.learner.likelihood, self.learner.curvature)(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
             try:
-                loss = self._trainer.compute_loss(model, dict(batch))
-            except TypeError:  # one of the user's may need what the trainer gives in steps alone
+                loss: Any = self._trainer.compute_loss(model, dict(batch))
+            except Exception:  # it is raised again by the first step, if that calls it so
                 return
         if output.only is not None:
             self.learner.compare_loss(loss, output.only, y)

@@ -17,6 +17,8 @@ from kfac_backend.precision import at_least_float32
 
 TOLERANCE = 1e-3
 """Of the gradients' norm; several times the rounding of a coarser dtype if that is more."""
+MOST_NUMBERS = 2**22
+"""Of the gradients that are compared."""
 
 
 class OutputOf:
@@ -75,10 +77,11 @@ def warn_of_another_loss(
     terms = max(int(num_counted_terms(f, y, likelihood)), 1)
     count = terms if is_mean_over_terms else len(f)
     rounding = torch.finfo(f.dtype).eps
-    with torch.no_grad():
-        wide = at_least_float32(f.detach())
-        ours = (likelihood.gradient(wide, y).double() * scale / count).flatten(0, -2)  # (M, C)
-        loops = gradient.double().flatten(0, -2)
+    # Of some terms alone, where a vocabulary makes the gradients large: (M, C).
+    some = slice(max(1, MOST_NUMBERS // f.shape[-1]))
+    y, few = y.flatten(0, f.dim() - 2)[some], f.detach().flatten(0, -2)[some]
+    ours = likelihood.gradient(at_least_float32(few), y).detach().double() * scale / count
+    loops = gradient.flatten(0, -2)[some].double()
     # The gradient of a probability that is almost 0 or 1 is a difference of numbers close to 1.
     floor = 8 * rounding * scale / count * ours.numel() ** 0.5
 
@@ -91,14 +94,14 @@ def warn_of_another_loss(
     what = "classes" if likelihood.has_labels else "targets"
     if same(loops, factor * ours):
         found = f"is {factor:.4g} times that of the likelihood"
-        if any(abs(factor / number - 1) < TOLERANCE for number in {len(f), terms, f.numel()}):
+        if any(abs(factor / number - 1) < TOLERANCE for number in (len(f), terms, 2 * len(f))):
             found += ', as with reduction="sum". Take the mean'
         elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
             found += ", as of a mean over all terms that count. Pass mean_over='terms'"
         else:
             found += (
-                ", as of a mean over outputs, or a loss without the factor ½. Pass "
-                f"loss_scale={scale * factor:.6g} to the learner if that is the same for all batches"
+                ", as of a mean over outputs, or a loss without the factor ½. If it is for all "
+                f"batches, pass loss_scale={scale * factor:.6g} to the learner"
             )
     elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
         found = (
@@ -136,9 +139,9 @@ def _smoothing(loops: Tensor, ours: Tensor, y: Tensor, count: float, same: Any) 
     """
     C = ours.shape[1]
     counted = ours.any(1)
-    if y.is_floating_point() or len(y.flatten()) != len(ours):
+    if y.is_floating_point() or y.dim() > 1:
         return None
-    labels = nn.functional.one_hot(y.flatten().long().where(counted, 0), C)
+    labels = nn.functional.one_hot(y.long().where(counted, 0), C)
     spread = (labels.to(ours) - 1 / C) * counted[:, None] / count
     smoothing = float(((loops - ours) * spread).sum() / spread.square().sum())
     return smoothing if smoothing > 0 and same(loops, ours + smoothing * spread) else None

@@ -58,9 +58,9 @@ def optimizers_of(
     if missing := [name for name, p in named.items() if id(p) not in held]:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
-            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays would "
-            "be learned and never act. Pass the optimiser of this very model, made after the last "
-            "change of its parameters, or a list if there are several; or freeze what is not "
+            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
+            "would be learned and never act. Pass the optimiser of this very model, made after the "
+            "last change of its parameters, or a list if there are several; or freeze what is not "
             "trained (requires_grad_(False))."
         )
     return found

@@ -62,6 +62,9 @@ CASES = {
         "has another direction. Are there label smoothing, class weights",
     ),
     "a constant": ("classification", lambda f, y: F.cross_entropy(f, y) + 3.0, {}, None),
+    "sum of squares": (
+        "regression", lambda f, y: F.mse_loss(f, y, reduction="sum"), {}, 'is 16 times.*"sum"',
+    ),
     "squared error": ("regression", F.mse_loss, {}, "is 0.6667 times.*loss_scale=0.666667"),
     "squared error, scaled": ("regression", F.mse_loss, {"loss_scale": 2 / 3}, None),
     "another loss of one output": (
@@ -77,7 +80,7 @@ CASES = {
     "terms": ("classification of terms", of_terms, {"mean_over": "terms"}, None),
     "a sum of terms": (
         "classification of terms", lambda f, y: 10 * of_terms(f, y), {"mean_over": "terms"},
-        "is 10 times.*loss_scale=10 ",
+        "is 10 times.*loss_scale=10 to",
     ),
 }  # fmt: skip
 

@@ -184,14 +184,14 @@ def with_hugging_face(text, folder):
             f, y = model(inputs["x"])["logits"], inputs["labels"]
             return prior.learner.likelihood.loss(f, y) / len(f)
 
-    model = Model()
+    model, examples = Model(), zip(*data(text), strict=True)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=8,
         use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
         remove_unused_columns=False,
     )  # fmt: skip
     trainer = Trainer(
-        model, arguments, train_dataset=[{"x": x, "labels": y} for x, y in zip(*data(text))],
+        model, arguments, train_dataset=[{"x": x, "labels": y} for x, y in examples],
         optimizers=(adam(model), None),
     )  # fmt: skip
     prior = MarginalLikelihood.attached(trainer, text, **OPTIONS)
