@@ -48,7 +48,7 @@ def trained(likelihood, outputs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, outputs))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    learner = PriorLearner(likelihood, learn_sigma_noise=likelihood == "regression", epochs=200)
+    learner = PriorLearner(likelihood, epochs=200)
     rate = settling_rate(optimizer, 200 * len(loader))
     return OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 

@@ -56,8 +56,7 @@ def trained(likelihood, targets):
     model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
     loader = DataLoader(TensorDataset(x, targets), batch_size=100, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    learns_sigma = likelihood == "regression"
-    learner = PriorLearner(likelihood, learn_sigma_noise=learns_sigma, epochs=100)
+    learner = PriorLearner(likelihood, epochs=100)
     rate = settling_rate(optimizer, 100 * len(loader))
     return OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 

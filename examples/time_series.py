@@ -58,7 +58,7 @@ class Forecast(nn.Module):
 # %%
 model = Forecast()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-learner = PriorLearner("regression", learn_sigma_noise=True, epochs=EPOCHS)
+learner = PriorLearner("regression", epochs=EPOCHS)
 rate = settling_rate(optimizer, EPOCHS * len(loader))
 posterior = OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 

@@ -55,9 +55,8 @@ loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
 epochs = 400
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner(
-    "regression", learn_sigma_noise=True, weight_decay=1 / len(x), method="mackay", steps=1,
-    epochs=epochs,
-)  # fmt: skip
+    "regression", weight_decay=1 / len(x), method="mackay", steps=1, epochs=epochs
+)
 training = OnlineTraining(
     model,
     optimizer,

@@ -107,12 +107,7 @@ class Estimator(BaseEstimator):
         batches = Batches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
-        learner = PriorLearner(
-            self.likelihood,
-            weight_decay=self.weight_decay,
-            learn_sigma_noise=not is_classes,
-            epochs=self.epochs,
-        )
+        learner = PriorLearner(self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
         rate = settling_rate(optimizer, self.epochs * len(batches))
         with _seeded(seed):  # of dropout
             result = OnlineTraining(self.model_, optimizer, batches, learner, scheduler=rate).run()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import jacrev
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import Targets, detached, each_batch, split_batch
 from kfac_backend.model.calls import call_with, plain_attention
@@ -373,7 +374,7 @@ class KronLaplace(Posterior):
         """Continue from what `state_dict` returned, with the network at the same parameters.
 
         Raises:
-            ValueError: the network's parameters are others.
+            ValueError: the network's parameters, or the likelihood, are others.
         """
         here = parameter_vector(self.params).detach()
         if here.shape != state["mean"].shape or not torch.equal(here, state["mean"].to(here)):
@@ -387,7 +388,15 @@ class KronLaplace(Posterior):
         return self.fitted_factors().state_dict()
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
-        self.restore(KroneckerFactors.from_state_dict(state).to(self._device))
+        factors = KroneckerFactors.from_state_dict(state).to(self._device)
+        likelihood = likelihood_of(factors.likelihood)  # with the numbers of the fit
+        if likelihood.name != self.likelihood.name:
+            raise ValueError(
+                f"The state is of likelihood '{likelihood}', and this is of '{self.likelihood}'; "
+                "create it with the same."
+            )
+        self.likelihood = likelihood
+        self.restore(factors)
 
 
 class JacobianLaplace(KronLaplace):

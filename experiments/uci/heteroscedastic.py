@@ -104,9 +104,7 @@ def run_split(config: Config, k: int) -> dict[str, Any]:
         loader = training.batches((x, y), k)
         epochs = math.ceil(training.steps / len(loader))
         optimizer = torch.optim.Adam(model.parameters(), training.lr)
-        learner = PriorLearner(
-            LIKELIHOODS[method], learn_sigma_noise=method == "one noise", epochs=epochs
-        )
+        learner = PriorLearner(LIKELIHOODS[method], epochs=epochs)
         rate = settling_rate(optimizer, epochs * len(loader))
         OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
         assert learner.posterior is not None

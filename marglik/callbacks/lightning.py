@@ -11,13 +11,15 @@ prior.posterior  # fitted, with the learned weight decays
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_backend.extras import extra
+from kfac_backend.model.batches import Targets, split_batch
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.training.learner import PriorLearner
+from marglik.training.loss_agreement import OutputOf
 
 with extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,7 +33,8 @@ class MarginalLikelihood(Callback):
     After some epochs, and at the end, it updates the prior by the evidence on the training
     dataloader, and logs the evidence and the new weight decays to the trainer's loggers. Its state
     is saved in the trainer's checkpoints; they hold the parameters of the steps, the module holds
-    their average when the training ends. The module's optimiser must have no weight decay.
+    their average when the training ends. The module's optimiser must have no weight decay. A
+    warning says if the loss of the first batch is not that of the likelihood.
 
     Args:
         likelihood: likelihood of the module's loss: "classification", "regression" or "bernoulli".
@@ -56,6 +59,8 @@ class MarginalLikelihood(Callback):
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
         self._network = network
+        self._output: OutputOf | None = None  # in the first batch alone, as the batch itself
+        self._batch: Any = None
 
     @property
     def posterior(self) -> Posterior | None:
@@ -86,9 +91,44 @@ class MarginalLikelihood(Callback):
         per_epoch = math.ceil(per_epoch) if is_known else 1
         epochs = math.ceil(steps / per_epoch) if is_known else None
         self.learner.start(network, trainer.optimizers[0], loader, epochs)
+        self._output = OutputOf(network)
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         if is_known and trainer.global_step % per_epoch == 0:
             self._log(trainer, self.learner.end_of_epoch(trainer.global_step // per_epoch))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember the batch that the loss is of."""
+        self._batch = batch if self._output is not None else None
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Compare the first batch's loss with the likelihood's."""
+        if self._output is None:
+            return
+        f, network, batch = self._output.only, self._output.model, self._batch
+        self._forget_outputs()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
+        if f is not None and trainer.lightning_module.automatic_optimization:
+            options = self.learner.curvature
+            x, y = split_batch(batch, options.dict_key_y)
+            y = Targets(self.learner.likelihood, options)(network, x, y)
+            self.learner.compare_loss(loss / scale, f, y)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Remove all hooks."""
+        self._forget_outputs()
+        self.learner.detach()
+
+    def _forget_outputs(self) -> None:
+        if self._output is not None:
+            self._output.close()
+        self._output = self._batch = None
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -102,6 +142,7 @@ class MarginalLikelihood(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if the latest update was not at the final parameters, and log."""
+        self._forget_outputs()
         self._log(trainer, self.learner.end_of_training())
 
     def _log(self, trainer: Trainer, found: dict[str, float]) -> None:

@@ -9,20 +9,26 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
+from kfac_backend.model.batches import Targets, split_batch, to_device
+from kfac_backend.model.calls import forked_random_numbers
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
+from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.learner import PriorLearner
+from marglik.training.loss_agreement import OutputOf
 
 with extra("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -45,7 +51,9 @@ class MarginalLikelihood(TrainerCallback):
     the smallest, the median and the largest (``learner.record`` has all). Each checkpoint of the
     trainer gets a folder with its state; checkpoints hold the parameters of the steps, the model
     holds their average when the training ends (not with ``load_best_model_at_end``, which chooses
-    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required.
+    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. A warning says
+    if the trainer's loss of the first batch is not that of the likelihood, as with
+    ``label_smoothing_factor``.
 
     Args:
         trainer: the trainer, through which it logs.
@@ -104,6 +112,7 @@ class MarginalLikelihood(TrainerCallback):
                 "and a Fabric of several devices (torchrun -m marglik train), or in one process."
             )
         model: nn.Module = kwargs["model"]
+        self.learner.detach()  # a training that ended in an error did not
         if args.load_best_model_at_end:
             self.learner.schedule = replace(self.learner.schedule, average=None)
         if state.global_step:
@@ -117,12 +126,25 @@ class MarginalLikelihood(TrainerCallback):
                     "there."
                 )
             self.learner.load_state_dict(saved["prior"])
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        self.learner.start(
-            model, optimizer, kwargs["train_dataloader"], math.ceil(state.num_train_epochs)
-        )
+        loader = kwargs["train_dataloader"]
+        self.learner.start(model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs))
+        with forked_random_numbers(model), eval_mode(model):
+            self._compare_loss(model, next(iter(loader)))
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._log(self.learner.end_of_epoch(math.floor((state.epoch or 0) + ROUNDING)))
+
+    def _compare_loss(self, model: nn.Module, batch: Any) -> None:
+        """Compare the loss that the trainer computes with the likelihood's."""
+        batch = to_device(batch, next(model.parameters()).device)
+        x, y = split_batch(dict(batch), self.learner.curvature.dict_key_y)
+        y = Targets(self.learner.likelihood, self.learner.curvature)(model, x, y)
+        with torch.enable_grad(), closing(OutputOf(model)) as output:
+            try:
+                loss: Any = self._trainer.compute_loss(model, dict(batch))
+            except Exception:  # it is raised again by the first step, if that calls it so
+                return
+        if output.only is not None:
+            self.learner.compare_loss(loss, output.only, y)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the prior's gradient; the trainer has clipped the gradients before this."""

@@ -355,7 +355,6 @@ class Training:
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True)
-        has_sigma = likelihood_of(self.likelihood).has_sigma and not plain
         schedule = prior.schedule(run.epochs)
         if plain:
             schedule = replace(schedule, updates=0, average=None, clip=None)
@@ -376,7 +375,6 @@ class Training:
             weight_decay=prior.weight_decay,
             structure=prior.structure,
             method="adam" if prior.method == "fixed" else prior.method,
-            learn_sigma_noise=has_sigma,
             curvature_from=prior.curvature_from,
             schedule=schedule,
         )

@@ -174,7 +174,7 @@ def marglik_training(
     of = result.laplace
     found = KronLaplace(
         model,
-        likelihood,
+        of.likelihood,  # with the numbers that were learned
         curvature,
         prior_precision=of.prior_precision,
         sigma_noise=of.sigma_noise,

@@ -13,9 +13,10 @@ examples.
 import logging
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
@@ -48,13 +49,15 @@ from marglik.training.loaders import (
     count_examples,
     count_on_ranks,
 )
+from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.random_state import own_random_numbers
 from marglik.training.schedule import CurvatureFrom, Schedule
 from marglik.training.steps import (
+    StepWatch,
     WeightAverage,
     add_penalty,
-    check_no_weight_decay,
     clip_gradients,
+    optimizers_of,
     renew_batch_norm,
     stable_decays,
 )
@@ -95,10 +98,12 @@ class PriorLearner:
 
     The loop calls `start` once, before its first step; `add_to_gradients` once before each step of
     the optimiser, after its backward passes; `end_of_epoch` after each epoch; and `end_of_training`
-    after the last step. The learner holds the hyperparameters, the latest posterior, the evidences
-    and the average of the parameters; network and optimiser remain the loop's. `state_dict` can be
-    taken at any time after `start`. A state that is loaded waits for the next `start`, because
-    before that there are no hyperparameters to put it into.
+    after the last step. A call that is left out, or made twice, is an error that says so: hooks on
+    the optimiser see its steps until `end_of_training`. After an error in the data `end_of_epoch`
+    and `end_of_training` can be called again. The learner holds the hyperparameters, the latest
+    posterior, the evidences and the average of the parameters; network and optimiser remain the
+    loop's. `state_dict` can be taken at any time after `start`. A state is loaded before `start`,
+    which makes the hyperparameters that it is put into.
 
     Keep the learning rate high enough for the parameters to follow the decays; a rate that falls to
     zero freezes them where they are. `marglik.settling_rate` suits.
@@ -115,8 +120,10 @@ class PriorLearner:
         method: "adam" or "mackay".
         lr: Adam's step size on the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
-        sigma_noise: initial σ of regression; None takes 0.1 where it is learned, and 1 elsewhere.
-        learn_sigma_noise: whether σ of regression is learned.
+        sigma_noise: σ of regression, which is held fixed. None learns it, from 0.1; where nothing
+            is learned, as with updates=0, it is then 1.
+        learn_sigma_noise: True learns σ from ``sigma_noise``; False holds it fixed at 1 if
+            ``sigma_noise`` is None.
         mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
             it is a mean over all loss terms, as for a language model.
         loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
@@ -124,13 +131,14 @@ class PriorLearner:
         curvature_from: "auto" makes a pass over the data for each update, with a label drawn from
             the model for each loss term if all updates with the exact Fisher would take longer than
             the training; the last pass is exact. "pass" makes each as ``curvature`` says.
-        schedule: when updates happen, and what is averaged; or give its fields as keywords, such as
-            ``updates``, ``every``, ``burn_in``, ``steps`` and ``average``, see `Schedule`.
+        schedule: when updates happen, and what is averaged.
         hyperparameters: your own, in place of weight_decay, structure, method, lr and the noise.
-        options: fields of `Schedule`.
+        options: single fields of `Schedule`, such as ``updates``, ``every``, ``burn_in``, ``steps``
+            and ``average``, and of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_y``.
 
     Raises:
         ValueError: an option that is not supported.
+        TypeError: a keyword that is no option.
     """
 
     STATE = (
@@ -150,7 +158,7 @@ class PriorLearner:
         lr: float = 0.1,
         temperature: float = 1.0,
         sigma_noise: float | None = None,
-        learn_sigma_noise: bool = False,
+        learn_sigma_noise: bool | None = None,
         mean_over: MeanOver = "examples",
         loss_scale: float = 1.0,
         curvature_from: CurvatureFrom = "auto",
@@ -158,6 +166,17 @@ class PriorLearner:
         hyperparameters: Hyperparameters | None = None,
         **options: Any,
     ) -> None:
+        of_schedule, of_curvature = (
+            [field.name for field in fields(kind)] for kind in (Schedule, CurvatureOptions)
+        )
+        for name in options:
+            if name not in of_schedule + of_curvature:
+                raise TypeError(
+                    f"{name!r} is not an option of PriorLearner; beside its arguments there are "
+                    f"those of Schedule ({', '.join(of_schedule)}) and those of CurvatureOptions "
+                    f"({', '.join(of_curvature)})."
+                )
+        curvature = curvature.but(**{k: v for k, v in options.items() if k in of_curvature})
         curvature.check(likelihood)
         check_option("mean_over", mean_over, MeanOver)
         check_option("curvature_from", curvature_from, CurvatureFrom)
@@ -170,9 +189,9 @@ class PriorLearner:
             )
         self._asked = likelihood_of(likelihood)
         self.curvature = curvature
-        self.schedule = replace(schedule, **options)
-        s = self.schedule
-        learns = s.updates and s.steps and (s.epochs is None or s.burn_in <= s.epochs)
+        s = replace(schedule, **{k: v for k, v in options.items() if k in of_schedule})
+        self.schedule = s
+        learns = bool(s.updates and s.steps and (s.epochs is None or s.burn_in <= s.epochs))
         self._to_learn = self._asked.to_learn() if learns else {}
         self.likelihood = self._asked.but(**self._to_learn) if self._to_learn else self._asked
         """The likelihood, with the noises that it has come to."""
@@ -199,6 +218,8 @@ class PriorLearner:
         self._weight_decay = weight_decay
         self._replayed: Mapping[int, tuple[Tensor, Tensor, str]] = {}
         self._given_ranges: dict[str, float] = {}
+        if learn_sigma_noise is None:
+            learn_sigma_noise = self._asked.has_sigma and sigma_noise is None and learns
         if sigma_noise is None:
             sigma_noise = 0.1 if learn_sigma_noise else 1.0
         self._make_hyperparameters = partial(
@@ -210,16 +231,18 @@ class PriorLearner:
         )
         # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
+        self._watch: StepWatch | None = None  # from `start` to `end_of_training`
         self.clipped: Tensor | int = 0
         """Number of steps of this epoch whose gradients were limited, see `Schedule`."""
 
     def start(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loader: Loader,
         epochs: int | None = None,
         *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
         ranks: Ranks | None = None,
         sums_terms: bool = False,
     ) -> None:
@@ -228,26 +251,30 @@ class PriorLearner:
         Args:
             model: the network, whose outputs are logits, or means for regression. Of a
                 `DistributedDataParallel`, pass its ``module``.
-            optimizer: the network's optimiser, without weight decay.
+            optimizer: the network's optimiser, without weight decay, or a list of several, which
+                hold all trainable parameters.
             loader: batches (x, y), or mappings, of training and of the curvature pass; with several
                 ranks this rank's shard.
             epochs: number of epochs, if it is known.
+            loss: the loop's loss as a function of outputs and the batch's targets, which is
+                compared with the likelihood's on the first batch; see `compare_loss`.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms; with it,
                 mean_over must be "examples".
 
         Raises:
-            ValueError: an optimiser with weight decay, no data, a state of another model or of
-                other options, loaders that are not shards of one data set, or mean_over="examples"
-                for examples with several loss terms.
+            ValueError: an optimiser with weight decay, or without some trainable parameter; no
+                data, a state of another model or of other options, loaders that are not shards of
+                one data set, or mean_over="examples" for examples with several loss terms.
             RankError: ranks with different models or options.
         """
         check_module(model)
-        check_no_weight_decay(optimizer)
+        self.detach()
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizers = optimizers_of(optimizer, self._named)
         self._ranks = Ranks() if ranks is None else ranks
         check_shards(loader, self._ranks)
-        self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model, self._loader = model, loader
         self.schedule = replace(self.schedule, epochs=epochs)
         if epochs is None and self.schedule.average == "last":
             warnings.warn(
@@ -277,13 +304,23 @@ class PriorLearner:
         if self._given_ranges:
             set_ranges(model, self._given_ranges)
         self._ranges = RangeLearner(model)
-        self._terms_per_example = self._look_at_data(sums_terms)
+        self._terms_per_example = self._look_at_data(sums_terms, loss)
         if self._state is not None:
             self._load(self._state)
             self._state = None
         self._set_decays()
+        self._watch = StepWatch(self._optimizers, list(self._named.values()))
 
-    def _look_at_data(self, sums_terms: bool) -> float:
+    def detach(self) -> None:
+        """Remove the hooks from the optimiser, as `end_of_training` does: nothing is checked then.
+
+        For a loop that was given up while the learner and the optimiser live on.
+        """
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def _look_at_data(self, sums_terms: bool, loss: Callable[[Any, Any], Tensor] | None) -> float:
         """Loss terms per example, which the share of the prior in a mean over terms depends on.
 
         Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
@@ -295,11 +332,11 @@ class PriorLearner:
         with forked_random_numbers(self._model), eval_mode(self._model), torch.no_grad():
             for index, batch in enumerate(self._loader):
                 # A copy, since a model may change its input in place.
-                x, y = split_batch(
+                x, labels = split_batch(
                     deepcopy(to_device(batch, device)) if index == 0 else batch,
                     self.curvature.dict_key_y,
                 )
-                y = targets(self._model, x, y)
+                y = targets(self._model, x, labels)
                 counted = counted_terms(y, self.likelihood)
                 terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
                 examples += len(y)
@@ -308,6 +345,10 @@ class PriorLearner:
                     f = logits_of(self._model(*args, **kwargs))
                     of_position = self.likelihood.num_vectors(f.shape[-1])
                     self._vectors = f.shape[1:-1].numel() * of_position
+                    if loss is not None:
+                        with torch.enable_grad():
+                            f = f.detach().requires_grad_()
+                            self.compare_loss(loss(f, labels), f, y)
                 if self.mean_over == "examples":
                     break
         of_ranks = self._ranks.gather((terms, examples, self._vectors))
@@ -321,6 +362,26 @@ class PriorLearner:
                 "start(..., sums_terms=True)."
             )
         return 1.0 if sums_terms else found
+
+    def compare_loss(self, loss: Tensor, f: Tensor, y: Tensor) -> None:
+        """Warn, with the likely cause, if the loop's loss is not the one that is described here.
+
+        Described by the likelihood, ``mean_over`` and ``loss_scale``; call it once, with the first
+        batch. A constant that is added makes no difference.
+
+        Args:
+            loss: the loop's loss, with its graph.
+            f: outputs, with their graph.
+            y: targets of the outputs.
+        """
+        warn_of_another_loss(
+            loss,
+            f,
+            y,
+            self.likelihood,
+            is_mean_over_terms=self.mean_over == "terms",
+            scale=self.loss_scale,
+        )
 
     @property
     def _draws_labels(self) -> bool:
@@ -352,13 +413,15 @@ class PriorLearner:
             scale: what the loss was multiplied with, as gradient scalers do.
 
         Raises:
-            RuntimeError: `start` was not called.
+            RuntimeError: `start` was not called, or this was called for the same step before.
         """
         if not hasattr(self, "hyperparameters"):
             raise RuntimeError(
                 "The prior has no parameters yet; call start(model, optimizer, loader) before the "
                 "first step."
             )
+        if self._watch is not None:
+            self._watch.check_not_added()
         parameters = list(self._named.values())
         if self.schedule.is_averaged(self._epoch + 1):
             self._average.add(parameters)  # what the steps before this one have come to
@@ -378,10 +441,12 @@ class PriorLearner:
         self._highest_rate = max(self._highest_rate, self._rate)
         penalty = add_penalty(parameters, self._stable_decays(), self._gradient_scale * scale)
         clip = self.schedule.clip if self._steps > OBSERVED_STEPS else None
-        self._gradient_norm, is_clipped = clip_gradients(
+        self._gradient_norm, is_clipped, finite = clip_gradients(
             parameters, self._gradient_norm, clip, scale
         )
         self.clipped = self.clipped + is_clipped
+        if self._watch is not None:
+            self._watch.added(finite)
         return penalty
 
     @property
@@ -391,11 +456,11 @@ class PriorLearner:
 
     def _stable_decays(self) -> list[float]:
         """The decays that the optimiser takes at its present rates, one for each tensor."""
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        rates = [float(group["lr"]) for of in self._optimizers for group in of.param_groups]
         if rates != self._stable_at:
             self._stable_at = rates
             self._stable, limited = stable_decays(
-                self._named, self._optimizer, self._decays, self._gradient_scale
+                self._named, self._optimizers, self._decays, self._gradient_scale
             )
             _warn_of(
                 [name for name in limited if name not in self.limited],
@@ -472,11 +537,10 @@ class PriorLearner:
         cannot tell. So a classifier's decays come down to their values rather than up to them.
         """
         groups, schedule = self.hyperparameters.groups, self.schedule
-        inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)  # Fabric's wrapper
         # Not with optimisers that divide gradients by their size, and the decays' pull with them.
         if (
             self.likelihood.kind != "classes"
-            or not isinstance(inner, torch.optim.SGD)
+            or not all(isinstance(of, torch.optim.SGD) for of in self._optimizers)
             or not isinstance(self._loader, Sized)
         ):
             return
@@ -485,7 +549,8 @@ class PriorLearner:
         if first is None:
             return
         # Not so far that the weights would have vanished before the first update.
-        momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
+        momenta = [group["momentum"] for of in self._optimizers for group in of.param_groups]
+        momentum = float(max(momenta))
         rate = self._rate / max(1 - momentum, 1e-3)
         start = min(LARGEST_START, LARGEST_DECLINE / (rate * first * len(self._loader)))
         decays = self.weight_decays()
@@ -503,7 +568,7 @@ class PriorLearner:
 
     @property
     def _rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self._optimizers[0].param_groups[0]["lr"])
 
     @torch.no_grad()
     def _may_be_invariant(self, name: str) -> bool:
@@ -536,21 +601,40 @@ class PriorLearner:
 
         Args:
             epoch: number of the epoch that has ended, from 1; one that has ended before, as after a
-                resume, is ignored.
+                resume, is ignored. After an error it has not, and can be given again.
 
         Raises:
             FloatingPointError: the evidence is not finite.
         """
         if epoch <= self._epoch:
             return {}
-        self._epoch = epoch
-        self.clipped = 0
-        if epoch in self._replayed:
-            delta, sigma, likelihood = self._replayed[epoch]
-            self.likelihood = likelihood_of(likelihood)
-            self.hyperparameters.set(delta, sigma)
-            self._set_decays()
-        return self._update(self.schedule.steps) if self.is_due(epoch) else {}
+        with self._unchanged_by_errors():
+            self._epoch = epoch
+            self.clipped = 0
+            if epoch in self._replayed:
+                delta, sigma, likelihood = self._replayed[epoch]
+                self.likelihood = likelihood_of(likelihood)
+                self.hyperparameters.set(delta, sigma)
+                self._set_decays()
+            return self._update(self.schedule.steps) if self.is_due(epoch) else {}
+
+    @contextmanager
+    def _unchanged_by_errors(self) -> Iterator[None]:
+        """A context after which an error, as of the data, has left the learner as it was."""
+        before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
+        parts = self.hyperparameters, self._ranges
+        states, ranges = [deepcopy(part.state_dict()) for part in parts], ranges_of(self._model)
+        numbers = dict(self.likelihood.numbers)
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            self.likelihood.numbers.update(numbers)  # `likelihood_step` differentiates in them
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
+            if ranges:
+                set_ranges(self._model, ranges)
+            raise
 
     def end_of_training(self) -> dict[str, float]:
         """Take the average, and update the prior there; returns what to log.
@@ -562,7 +646,15 @@ class PriorLearner:
 
         Raises:
             FloatingPointError: see `end_of_epoch`.
+            RuntimeError: `end_of_epoch` was never called.
         """
+        if self._steps and not self._epoch:
+            raise RuntimeError(
+                f"end_of_epoch was not called in {self._steps} steps, so that no update was made. "
+                "Call end_of_epoch(epoch) after each epoch, with epoch = 1, 2, ...; also after one "
+                "that is cut short."
+            )
+        self.detach()
         # Step 1: the average, if there is one, takes the place of the last step's parameters.
         if self._average.count:
             parameters = list(self._named.values())
@@ -582,22 +674,25 @@ class PriorLearner:
         # perhaps before a resume, is not made again.
         found: dict[str, float] = {}
         here = parameter_vector(self._named.values())
-        is_fitted = self.posterior is not None and torch.equal(here, self.posterior.mean)
-        is_updated = self._steps == self._steps_at_update and (self.posterior is None or is_fitted)
-        learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
-        if learns and (schedule.keep == "last" or schedule.is_due(self._epoch)):
-            found = self._update(schedule.steps, is_last=True)
-        elif not is_fitted or self._draws_labels:
-            if is_updated:
-                self.evidences.pop()  # the same update's, of drawn labels or before a resume
-            self.evidences.append(self._fit(0, is_last=True)[0][-1])
-        # Step 3: back to the best update, if that is asked for.
-        if self._best is not None and self._best["evidence"] > self.evidences[-1]:
-            self._model.load_state_dict(self._best["model"])
-            self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
-            self.likelihood = likelihood_of(self._best["likelihood"])
-            self.kept_epoch = self._best["epoch"]
-            self.evidences.append(self._fit(0, is_last=True)[0][-1])
+        with self._unchanged_by_errors():
+            is_fitted = self.posterior is not None and torch.equal(here, self.posterior.mean)
+            is_updated = self._steps == self._steps_at_update and (
+                self.posterior is None or is_fitted
+            )
+            learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
+            if learns and (schedule.keep == "last" or schedule.is_due(self._epoch)):
+                found = self._update(schedule.steps, is_last=True)
+            elif not is_fitted or self._draws_labels:
+                if is_updated:
+                    self.evidences.pop()  # the same update's, of drawn labels or before a resume
+                self.evidences.append(self._fit(0, is_last=True)[0][-1])
+            # Step 3: back to the best update, if that is asked for.
+            if self._best is not None and self._best["evidence"] > self.evidences[-1]:
+                self._model.load_state_dict(self._best["model"])
+                self.hyperparameters.set(self._best["prior_precision"], self._best["sigma_noise"])
+                self.likelihood = likelihood_of(self._best["likelihood"])
+                self.kept_epoch = self._best["epoch"]
+                self.evidences.append(self._fit(0, is_last=True)[0][-1])
         _warn_of(
             [f"{name} (a factor of {move:.1f})" for name, move in self._moves.items()],
             "The training ended before its weight decays settled: the last update during steps at "
@@ -711,7 +806,16 @@ class PriorLearner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; takes effect at the next `start`."""
+        """Continue from what `state_dict` returned; takes effect at the next `start`.
+
+        Raises:
+            RuntimeError: `start` was called already.
+        """
+        if self._watch is not None:
+            raise RuntimeError(
+                "The learner has started, and a state takes effect at its start alone. Call "
+                "load_state_dict(state) before start(...); here, detach(), then both."
+            )
         self._state = dict(state)
 
     def _identity(self) -> dict[str, Any]:

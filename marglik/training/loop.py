@@ -24,7 +24,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -248,7 +248,8 @@ class OnlineTraining:
 
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)
-        with bar, kept_mode(self.model):
+        with bar, kept_mode(self.model), ExitStack() as stack:
+            stack.callback(self.learner.detach)  # its hooks, also after an exception
             bar.update(self._epoch)
             while self.learner.ended_epochs < epochs:
                 # Algorithm 1: the network's steps on the objective of the present prior, ...
@@ -461,6 +462,7 @@ class OnlineTraining:
         Raises:
             ValueError: the state of another run.
         """
+        self.learner.detach()  # it is started again, from this state
         self.learner.load_state_dict(state["learner"])
         self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []

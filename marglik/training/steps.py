@@ -9,6 +9,7 @@ The average θ̄ of the parameters is that of Izmailov et al. 2018 (arXiv:1803.0
 torch.optim.swa_utils does the sums.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -28,33 +29,132 @@ NEW_NORM = 0.02
 """Weight of a step's norm in the running mean of `clip_gradients`: about fifty steps count."""
 
 
-def check_no_weight_decay(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if the optimiser has a weight decay of its own."""
-    if any(group.get("weight_decay") for group in optimizer.param_groups):
+def optimizers_of(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
+) -> list[torch.optim.Optimizer]:
+    """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
+
+    Raises:
+        TypeError: what is no optimiser of torch.
+        ValueError: a weight decay of their own, or a parameter that none of them holds.
+    """
+    found: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    for index, optimizer in enumerate(found):
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"The optimiser is {type(optimizer).__name__}; a torch.optim.Optimizer is needed, "
+                "or a list of them."
+            )
+        found[index] = optimizer
+    groups = [group for optimizer in found for group in optimizer.param_groups]
+    if any(group.get("weight_decay") for group in groups):
         raise ValueError(
             "The optimiser has a weight decay of its own; the prior takes its place. "
             "Set the optimiser's weight_decay to 0."
         )
+    held = {id(p) for group in groups for p in group["params"]}
+    if missing := [name for name, p in named.items() if id(p) not in held]:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
+            "would be learned and never act. Pass the optimiser of this very model, made after the "
+            "last change of its parameters, or a list if there are several; or freeze what is not "
+            "trained (requires_grad_(False))."
+        )
+    return found
+
+
+class StepWatch:
+    """Sees by hooks that each step of the optimisers has the prior's gradient, and has it once.
+
+    The hooks hold it by a weak reference and are removed with it, so that what owns it may end in
+    any way.
+
+    Args:
+        optimizers: whose steps are watched; each may step more rarely than the prior is added.
+        parameters: to whose gradients the prior's is added.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]
+    ) -> None:
+        self._added = 0
+        self._at_step = [0] * len(optimizers)
+        # The gradient itself: it is another tensor once it has been cleared. Of the smallest
+        # parameter, since it may be held for longer than the loop would.
+        self._smallest = min(parameters, key=Tensor.numel)
+        self._waiting: tuple[Tensor | None, Tensor] | None = None
+        own = weakref.ref(self)
+
+        def hook_of(index: int) -> Any:
+            def hook(*_: Any) -> None:
+                if (watch := own()) is not None:
+                    watch._after_step(index)
+
+            return hook
+
+        self._handles = [
+            optimizer.register_step_post_hook(hook_of(index))
+            for index, optimizer in enumerate(optimizers)
+        ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check_not_added(self) -> None:
+        """Raise a RuntimeError if the gradients have the prior's already, and no step took them."""
+        if self._waiting is None:
+            return
+        gradient, finite = self._waiting
+        # A gradient scaler takes no step with gradients that are not finite.
+        if gradient is self._smallest.grad and finite:
+            raise RuntimeError(
+                "add_to_gradients was called twice for one step of the optimiser, and the prior "
+                "would count twice. Call it once before each optimizer.step(), after the last "
+                "backward pass, and optimizer.zero_grad() after the step."
+            )
+
+    def added(self, finite: Tensor) -> None:
+        """Note that the gradients have the prior's now; whether they are all finite."""
+        self._added += 1
+        self._waiting = self._smallest.grad, finite
+
+    def _after_step(self, index: int) -> None:
+        if self._at_step[index] == self._added:
+            raise RuntimeError(
+                "The optimiser has taken a step without the prior's gradient, so that no weight "
+                "decay acts. Call add_to_gradients() before each optimizer.step(), after the "
+                "backward passes; if no more is to be learned, end_of_training() or detach()."
+            )
+        self._at_step[index] = self._added
+        self._waiting = None
 
 
 def stable_decays(
-    named: Mapping[str, Tensor], optimizer: Any, decays: Sequence[float], variance: float
+    named: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    decays: Sequence[float],
+    variance: float,
 ) -> tuple[list[float], list[str]]:
-    """Weight decays that the optimiser can take, and the names of the parameters that were limited.
+    """Weight decays that optimisers can take, and the names of the parameters that were limited.
 
     SGD's decays are limited to 1 / (lr · variance). Other optimisers take any decay: Adam's steps
     do not grow with the gradient, and K-FAC's damping grows with the decay.
 
     Args:
         named: the trainable tensors.
-        optimizer: their optimiser, or a wrapper of it with the attribute ``optimizer``.
+        optimizers: their optimisers.
         decays: their weight decays.
         variance: factor on the penalty's gradient, see `add_penalty`.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, torch.optim.SGD):
-        return list(decays), []
-    rates = {p: group["lr"] for group in inner.param_groups for p in group["params"]}
+    groups = [g for of in optimizers if isinstance(of, torch.optim.SGD) for g in of.param_groups]
+    rates = {p: group["lr"] for group in groups for p in group["params"]}
     largest = [1 / (rates[p] * variance) if rates.get(p) else torch.inf for p in named.values()]
     limited = [name for name, wd, most in zip(named, decays, largest, strict=True) if wd > most]
     return list(map(min, decays, largest)), limited
@@ -91,7 +191,7 @@ def clip_gradients(
     running: Tensor | None,
     clip: float | None,
     scale: Tensor | float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Limit the norm of all gradients together to ``clip`` times its running mean.
 
     A high and constant learning rate is at the edge of what is stable, and a weight decay moves a
@@ -106,12 +206,13 @@ def clip_gradients(
         scale: factor that the gradients contain, as of a gradient scaler.
 
     Returns:
-        The new running mean, and whether the gradients were limited (0 or 1). On the device, since
-        reading a number would wait for it.
+        The new running mean, whether the gradients were limited (0 or 1), and whether they are
+        finite. On the device, since reading a number would wait for it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.stack(torch._foreach_norm(gradients)).norm().float() / scale
     running = norm if running is None else running.to(norm.device)
+    running = torch.where(running.isfinite(), running, norm)  # a scaler's first step may be skipped
     is_large = torch.zeros_like(norm, dtype=torch.bool)
     if clip is not None:
         # A gradient scaler skips a step whose gradients are not finite; so does the mean.
@@ -120,8 +221,8 @@ def clip_gradients(
         if norm.device.type != "cpu" or is_large:  # a GPU would have to be waited for
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         norm = norm * factor
-    mean = torch.where(norm.isfinite(), running.lerp(norm, NEW_NORM), running)
-    return mean, is_large.long()
+    finite = norm.isfinite()
+    return torch.where(finite, running.lerp(norm, NEW_NORM), running), is_large.long(), finite
 
 
 class WeightAverage:

@@ -15,6 +15,7 @@ from marglik import (
     Posterior,
     PriorGroups,
     PriorLearner,
+    laplace_predictive,
     marglik_training,
     settling_rate,
     update_prior,
@@ -280,6 +281,59 @@ def test_several_terms_are_asked_for_before_anything_is_done():
         PriorLearner("classification", learn_sigma_noise=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "learns"),
+    [
+        ({}, 0.1, True),
+        ({"sigma_noise": 0.3}, 0.3, False),
+        ({"learn_sigma_noise": False}, 1.0, False),
+        ({"learn_sigma_noise": True, "sigma_noise": 0.3}, 0.3, True),
+        ({"updates": 0}, 1.0, False),
+        ({"burn_in": 9, "epochs": 5}, 1.0, False),
+    ],
+)
+def test_the_noise_of_regression_is_learned_unless_it_is_given(options, expected, learns):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1] + 0.1 * torch.randn(60, 1, generator=torch.Generator().manual_seed(1))
+    model, prior = nn.Linear(4, 1), PriorLearner("regression", **options)
+    prior.start(model, sgd(model), [(x, y)], 5)
+    assert float(prior.hyperparameters.sigma_noise) == pytest.approx(expected)
+    assert prior.hyperparameters.learn_sigma_noise == learns
+
+
+def test_the_noise_that_is_learned_is_that_of_the_data():
+    x = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1] + 0.1 * torch.randn(300, 1, generator=torch.Generator().manual_seed(1))
+    model, prior = nn.Linear(4, 1), PriorLearner("regression")
+    data = DataLoader(TensorDataset(x, y), 30)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    learn(model, optimizer, prior, data, 20, loss=lambda f, y: (f - y).square().sum() / len(f) / 2)
+    std = laplace_predictive(prior.posterior)(x).total.sqrt()
+    assert std.mean() == pytest.approx(0.1, rel=0.1)
+
+
+def test_keywords_are_options_of_the_schedule_or_the_curvature():
+    x, y = dataset().tensors
+    model, data = network(), [{"input": x, "target": y}]
+    prior = PriorLearner("classification", dict_key_y="target", kfac_approx="reduce", every=1)
+    assert prior.curvature.kfac_approx == "reduce" and prior.schedule.every == 1
+    prior.start(model := ByKey(model), sgd(model), data, 2)
+    assert prior.num_data == len(x)
+    with pytest.raises(TypeError, match="'dict_key' is not an option.*every.*dict_key_y"):
+        PriorLearner("classification", dict_key="target")
+    with pytest.raises(ValueError, match="kfac_approx='both'"):
+        PriorLearner("classification", kfac_approx="both")
+
+
+class ByKey(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch):
+        return self.net(batch["input"])
+
+
 def test_a_step_before_the_start_is_told():
     with pytest.raises(RuntimeError, match="call start\\(model, optimizer, loader\\) before"):
         PriorLearner("classification").add_to_gradients()
@@ -334,7 +388,7 @@ def test_limits_the_norm_to_a_multiple_of_its_running_mean(scale):
         mean = norm if mean is None else mean + NEW_NORM * (factor * norm - mean)
         p = nn.Parameter(torch.zeros(5))
         p.grad = scale * g
-        running, is_clipped = clip_gradients([p], running, 2.0, torch.tensor(scale))
+        running, is_clipped, _ = clip_gradients([p], running, 2.0, torch.tensor(scale))
         clipped.append(int(is_clipped))
         assert_close(p.grad / scale, factor * g)
         assert_close(running.item(), mean, rtol=1e-5, atol=0)
@@ -349,6 +403,16 @@ def test_gradients_that_are_not_limited_are_left(gradient, clip, mean):
     """Without a limit, the norm is followed alone; infinite ones are left to a scaler."""
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor(gradient)
-    running, is_clipped = clip_gradients([p], torch.tensor(1.0), clip, torch.tensor(1.0))
+    running, is_clipped, finite = clip_gradients([p], torch.tensor(1.0), clip, torch.tensor(1.0))
     assert p.grad.tolist() == gradient and not is_clipped
-    assert running.item() == pytest.approx(mean)
+    assert running.item() == pytest.approx(mean) and finite == (mean > 1)
+
+
+def test_the_running_mean_starts_at_the_first_norm_that_is_finite():
+    """A gradient scaler's first steps are often skipped, as its factor is too large."""
+    p, mean, clipped = nn.Parameter(torch.zeros(2)), None, []
+    for norm in (float("inf"), 3.0, 3.0, 60.0):
+        p.grad = torch.tensor([norm, 0.0])
+        mean, is_clipped, _ = clip_gradients([p], mean, 2.0, torch.tensor(1.0))
+        clipped.append(int(is_clipped))
+    assert clipped == [0, 0, 0, 1] and p.grad[0] == pytest.approx(6.0)

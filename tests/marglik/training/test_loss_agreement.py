@@ -1,0 +1,203 @@
+"""A loop whose loss is not that of its likelihood is told so, with the likely cause."""
+
+import logging
+import re
+import warnings
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from marglik import PriorLearner
+from marglik.callbacks.lightning import MarginalLikelihood
+from tests.marglik.callbacks.online import LR, dataset, loader, network, sgd
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WEIGHTS = torch.tensor([0.5, 3.0, 1.0])
+
+
+def told(call):
+    """What the warnings of a call say about losses."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in found if "The loop's loss is not" in str(w.message)]
+
+
+def weighted_mean(f, y):
+    return F.cross_entropy(f, y, WEIGHTS.to(f), reduction="none").mean()
+
+
+def of_terms(f, y):
+    return F.cross_entropy(f.flatten(0, 1), y.flatten())
+
+
+# Name -> likelihood, loss, options of the learner, and what is said; None for losses that agree.
+CASES = {
+    "mean": ("classification", F.cross_entropy, {}, None),
+    "sum": (
+        "classification", lambda f, y: F.cross_entropy(f, y, reduction="sum"), {},
+        'is 8 times that .*reduction="sum". Take the mean',
+    ),
+    "smoothing": (
+        "classification", lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1), {},
+        r"labels smoothed by 0.1. Pass the likelihood 'classification\(smoothing=0.1\)'",
+    ),
+    "smoothing that is named": (
+        "classification(smoothing=0.1)",
+        lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1), {}, None,
+    ),
+    "class weights": (
+        "classification", weighted_mean, {}, r"counts some classes more.*weights=\[1, 2\]",
+    ),
+    "class weights that are named": (
+        f"classification(weights={WEIGHTS.tolist()})", weighted_mean, {}, None,
+    ),
+    "another term": (
+        "classification", lambda f, y: F.cross_entropy(f, y) + 0.1 * f.square().mean(), {},
+        "has another direction. Are there label smoothing, class weights",
+    ),
+    "a constant": ("classification", lambda f, y: F.cross_entropy(f, y) + 3.0, {}, None),
+    "sum of squares": (
+        "regression", lambda f, y: F.mse_loss(f, y, reduction="sum"), {}, 'is 16 times.*"sum"',
+    ),
+    "squared error": ("regression", F.mse_loss, {}, "is 0.6667 times.*loss_scale=0.666667"),
+    "squared error, scaled": ("regression", F.mse_loss, {"loss_scale": 2 / 3}, None),
+    "another loss of one output": (
+        "regression of one", lambda f, y: F.huber_loss(f, y, delta=0.1), {}, "another direction",
+    ),
+    "counts without log y!": (
+        "poisson", lambda f, y: F.poisson_nll_loss(f, y, reduction="sum") / len(f), {}, None,
+    ),
+    "mean over outputs": (
+        "bernoulli", F.binary_cross_entropy_with_logits, {},
+        "is 0.3333 times.*mean over outputs.*loss_scale=0.333333",
+    ),
+    "terms": ("classification of terms", of_terms, {"mean_over": "terms"}, None),
+    "a sum of terms": (
+        "classification of terms", lambda f, y: 10 * of_terms(f, y), {"mean_over": "terms"},
+        "is 10 times.*loss_scale=10 to",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_a_function_is_compared_on_the_first_batch(name, dtype):
+    likelihood, loss, options, expected = CASES[name]
+    likelihood, _, kind = likelihood.partition(" of ")
+    x, y = dataset().tensors
+    targets = {"regression": x[:, :3], "poisson": y[:, None].expand(-1, 3).to(dtype)}
+    targets["bernoulli"] = (x[:, :3] > 0).to(dtype)
+    y = targets.get(likelihood, y)
+    y = y.to(dtype) if y.is_floating_point() else y
+    x = x.to(dtype)
+    model = network().to(dtype)
+    if kind == "one":
+        model, y = nn.Linear(4, 1, dtype=dtype), y[:, :1]
+    if kind == "terms":
+        x, y = x[:, None].expand(-1, 2, -1), torch.stack([y, (y + 1) % 3], 1)
+    prior = PriorLearner(likelihood, **options)
+    data = DataLoader(TensorDataset(x, y), 8)
+    found = told(lambda: prior.start(model, sgd(model), data, 2, loss=loss))
+    assert len(found) == (expected is not None)
+    assert all(re.search(expected, message) for message in found), found
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.net, self.dropout, self.options = network(), nn.Dropout(0.5), options
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.net(self.dropout(x)), y, **self.options)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), LR)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, None), ({"label_smoothing": 0.2}, "smoothed by 0.2"), ({"reduction": "sum"}, "8 times")],
+)
+def test_lightnings_callback_compares_the_first_batch(options, accumulated, expected):
+    """Of the steps themselves, with their dropout; one warning."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    module = Classifier(**options)
+    prior = MarginalLikelihood("classification", network="net", every=1, steps=1)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[prior],
+        accumulate_grad_batches=accumulated,
+    )  # fmt: skip
+    found = told(lambda: trainer.fit(module, loader()))
+    assert len(found) == (expected is not None)
+    assert all(expected in message for message in found)
+    assert not module.net._forward_hooks
+
+
+def test_lightnings_callback_leaves_no_hooks_after_an_exception():
+    class Fails(Classifier):
+        def training_step(self, batch, index):
+            raise OSError("the disk")
+
+    module, prior = Fails(), MarginalLikelihood("classification", network="net")
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[prior],
+    )  # fmt: skip
+    with pytest.raises(OSError, match="the disk"):
+        trainer.fit(module, loader())
+    assert not module.net._forward_hooks
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("plain", None), ("smoothing", "smoothed by 0.1"), ("weights", "counts some classes more")],
+)
+def test_hugging_faces_callback_compares_the_trainers_loss(kind, expected, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from marglik.callbacks.transformers import MarginalLikelihood as Callback
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+            self.config = transformers.PretrainedConfig()
+
+        def forward(self, x, labels=None):
+            logits = self.net(x)
+            loss = None if labels is None else F.cross_entropy(logits, labels)
+            return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+    class Weighted(transformers.Trainer):
+        """As Hugging Face's documentation shows it."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = weighted_mean(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    model = Model()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=8, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_strategy="no", logging_strategy="no",
+        label_smoothing_factor=0.1 if kind == "smoothing" else 0.0,
+    )  # fmt: skip
+    trainer = (Weighted if kind == "weights" else transformers.Trainer)(
+        model, arguments, train_dataset=[{"x": x, "labels": y} for x, y in dataset()],
+        optimizers=(sgd(model), None),
+    )  # fmt: skip
+    Callback.attached(trainer, "classification", steps=1)
+    found = told(trainer.train)
+    assert len(found) == (expected is not None)
+    assert all(expected in message for message in found)
+    assert not model._forward_hooks

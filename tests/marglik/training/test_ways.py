@@ -1,0 +1,280 @@
+"""All ways of training learn what a likelihood leaves open, and keep it: saved and loaded, too."""
+
+import logging
+import warnings
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend.likelihoods import likelihood_of
+from marglik import (
+    KronLaplace,
+    MarglikClassifier,
+    MarglikRegressor,
+    OnlineTraining,
+    Posterior,
+    PriorLearner,
+    load_posterior,
+    marglik_training,
+    maximize_evidence,
+    save_posterior,
+)
+from marglik.callbacks.lightning import MarginalLikelihood
+from marglik.data import Splits
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.train import Training
+from marglik.storage.checkpoint import Checkpoints
+from marglik.training.optimizers import OptimizerConfig
+from tests.marglik.plain_loop import learn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N, D, EPOCHS, LR = 24, 3, 2, 0.01
+OPTIONS = {"every": 1, "steps": 2, "average": None}
+OUTPUTS = {
+    "classification": 3,
+    "ordinal(cuts=[-0.5, 0.5])": 1,
+    "bernoulli": 2,
+    "regression": 2,
+    "regression_per_output": 2,
+    "known_noise": 1,
+    "heteroscedastic": 2,
+    "poisson": 1,
+    "negative_binomial": 1,
+    "student_t": 2,
+    "student_t(df=5)": 1,
+    "weibull": 1,
+    "weighted(of='student_t')": 1,
+}
+"""Likelihood -> C; all that there are."""
+
+
+def data(text):
+    """Of a noise that no likelihood begins with."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    noise = torch.randn(N, 2, generator=generator, dtype=torch.float64)
+    z = x[:, :2] + torch.tensor([0.3, 0.05]) * noise
+    counts = torch.poisson((1 + z[:, :1]).exp(), generator=generator)
+    targets = {
+        "classification": x.argmax(1),
+        "ordinal": torch.bucketize(z[:, 0], torch.tensor([-0.5, 0.5]).double()),
+        "bernoulli": (z > 0).double(),
+        "known_noise": torch.cat([z[:, :1], torch.full_like(z[:, :1], 0.3)], 1),
+        "heteroscedastic": z[:, :1],
+        "poisson": counts,
+        "negative_binomial": counts,
+        "weibull": torch.cat([z[:, :1].exp(), (noise[:, :1] < 1).double()], 1),
+        "weighted": torch.cat([z[:, :1], noise[:, :1].abs()], 1),
+    }
+    return x, targets.get(text.partition("(")[0], z[:, : OUTPUTS[text]])
+
+
+def network(text):
+    """At the truth, so that what is left is noise."""
+    model = nn.Linear(D, OUTPUTS[text]).double()
+    nn.init.eye_(model.weight)
+    nn.init.constant_(model.bias, float(text in ("poisson", "negative_binomial")))
+    if text == "heteroscedastic":
+        nn.init.zeros_(model.weight[1])
+    return model
+
+
+def batches(text):
+    return DataLoader(TensorDataset(*data(text)), 8)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), LR)
+
+
+def in_a_plain_loop(text, folder):
+    model, prior = network(text), PriorLearner(text, **OPTIONS)
+
+    def loss(f, y):
+        return prior.likelihood.loss(f, y) / len(f)
+
+    return learn(model, adam(model), prior, batches(text), EPOCHS, loss=loss).posterior
+
+
+def with_online_training(text, folder):
+    model = network(text)
+    learner = PriorLearner(text, epochs=EPOCHS, **OPTIONS)
+    return OnlineTraining(model, adam(model), batches(text), learner).run().laplace
+
+
+def resumed(text, folder):
+    """After the second epoch, from a checkpoint."""
+
+    def stop(record):
+        if record["kind"] == "epoch" and record["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    for on_record in (stop, None):
+        model = network(text)
+        learner = PriorLearner(text, epochs=EPOCHS, **OPTIONS)
+        training = OnlineTraining(model, adam(model), batches(text), learner, on_record=on_record)
+        try:
+            return training.run(Checkpoints(folder / "checkpoints", minutes=0)).laplace
+        except KeyboardInterrupt:
+            pass
+
+
+def with_marglik_training(text, folder):
+    return marglik_training(
+        network(text), batches(text), text, optimizer_kwargs={"lr": LR}, n_epochs=EPOCHS,
+        n_hypersteps=2, marglik_frequency=1, average=None,
+    )[0]  # fmt: skip
+
+
+def with_the_command(text, folder):
+    x, y = data(text)
+    setup = Training(
+        Splits((x, y), None, (x, y), "made"), 0, OptimizerConfig("adamw", lr=LR),
+        PriorConfig(**OPTIONS), CurvatureConfig(), PredictiveConfig(), None,
+        RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
+        Fabric(accelerator="cpu", devices=1), likelihood=text,
+    )  # fmt: skip
+    return setup.train(network(text)).laplace
+
+
+def with_lightning(text, folder):
+    prior = MarginalLikelihood(text, network="net", **OPTIONS)
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network(text)
+
+        def training_step(self, batch, index):
+            x, y = batch
+            return prior.learner.likelihood.loss(self.net(x), y) / len(x)
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    L.Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[prior],
+    ).fit(Module(), batches(text))  # fmt: skip
+    return prior.posterior
+
+
+def with_hugging_face(text, folder):
+    transformers = pytest.importorskip("transformers")
+    from marglik.callbacks.transformers import MarginalLikelihood
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network(text)
+
+        def forward(self, x, labels=None):
+            return {"logits": self.net(x)}
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            f, y = model(inputs["x"])["logits"], inputs["labels"]
+            return prior.learner.likelihood.loss(f, y) / len(f)
+
+    model, examples = Model(), zip(*data(text), strict=True)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=8,
+        use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, arguments, train_dataset=[{"x": x, "labels": y} for x, y in examples],
+        optimizers=(adam(model), None),
+    )  # fmt: skip
+    prior = MarginalLikelihood.attached(trainer, text, **OPTIONS)
+    trainer.train()
+    return prior.posterior
+
+
+def with_estimators(text, folder):
+    """Which have two likelihoods; classes derived from them may have others of numbers."""
+    x, y = data(text)
+    estimator = ESTIMATORS[text](
+        lambda columns, outputs: nn.Linear(columns, outputs).double(),
+        epochs=EPOCHS, held_out=0, random_state=0,
+    )  # fmt: skip
+    estimator.fit(x.numpy(), (y if text == "classification" else y[:, 0]).numpy())
+    return estimator.posterior_
+
+
+ESTIMATORS = {
+    "classification": MarglikClassifier,
+    "regression": MarglikRegressor,
+    "student_t": type("Robust", (MarglikRegressor,), {"likelihood": "student_t"}),
+}
+
+
+def after_training(text, folder):
+    """A posterior of the learned likelihood, whose prior is found afterwards."""
+    learned = in_a_plain_loop(text, folder)
+    posterior = Posterior(learned.model, learned.likelihood, sigma_noise=learned.sigma_noise)
+    posterior.fit(batches(text))
+    maximize_evidence(posterior)
+    return posterior
+
+
+WAYS = [
+    in_a_plain_loop, with_online_training, resumed, with_marglik_training, with_the_command,
+    with_lightning, with_hugging_face, after_training,
+]  # fmt: skip
+CASES = [(text, way) for text in OUTPUTS for way in WAYS]
+CASES += [(text, with_estimators) for text in ESTIMATORS]
+
+
+@pytest.mark.parametrize(("text", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
+def test_what_is_learned_is_kept(text, way, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = way(text, tmp_path)
+    likelihood, given = posterior.likelihood, likelihood_of(text)
+    # What was left open has moved, and what was given has not.
+    start, moves = given.to_learn(), [0.0]
+    for name, number in likelihood.numbers.items():
+        if name in start:
+            moves.append(float((number.log() - torch.tensor(start[name]).log()).abs().max()))
+        else:
+            assert_close(number, given.numbers[name])
+    assert (max(moves) > 0.05) == bool(start)
+    assert (float(posterior.sigma_noise) != 1) == given.has_sigma
+    # The posterior is that of these numbers: a new fit has the same evidence. Not of the others.
+    evidence = float(posterior.log_marginal_likelihood())
+
+    def of(likelihood):
+        again = Posterior(
+            posterior.model, likelihood, posterior.options,
+            prior_precision=posterior.prior_precision, sigma_noise=posterior.sigma_noise,
+        )  # fmt: skip
+        x, y = data(text)
+        if way is with_estimators:
+            x = (x - x.mean(0)) / x.std(0, correction=0)
+            if not given.has_labels:
+                y = (y[:, :1] - y[:, 0].mean()) / y[:, 0].std(correction=0)
+        again.fit([(x, y)])
+        return float(again.log_marginal_likelihood())
+
+    assert evidence == pytest.approx(of(likelihood), rel=1e-6)
+    if start:
+        assert abs(evidence - of(given.but(**start))) > 0.1
+    # Saved and loaded.
+    save_posterior(posterior, tmp_path / "saved")
+    loaded = load_posterior(tmp_path / "saved", posterior.model)
+    assert loaded.likelihood == likelihood and loaded.sigma_noise == posterior.sigma_noise
+    assert float(loaded.log_marginal_likelihood()) == evidence
+    if isinstance(posterior, KronLaplace):
+        la = KronLaplace(posterior.model, text)
+        la.load_state_dict(posterior.state_dict())
+        assert la.likelihood == likelihood
+        assert float(la.log_marginal_likelihood()) == evidence
