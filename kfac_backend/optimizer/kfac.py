@@ -22,7 +22,7 @@ from kfac_backend.optimizer.preconditioner import (
     with_keywords,
 )
 from kfac_backend.optimizer.training_pass import MeanOver
-from kfac_backend.options import CurvatureOptions, check_option
+from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from kfac_backend.ranks import ProcessGroupOption
 
 BaseOptimizer = Literal["sgd", "nadamw"]
@@ -237,12 +237,7 @@ class KFAC(Optimizer):
 
     def _check_base(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless the state is whole, and fits the groups and the parameters."""
-        missing = [n for n in ("param_groups", "state", "preconditioner") if n not in state]
-        if missing:
-            raise ValueError(
-                f"The state lacks {', '.join(map(repr, missing))}: it is empty, of another "
-                "optimiser, or only a part. Load what KFAC.state_dict() returned, as a whole."
-            )
+        check_keys("KFAC", state, ("param_groups", "state", "preconditioner"))
         groups, names = state["param_groups"], ["params", *self.defaults]
         missing = [name for name in names if any(name not in group for group in groups)]
         if missing:

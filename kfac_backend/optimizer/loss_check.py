@@ -12,16 +12,16 @@ from torch import Tensor
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.precision import at_least_float32
 
-TOLERANCE = 0.02
-"""The largest relative error of a gradient that fits; bfloat16 makes 0.004."""
-SPREAD = 0.2
-"""The least standard deviation of outputs: where all are zero, different losses have gradients that
-are alike."""
+TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 0.001}
+"""The largest relative error of a gradient that fits, by the dtype of the outputs."""
+SPREAD = 10
+"""The least standard deviation of outputs, in tolerances: where all are zero, different losses have
+gradients that are alike."""
 ROWS = 512
 """Loss terms that are looked at."""
 
 
-def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, number: int) -> str | None:
+def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> str | None:
     """Why the loss is not the likelihood's: empty if it may be, None if this batch cannot tell.
 
     A GPU is waited for.
@@ -30,12 +30,17 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, number: int) -> str | 
         f: outputs (N, ..., C).
         g: the loss's gradient there.
         likelihood: as K-FAC was given it.
-        number: what the loss should be a mean over.
+        of_examples: whether the loss should be a mean over examples, and not over their terms.
     """
+    tolerance = TOLERANCES.get(f.dtype)
+    if tolerance is None:  # in float16 small gradients are zero
+        return ""
+    N = len(f)
     f, g = (at_least_float32(t.detach()).flatten(0, -2) for t in (f, g))
     counts = (g != 0).any(-1)  # not: terms whose label does not count
+    number = N if of_examples else int(counts.sum())
     f, g = f[counts][:ROWS], g[counts][:ROWS]  # (M, C)
-    if g.numel() < 8 or f.std() < SPREAD:
+    if g.numel() < 8 or f.std() < SPREAD * tolerance:
         return None
     # Step 1: the labels if this is a cross-entropy, and its gradient up to the factor s.
     y = g.argmin(-1)
@@ -45,20 +50,18 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, number: int) -> str | 
         if not unsure.any():
             return None
         f, g, y, d = f[unsure], g[unsure], y[unsure], d[unsure]
-    factors = {
-        "classification": _factor(g, d),
-        "bernoulli": _factor(g, f.sigmoid() - (g < 0).to(f)),
-    }
+    forms = {"classification": d, "bernoulli": f.sigmoid() - (g < 0).to(f)}
     # Step 2: another likelihood's gradient, or a factor that is not that of a mean.
-    for name, s in factors.items():
-        if s is None:
+    for name, form in forms.items():
+        s = ((g * form).sum() / form.square().sum()).item()
+        if not s > 0 or (g - s * form).norm() > tolerance * g.norm():
             continue
         if name != likelihood.name:
             return (
                 f"The loss's gradient at the outputs is that of likelihood {name!r}, and K-FAC was "
                 f"given {str(likelihood)!r}, which has another curvature. Pass {name!r}."
             )
-        if number > 1 and abs(s - 1) < TOLERANCE:
+        if number > 1 and abs(s - 1) < tolerance:
             return (
                 f"The loss is a sum over {number} terms (reduction='sum'?), and K-FAC takes it to "
                 f"be their mean: damping, kl_clip and learning rate meet gradients {number} times "
@@ -74,7 +77,7 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, number: int) -> str | 
             "K-FAC was given likelihood 'classification', which has another curvature. Pass the "
             "likelihood of the loss; let the model return logits, not probabilities."
         )
-    if _weighs_classes(g, d, y):
+    if _weighs_classes(g, d, y, tolerance):
         return (
             "The loss weighs the classes (weight=...), and the curvature of likelihood "
             "'classification' counts them alike. Draw the classes as often as they are to count (a "
@@ -83,18 +86,12 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, number: int) -> str | 
     return ""
 
 
-def _factor(g: Tensor, d: Tensor) -> float | None:
-    """The number s with g = s d; None if there is none."""
-    s = (g * d).sum() / d.square().sum()
-    return s.item() if s > 0 and (g - s * d).norm() <= TOLERANCE * g.norm() else None
-
-
-def _weighs_classes(g: Tensor, d: Tensor, y: Tensor) -> bool:
+def _weighs_classes(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> bool:
     """Whether the terms of each class have a factor of their own: g_n = s_y d_n."""
     sure = d.norm(dim=-1) > 0.1  # in half precision the others are too rough
     g, d, y = g[sure], d[sure], y[sure]
     s = (g * d).sum(-1) / d.square().sum(-1)
-    if not ((g - s[:, None] * d).norm(dim=-1) <= TOLERANCE * g.norm(dim=-1)).all():
+    if not ((g - s[:, None] * d).norm(dim=-1) <= tolerance * g.norm(dim=-1)).all():
         return False
     classes, y = y.unique(return_inverse=True)
     if len(y) < len(classes) + 4:  # few of a class agree by chance
@@ -103,4 +100,4 @@ def _weighs_classes(g: Tensor, d: Tensor, y: Tensor) -> bool:
     least, largest = (
         zeros.scatter_reduce(0, y, s, how, include_self=False) for how in ("amin", "amax")
     )
-    return bool((largest - least <= TOLERANCE * largest).all())
+    return bool((largest - least <= tolerance * largest).all())

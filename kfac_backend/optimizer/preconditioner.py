@@ -29,6 +29,7 @@ from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
     CurvatureOptions,
     Options,
+    check_keys,
     check_option,
     check_positive,
 )
@@ -355,12 +356,7 @@ class KfacPreconditioner:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the error of `load_state_dict` if the state does not fit."""
-        missing = [key for key in self.state_dict() if key not in state]
-        if missing:
-            raise ValueError(
-                f"The state of K-FAC lacks {', '.join(map(repr, missing))}; load what its "
-                "state_dict() returned, as a whole."
-            )
+        check_keys("KfacPreconditioner", state, self.state_dict())
         theirs, ours = state["made_with"], self._made_with()
         for what in dict.fromkeys([*ours, *theirs]):
             if theirs.get(what) != ours.get(what):

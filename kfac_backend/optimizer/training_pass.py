@@ -317,10 +317,9 @@ class TrainingPass(CurvaturePass):
 
     def _compare(self, f: Tensor, g: Tensor) -> None:
         """Warn if the loss is not the likelihood's, on the first batch that can tell."""
-        if self._is_compared or f.dtype == torch.float16:  # in which small gradients become zero
+        if self._is_compared:
             return
-        number = len(f) if self._mean_over == "examples" else f.shape[:-1].numel()
-        why = why_not(f, g, self._likelihood, number)
+        why = why_not(f, g, self._likelihood, self._mean_over == "examples")
         self._is_compared = why is not None
         if why:
             warnings.warn(why, stacklevel=2)

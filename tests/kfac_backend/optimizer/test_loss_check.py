@@ -50,7 +50,7 @@ CASES = {
     "a sum": ("classification", lambda f: softmax(f, reduction="sum"), "a sum over 24 terms"),
     "positions": ("classification", softmax_of_positions, None),
     "a sum over positions": (
-        "classification", lambda f: softmax_of_positions(f, reduction="sum"), "a sum over 72 terms",
+        "classification", lambda f: softmax_of_positions(f, reduction="sum"), "a sum over 54 terms",
     ),
     "smoothing": ("classification", lambda f: softmax(f, label_smoothing=0.1), None),
     "smoothing of two": ("classification", lambda f: softmax_of_two(f, label_smoothing=0.1), None),
