@@ -162,7 +162,8 @@ class TrainingPass(CurvaturePass):
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
                 "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
-                "one that was compiled from it) with gradients, and loss.backward(), before step()."
+                "one that was compiled from it) with gradients, and loss.backward(), before "
+                "step(). Two K-FACs of one model hide it from each other: give one all parameters."
             )
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of

@@ -134,6 +134,24 @@ def test_the_moving_average_of_what_is_unfrozen_begins_with_its_first_batch():
             assert_close(block.A, sum(w * blocks[name].A for w, blocks in of_batches), msg=name)
 
 
+def test_gradients_that_a_frozen_layer_still_has_are_left_alone_and_do_not_count():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model, kl_clip=1e-6)
+    preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    model[8].requires_grad_(False)
+    model.zero_grad()
+    stale = torch.ones_like(model[8].weight)
+    found = []
+    for gradient in (stale, None):
+        F.cross_entropy(model(x), y).backward()
+        model[8].weight.grad = None if gradient is None else gradient.clone()
+        conditioner.step(lr=0.1)
+        assert gradient is None or torch.equal(model[8].weight.grad, stale)
+        found.append(model[10].weight.grad.clone())
+        model.zero_grad()
+    assert torch.equal(*found)
+
+
 def test_damping_by_parameter_must_cover_what_is_unfrozen():
     model, (x, y) = network(), data()
     model[8].requires_grad_(False)
