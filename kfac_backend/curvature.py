@@ -15,6 +15,7 @@ the rules of derived layers, and only the first batch decides kfac_approx="auto"
 import logging
 from collections.abc import Iterable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -479,7 +480,13 @@ class CurvaturePass:
         }
         # The names are those of the blocks, not of this rank's assignment: a rank without data has
         # made no proof, and the other ranks may have given parameters up.
-        return {name: blocks[name] for name, _ in self._model.named_parameters() if name in blocks}
+        shapes = {n: p.shape for n, p in self._model.named_parameters() if n in blocks}
+        for name, row in sums.padding.items():
+            if name in blocks:
+                size = shapes[name][1:].numel()
+                constants = row * size, (row + 1) * size
+                blocks[name] = replace(blocks[name], constants=constants)
+        return {name: blocks[name] for name in shapes}
 
     def _total_sums(self) -> PassSums:
         """The sums over all ranks' data; this pass holds none afterwards, until `reset`."""
@@ -492,6 +499,7 @@ class CurvaturePass:
             {}, {}, self._kfac_approx,
             num_outputs=self._num_outputs, num_data=self._num_data,
             num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
+            padding=self._proof.assignment.padding,
         )  # fmt: skip
         if self._num_data:
             sums.blocks, sums.others = self._sums()

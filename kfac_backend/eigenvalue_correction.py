@@ -136,7 +136,9 @@ class CorrectionPass(CurvaturePass):
         blocks = dict(factors.blocks)
         for name, moments in sums.others.items():
             block, eigen = blocks[name], replace(self._bases[name], corrected=moments)
-            blocks[name] = CorrectedBlock(name, block.B, block.A, block.num_terms, eigen=eigen)
+            blocks[name] = CorrectedBlock(
+                name, block.B, block.A, block.num_terms, block.constants, eigen=eigen
+            )
         self.reset()
         return replace(factors, blocks=blocks)
 

@@ -19,10 +19,12 @@ from torch.func import functional_call, jacrev
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.loss import check_targets, loss_sum
 from kfac_backend.model.batches import each_batch, split_batch, to_device
+from kfac_backend.model.padding import padding_rows
 from kfac_backend.options import CurvatureOptions, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.evidence import log_likelihood
 from marglik.posterior.posterior import (
+    NOT_FITTED,
     Posterior,
     last_layer,
     parameter_vector,
@@ -190,7 +192,9 @@ class KronLaplace(Posterior):
 
     @property
     def scatter(self) -> Tensor:
-        """θ*ᵀ P₀ θ*."""
+        """θ*ᵀ P₀ θ*, without entries that are constants."""
+        if self.structure == "kron":
+            return (self.prior_precision * self.evidence_terms.squared_norms).sum()
         return self._scatter(self.prior_precision)
 
     def _scatter(self, delta: Tensor) -> Tensor:
@@ -347,6 +351,7 @@ class KronLaplace(Posterior):
                 "The state is of other parameters than the model has; load them first."
             )
         self.prior_precision, self.sigma_noise = state["prior_precision"], state["sigma_noise"]
+        self._take_weights()
         self._restore_fit(state["fit"])
 
     def _fit_state(self) -> dict[str, Any]:
@@ -377,6 +382,7 @@ class JacobianLaplace(KronLaplace):
             )
         self.mean, self.loss, self.n_data = parameter_vector(self.params).detach(), 0.0, 0
         H = torch.zeros((), device=self._device, dtype=torch.float64)
+        x: Any = None
         if self.structure == "lowrank":
             H = H.new_zeros(0, self.n_params)
         for batch in each_batch(train_loader, "Fitting", progress=False):
@@ -395,8 +401,25 @@ class JacobianLaplace(KronLaplace):
             self.n_data, self.n_outputs = self.n_data + len(f), f.shape[1]
         if not self.n_data:
             raise ValueError("The data is empty: the loader yields no batch.")
-        self.H = H
+        # Padding of an embedding is a constant, and so has neither curvature nor prior.
+        keep = self._are_parameters(in_eval_mode(self.model, padding_rows)(self.model, x))
+        self.H = H[keep][:, keep] if self.structure == "full" else H[..., keep]
+        self.chosen = self._indices()[keep]
+        self.n_params = len(self.chosen)
+        self._take_weights()
         self.calibrations = {}
+
+    def _indices(self) -> Tensor:
+        """Of the entries that have a posterior, in the vector of all trainable ones."""
+        return torch.arange(len(self.mean), device=self._device)[self.chosen]
+
+    def _are_parameters(self, padding: dict[str, int]) -> Tensor:
+        """A mask of the entries that have a posterior: those that are no padding."""
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        masks = {n: torch.ones_like(p, dtype=torch.bool) for n, p in trainable.items()}
+        for name, row in padding.items():
+            masks[name][row] = False
+        return parameter_vector(masks.values())[self.chosen]
 
     def fitted_factors(self) -> KroneckerFactors:
         """There are none.
@@ -471,7 +494,8 @@ class JacobianLaplace(KronLaplace):
     def _scaled(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """H/(σ²T), of "lowrank" its rows, and δ of each parameter."""
         if self.H is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+            raise AttributeError(NOT_FITTED)
+        self.check_weights()
         sigma = self.sigma_noise if sigma is None else sigma
         scale = 1 / (sigma.double().square() * self.temperature)
         scale = scale.sqrt() if self.structure == "lowrank" else scale
@@ -499,7 +523,8 @@ class JacobianLaplace(KronLaplace):
         return (rows - (rows @ H.mT) @ right).to(J)
 
     def _fit_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("H", "loss", "n_data", "n_outputs", "mean")}
+        names = ("H", "loss", "n_data", "n_outputs", "mean", "n_params")
+        return {name: getattr(self, name) for name in names} | {"chosen": self._indices()}
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

@@ -50,7 +50,7 @@ class KFAC(Optimizer):
         nesterov: whether that is Nesterov's.
         betas: of "nadamw".
         eps: of "nadamw".
-        weight_decay: see ``base``.
+        weight_decay: see ``base``. It leaves padding of embeddings as it is.
         params: the parameters, or groups of them, if not all trainable ones of the model.
         options: how factors become a preconditioner.
         preconditioning: the other arguments of `KfacPreconditioner`: ``curvature`` or single
@@ -109,11 +109,12 @@ class KFAC(Optimizer):
             self.preconditioner.check_gradients()  # before they are in the momentum
             self._add_momentum()
             self.preconditioner.step(lr=self._rate(), checked=True)
-            with self._without_momentum():
+            with self._without_momentum(), self.preconditioner.constants_kept():
                 self.base.step()
         else:
             self.preconditioner.step(lr=self._rate())
-            self.base.step()
+            with self.preconditioner.constants_kept():
+                self.base.step()
         return loss
 
     @torch.no_grad()
