@@ -106,7 +106,9 @@ def corrected_factors(
     corrected = dict(factors.blocks)
     for name, moments in sums.others.items():
         block, eigen = corrected[name], replace(bases[name], corrected=moments)
-        corrected[name] = CorrectedBlock(name, block.B, block.A, block.num_terms, eigen=eigen)
+        corrected[name] = CorrectedBlock(
+            name, block.B, block.A, block.num_terms, block.constants, eigen=eigen
+        )
     return replace(factors, blocks=corrected)
 
 

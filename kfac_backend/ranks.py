@@ -160,6 +160,8 @@ class PassSums:
     num_loss_terms: int
     loss: float
     """Σ ℓ (nats)."""
+    padding: Mapping[str, int]
+    """Parameter name -> its row that is a constant."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PassSums":
         """The sums with each tensor replaced."""
@@ -184,7 +186,11 @@ class PassSums:
         """What the proof on each rank's data has decided, by the names that errors use."""
         slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
         shapes = [(tuple(t.shape), t.dtype) for t in self.tensors()]
-        return {"the layers of each factor": slots, "the factors' shapes and dtypes": shapes}
+        return {
+            "the layers of each factor": slots,
+            "the factors' shapes and dtypes": shapes,
+            "the padding of embeddings": dict(self.padding),
+        }
 
     def apart(self) -> "PassSums":
         """The sums without shared memory: a copy takes the place of what comes a second time."""

@@ -22,11 +22,13 @@ from kfac_backend.loss import check_targets, counted_terms, loss_sum
 from kfac_backend.model.batches import Targets, detached, each_batch, split_batch
 from kfac_backend.model.calls import call_with, plain_attention
 from kfac_backend.model.checks import check_finite
+from kfac_backend.model.padding import padding_rows
 from kfac_backend.options import CurvatureOptions, PassOptions, check_keys, check_option
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.evidence import log_likelihood
 from marglik.posterior.posterior import (
+    NOT_FITTED,
     Posterior,
     last_layer,
     parameter_vector,
@@ -210,7 +212,9 @@ class KronLaplace(Posterior):
 
     @property
     def scatter(self) -> Tensor:
-        """θ*ᵀ P₀ θ*."""
+        """θ*ᵀ P₀ θ*, without entries that are constants."""
+        if self.structure == "kron":
+            return (self.prior_precision * self.evidence_terms.squared_norms).sum()
         return self._scatter(self.prior_precision)
 
     def _scatter(self, delta: Tensor) -> Tensor:
@@ -398,6 +402,7 @@ class KronLaplace(Posterior):
             )
         self._restore_fit(state["fit"])  # which refuses what is not whole
         self.prior_precision, self.sigma_noise = state["prior_precision"], state["sigma_noise"]
+        self._take_weights()
 
     def _fit_state(self) -> dict[str, Any]:
         return self.fitted_factors().state_dict()
@@ -440,6 +445,7 @@ class JacobianLaplace(KronLaplace):
         self.mean, self.loss = parameter_vector(self.params).detach(), 0.0
         self.n_data = self.n_targets = 0
         H = torch.zeros((), device=self._device, dtype=torch.float64)
+        x: Any = None
         if self.structure == "lowrank":
             H = H.new_zeros(0, self.n_params)
         targets = Targets(self.likelihood, self.options)
@@ -466,8 +472,25 @@ class JacobianLaplace(KronLaplace):
             self.n_targets += f.numel()
         if not self.n_data:
             raise ValueError("The data is empty: the loader yields no batch.")
-        self.H = H
+        # Padding of an embedding is a constant, and so has neither curvature nor prior.
+        keep = self._are_parameters(in_eval_mode(self.model, padding_rows)(self.model, x))
+        self.H = H[keep][:, keep] if self.structure == "full" else H[..., keep]
+        self.chosen = self._indices()[keep]
+        self.n_params = len(self.chosen)
+        self._take_weights()
         self.calibrations = {}
+
+    def _indices(self) -> Tensor:
+        """Of the entries that have a posterior, in the vector of all trainable ones."""
+        return torch.arange(len(self.mean), device=self._device)[self.chosen]
+
+    def _are_parameters(self, padding: dict[str, int]) -> Tensor:
+        """A mask of the entries that have a posterior: those that are no padding."""
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        masks = {n: torch.ones_like(p, dtype=torch.bool) for n, p in trainable.items()}
+        for name, row in padding.items():
+            masks[name][row] = False
+        return parameter_vector(masks.values())[self.chosen]
 
     def fitted_factors(self) -> KroneckerFactors:
         """There are none.
@@ -547,7 +570,8 @@ class JacobianLaplace(KronLaplace):
     def _scaled(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """H/(σ²T), of "lowrank" its rows, and δ of each parameter."""
         if self.H is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
+            raise AttributeError(NOT_FITTED)
+        self.check_weights()
         sigma = self.sigma_noise if sigma is None else sigma
         scale = 1 / (sigma.double().square() * self.temperature)
         scale = scale.sqrt() if self.structure == "lowrank" else scale
@@ -575,8 +599,8 @@ class JacobianLaplace(KronLaplace):
         return (rows - (rows @ H.mT) @ right).to(J)
 
     def _fit_state(self) -> dict[str, Any]:
-        names = ("H", "loss", "n_data", "n_targets", "n_outputs", "mean")
-        return {name: getattr(self, name) for name in names}
+        names = ("H", "loss", "n_data", "n_targets", "n_outputs", "mean", "n_params")
+        return {name: getattr(self, name) for name in names} | {"chosen": self._indices()}
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
         check_keys("Laplace's fit", state, self._fit_state())

@@ -34,6 +34,9 @@ class KroneckerBlock:
     num_terms: float | tuple[float, ...] = 0
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
     weight c counts c times. One number for all groups, or one for each."""
+    constants: tuple[int, int] = (0, 0)
+    """(first, last + 1) of the flattened entries that are constants, such as an embedding's
+    padding: the block is zero there, and they have no prior."""
 
     def __post_init__(self) -> None:
         A_shape = None if self.A is None else self.A.shape
@@ -50,8 +53,18 @@ class KroneckerBlock:
 
     @property
     def numel(self) -> int:
-        """P, the number of parameters of the block."""
+        """P, the number of entries of the parameter tensor."""
         return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of entries that are not constants."""
+        return self.numel - (self.constants[1] - self.constants[0])
+
+    @property
+    def version(self) -> object:
+        """Another one after a tensor of the block was changed in place, by torch's counters."""
+        return _version(F for F, _ in self.named_factors())
 
     def fits(self, shape: torch.Size) -> bool:
         """Whether the block can be that of a parameter of this shape: B's rows are its first axes.
@@ -108,10 +121,11 @@ class KroneckerBlock:
                 f"The block of '{self.name}' has corrected eigenvalues, and a sum has other "
                 "eigenvectors. Add the factors as they are, and correct the sum over all the data."
             )
-        if self.B.shape != other.B.shape or (self.A is None) != (other.A is None):
+        alike = self.B.shape == other.B.shape and (self.A is None) == (other.A is None)
+        if not alike or self.constants != other.constants:
             raise ValueError(
-                f"The blocks of '{self.name}' and '{other.name}' differ in shape; only factors of "
-                "the same model can be added."
+                f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
+                "only factors of the same model can be added."
             )
         for block in (self, other):
             if block.A is not None and not any(block._terms) and block.B.any() and block.A.any():
@@ -145,18 +159,29 @@ class KroneckerBlock:
     def remember_rows(self, rows: Tensor) -> None:
         """Take the eigenvalues of A from rows (..., M, d_in) with A = Σ_m x_m x_mᵀ, M < d_in.
 
-        Forgotten once the eigenvalues are known, and by every block that is derived of this one.
+        Forgotten once the eigenvalues are known, after a change in place, and by every block that
+        is derived of this one.
         """
-        self.__dict__["_rows"] = rows  # not a field, which comparing and copying would see
+        self._remember("_rows", rows)
+
+    def _remember(self, key: str, value: Any) -> None:
+        """Keep a value until a factor is changed in place."""
+        self.__dict__[key] = self.version, value  # not a field, which comparing and copying see
+
+    def _remembered(self, key: str) -> Any:
+        """What `_remember` keeps; None if there is nothing, or if a factor was changed since."""
+        version, value = self.__dict__.get(key, (None, None))
+        return value if version == self.version else None
 
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
-        if "_known" not in self.__dict__:  # not a field either
-            compute_eigenvalues([self])
-        return self.__dict__["_known"]
+        compute_eigenvalues([self])
+        return self.__dict__["_known"][1]
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
-        """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64; computed once.
+        """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
+
+        Computed once, and again after a factor was changed in place.
 
         Without α, β has the block's eigenvalues themselves.
         """
@@ -191,9 +216,9 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
         RuntimeError: another rank is gone, or has such a factor.
     """
     # A corrected block knows them: they are its own.
-    blocks = [b for b in blocks if type(b) is KroneckerBlock and "_known" not in b.__dict__]
+    blocks = [b for b in blocks if type(b) is KroneckerBlock and b._remembered("_known") is None]
     for block, known in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
-        block.__dict__["_known"] = known
+        block._remember("_known", known)
         block.__dict__.pop("_rows", None)
 
 
@@ -214,7 +239,7 @@ def _solved(
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     # By memory, so that a factor which a weight and its bias share is solved once.
     factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
-    rows = {_identity(b.A): b.__dict__.get("_rows") for b in blocks if b.A is not None}
+    rows = {_identity(b.A): b._remembered("_rows") for b in blocks if b.A is not None}
 
     def solve(key: object) -> tuple[Tensor, Tensor]:
         F, name = factors[key]
@@ -248,6 +273,14 @@ def _solved(
 def _identity(factor: Tensor) -> object:
     """A key that is equal for factors in the same memory, such as two views of one tensor."""
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
+
+
+def _version(tensors: Iterable[Tensor]) -> object:
+    """The tensors' version counters; of those of inference mode, which count none, always new."""
+    tensors = list(tensors)
+    if any(tensor.is_inference() for tensor in tensors):
+        return object()
+    return [tensor._version for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
 
 
 def _cost(factor: Tensor) -> int:
@@ -365,6 +398,11 @@ class CorrectedBlock(KroneckerBlock):
 
     eigen: EigenBlock = field(kw_only=True)
     """The eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it."""
+
+    @property
+    def version(self) -> object:
+        """As of a plain block, with the tensors of the eigenbasis."""
+        return _version(tensor for tensor in vars(self.eigen).values() if tensor is not None)
 
     @property
     def _corrected(self) -> Tensor:

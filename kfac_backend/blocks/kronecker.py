@@ -19,7 +19,7 @@ from kfac_backend.blocks.block import (
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions, check_positive
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 5
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 6
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
 
 
@@ -108,15 +108,19 @@ class KroneckerFactors:
     def log_det(self, prior_precision: float | Tensor) -> Tensor:
         """Log det(GGN + P₀), in float64, differentiable in the prior precision.
 
+        It is that of the parameters, without entries that are constants (an embedding's padding).
+
         Args:
             prior_precision: δ > 0, a scalar or one per block (len(self),).
         """
         delta = torch.as_tensor(prior_precision, dtype=torch.float64)
         check_positive("prior_precision", delta)
-        terms = [
-            (block.eigenvalues() + d.to(block.B.device)).log().sum()
-            for block, d in zip(self.blocks.values(), delta.expand(len(self)), strict=True)
-        ]
+        terms = []
+        for block, d in zip(self.blocks.values(), delta.expand(len(self)), strict=True):
+            d = d.to(block.B.device)
+            # Each constant adds an eigenvalue of zero, to which no δ belongs.
+            constants = block.numel - block.num_parameters
+            terms.append((block.eigenvalues() + d).log().sum() - constants * d.log())
         return torch.stack(terms).sum()
 
     def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,7 +153,12 @@ class KroneckerFactors:
             "likelihood": str(self.likelihood),
             "options": self.options.to_json(),
             "blocks": [
-                {"name": n, "num_terms": b.num_terms, "A": b.A is not None}
+                {
+                    "name": n,
+                    "num_terms": b.num_terms,
+                    "A": b.A is not None,
+                    "constants": list(b.constants),
+                }
                 for n, b in self.blocks.items()
             ],
         }
@@ -233,9 +242,10 @@ def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Kronecker
     B, A = tensors[f"{name}/B"], tensors[f"{name}/A"] if entry["A"] else None
     terms = entry["num_terms"]
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms
-    block = KroneckerBlock(name, B, A, terms)
+    first, end = entry["constants"]
+    block = KroneckerBlock(name, B, A, terms, (first, end))
     if entry.get("corrected"):
         names = ["beta", "Q_B", "corrected", *(["alpha", "Q_A"] if entry["A"] else [])]
         eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in names})
-        block = CorrectedBlock(name, B, A, terms, eigen=eigen)
+        block = CorrectedBlock(name, B, A, terms, (first, end), eigen=eigen)
     return block

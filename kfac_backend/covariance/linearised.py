@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from kfac_backend.model.batches import detached, examples, make_plan
 from kfac_backend.model.calls import call_with, num_examples, plain_attention
+from kfac_backend.model.padding import NoTangentOfPadding
 from kfac_backend.precision import at_least_float32, full_float32
 
 
@@ -20,7 +21,7 @@ def linearised_outputs(
 
     J Δ is computed by forward-mode differentiation, which holds no graph: each change costs about
     three forward passes, whatever the number of outputs. Outputs may have any shape, and batches
-    any type.
+    any type. Padding of an embedding is a constant, as in backward mode.
 
     Args:
         model: the network at θ*, in the mode (train or eval) it is in.
@@ -53,7 +54,7 @@ def _outputs(
     model: nn.Module, own: Mapping[str, Tensor], change: Mapping[str, Tensor], x: Any
 ) -> Tensor:
     # Parameters θ* with the tangent Δ: one forward pass computes f and J Δ together.
-    with forward_ad.dual_level():
+    with forward_ad.dual_level(), NoTangentOfPadding():
         duals = {
             name: forward_ad.make_dual(p, change[name].view_as(p).to(p.dtype))
             for name, p in own.items()

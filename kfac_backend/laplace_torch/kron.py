@@ -32,9 +32,16 @@ __all__ = ["EigenKron", "FactorKron", "laplace"]
 class FactorKron(Kron):
     """laplace-torch's Kron of one model: [B, A] or [B] per trainable parameter, in their order."""
 
-    def __init__(self, kfacs: list[list[Tensor]], names: list[str]) -> None:
+    def __init__(
+        self,
+        kfacs: list[list[Tensor]],
+        names: list[str],
+        constants: list[tuple[int, int]] | None = None,
+    ) -> None:
         self.kfacs: list[list[Tensor]] = kfacs  # pyright: ignore[reportIncompatibleVariableOverride]
         self.names = names
+        self.constants = constants or [(0, 0)] * len(names)
+        """See `KroneckerBlock.constants`."""
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype) -> "FactorKron":
@@ -44,14 +51,14 @@ class FactorKron(Kron):
             [F.to(dtype=dtype) for F, _ in block.named_factors()]
             for block in factors.blocks.values()
         ]
-        return cls(kfacs, list(factors.blocks))
+        return cls(kfacs, list(factors.blocks), [b.constants for b in factors.blocks.values()])
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
         """The factors as blocks."""
         return [
-            KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None)
-            for name, F in zip(self.names, self.kfacs, strict=True)
+            KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None, constants=constants)
+            for name, F, constants in zip(self.names, self.kfacs, self.constants, strict=True)
         ]
 
     def __add__(self, other: Kron) -> "FactorKron":
@@ -65,7 +72,7 @@ class FactorKron(Kron):
         if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
             raise ValueError("Can only add curvature from the same backend and model.")
         pairs = (zip(*both, strict=True) for both in zip(kfacs, others, strict=True))
-        return FactorKron([[F + G for F, G in pair] for pair in pairs], self.names)
+        return FactorKron([[F + G for F, G in pair] for pair in pairs], self.names, self.constants)
 
     # Python asks a subclass's __radd__ before the base's __add__: zeros + batch arrives here.
     __radd__ = __add__
@@ -74,7 +81,7 @@ class FactorKron(Kron):
         """The curvature times a scalar, spread evenly over a block's factors."""
         # laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
         scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in self.kfacs]
-        return FactorKron(scaled, self.names)
+        return FactorKron(scaled, self.names, self.constants)
 
     __rmul__ = __mul__
 
@@ -191,6 +198,9 @@ class EigenKron(KronDecomposed):
             block.power_matvec(w, spectrum, exponent)
             for (block, spectrum), w in zip(spectra, parts, strict=True)
         ]
+        for product, block in zip(products, self._decomposition.blocks, strict=True):
+            if exponent < 0 and any(block.constants):
+                product[..., slice(*block.constants)] = 0  # a constant has no variance
         return torch.cat(products, dim=-1)
 
     def diag(self, exponent: float = 1) -> Tensor:

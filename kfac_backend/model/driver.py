@@ -191,6 +191,7 @@ class Driver:
             blocks, others, self.kfac_approx,
             num_outputs=self._num_outputs, num_data=self.num_data,
             num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
+            padding=self.assignment.padding,
         )  # fmt: skip
         same = {"the likelihood": self.likelihood, "the options": repr(self.options)}
         sums = sum_over_ranks(sums, self.ranks, self.model, same)

@@ -9,6 +9,7 @@ After the sum over ranks `assemble_blocks` makes blocks of the sums.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,7 +179,13 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
     blocks |= {name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()}
     # The names are those of the blocks, not of this rank's assignment: a rank without data has
     # made no proof, and the other ranks may have given parameters up.
-    return {name: blocks[name] for name, _ in model.named_parameters() if name in blocks}
+    shapes = {name: p.shape for name, p in model.named_parameters() if name in blocks}
+    for name, row in sums.padding.items():
+        if name in blocks:
+            size = shapes[name][1:].numel()
+            constants = row * size, (row + 1) * size
+            blocks[name] = replace(blocks[name], constants=constants)
+    return {name: blocks[name] for name in shapes}
 
 
 def tie(rules: Mapping[TrackedLayer, Rule]) -> None:

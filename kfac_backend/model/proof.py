@@ -234,7 +234,13 @@ class Proof:
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
-        # Step 5: no layer mixes examples, with everything in place that the steps before found.
+            # Step 5: which rows are constants, where any can be.
+            of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
+            if not again and (assignment.diagonal or of_layers.count(None) < len(of_layers)):
+                from kfac_backend.model.padding import padding_rows
+
+                assignment = replace(assignment, padding=padding_rows(self._model, x))
+        # Step 6: no layer mixes examples, with everything in place that the steps before found.
         if not self._independence_verified and (N is None or N > 1):
             x, numbers = with_first_again(x, self.plan.splits) if by_example else (x, None)
             own = [name for t in assignment.own_parameters for name in t.parameters.values()]

@@ -126,6 +126,8 @@ class RuleAssignment:
     """Parameters whose uses are followed operation by operation; filled by the proof."""
     unsupported: Unsupported = "error"
     """What becomes of parameters whose uses cannot be followed."""
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """Parameter -> its row that is a constant, see `padding`; filled by the proof."""
 
     @property
     def all(self) -> list[TrackedLayer]:

@@ -56,7 +56,7 @@ class KFAC(Optimizer):
         nesterov: whether that is Nesterov's.
         betas: of "nadamw".
         eps: of "nadamw".
-        weight_decay: see ``base``.
+        weight_decay: see ``base``. It leaves padding of embeddings as it is.
         params: the model's parameters, or groups of them, if not all trainable ones. Others are not
             touched; train them with another optimiser if you like. Take groups, not a second K-FAC
             of the same model. As with any optimiser of torch, parameters that are unfrozen later
@@ -144,11 +144,12 @@ class KFAC(Optimizer):
             self.preconditioner.check_gradients()  # before they are in the momentum
             self._add_momentum()
             self.preconditioner.step(lr=self._rate(), checked=True)
-            with self._without_momentum():
+            with self._without_momentum(), self.preconditioner.constants_kept():
                 self.base.step()
         else:
             self.preconditioner.step(lr=self._rate())
-            self.base.step()
+            with self.preconditioner.constants_kept():
+                self.base.step()
         return loss
 
     @torch.no_grad()

@@ -191,6 +191,7 @@ class KfacPreconditioner:
         # it corrects for the start at zero.
         self._weights: dict[str, float] = {}
         self._inverses: dict[str, Inverse] = {}
+        self._constants: dict[str, tuple[int, int]] = {}  # parameter -> `KroneckerBlock.constants`
         self._options_made_with = {
             "the likelihood": likelihood,
             "mean_over": mean_over,
@@ -259,6 +260,8 @@ class KfacPreconditioner:
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
+            of_blocks = {name: block.constants for name, block in self._blocks.items()}
+            self._constants |= {name: which for name, which in of_blocks.items() if any(which)}
         if self._step % options.update_every == 0 or self._blocks.keys() - self._inverses.keys():
             self._inverses = self._new_inverses()
         with torch.no_grad():
@@ -267,6 +270,21 @@ class KfacPreconditioner:
         self._pass.is_scheduled = self._step % options.factor_every == 0
         if self._pass.is_scheduled and not options.ema_decay:
             self._blocks = {}  # without a moving average the next factors replace them
+
+    @contextmanager
+    def constants_kept(self) -> Iterator[None]:
+        """A context after which constants, such as an embedding's padding, are what they were.
+
+        They have no gradient, but an optimiser's weight decay would move them.
+        """
+        rows = []
+        for name, (first, _) in self._constants.items():
+            p = self._parameters[name].detach()
+            rows.append(p[first // p[0].numel()])
+        before = [row.clone() for row in rows]
+        yield
+        for row, value in zip(rows, before, strict=True):
+            row.copy_(value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -323,6 +341,7 @@ class KfacPreconditioner:
             "weights": dict(self._weights),
             "damping": self._damping,
             "generator": self._generator.get_state(),
+            "constants": dict(self._constants),
             "blocks": {
                 name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
                 for name, block in self._blocks.items()
@@ -350,6 +369,7 @@ class KfacPreconditioner:
             for name, tensors in _copies(state["blocks"], device).items()
         }
         self._inverses = _copies(state["inverses"], device)
+        self._constants = dict(state["constants"])
         self._pass.reset()
         self._pass.covered = frozenset(state["covered"])
         self._pass.is_scheduled = self._step % self.options.factor_every == 0

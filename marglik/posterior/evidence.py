@@ -24,7 +24,7 @@ class EvidenceTerms:
     spectra: Spectra
     """The eigenvalues of each block of the curvature at σ = 1."""
     sizes: Tensor
-    """Parameters per block, (B,), float64."""
+    """Parameters per block, (B,), float64; without entries that are constants."""
     squared_norms: Tensor
     """‖θ_b‖² per block, (B,), float64."""
     loss: float
@@ -37,12 +37,15 @@ class EvidenceTerms:
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, mean: Tensor) -> "EvidenceTerms":
         """The terms of factors at the parameters ``mean`` (P,), both in ``parameters()`` order."""
-        sizes = [block.numel for block in factors.blocks.values()]
-        parts = mean.double().split(sizes)
+        blocks = list(factors.blocks.values())
+        squares = mean.double().square().split([block.numel for block in blocks])
+        for block, part in zip(blocks, squares, strict=True):
+            part[slice(*block.constants)] = 0
+        sizes = [block.num_parameters for block in blocks]
         return cls(
-            spectra=Spectra.of(factors.blocks.values()),
+            spectra=Spectra.of(blocks),
             sizes=torch.tensor(sizes, dtype=torch.float64, device=mean.device),
-            squared_norms=torch.stack([part.square().sum() for part in parts]),
+            squared_norms=torch.stack([part.sum() for part in squares]),
             loss=factors.loss,
             num_targets=factors.num_loss_terms * factors.num_outputs,
             likelihood=factors.likelihood,

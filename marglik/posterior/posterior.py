@@ -38,6 +38,7 @@ from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms, as_tensor
 
 T = TypeVar("T")
+NOT_FITTED = "The Laplace approximation is not fitted; call fit() first."
 Layers = Literal["all", "last"]
 """Whose uncertainty counts: "last" treats all other layers as constants."""
 
@@ -59,6 +60,10 @@ class Posterior:
     of it. A new δ, σ or T keeps eigenvalues and eigenvectors, which belong to H alone, but not the
     covariance functions, and hides the calibrations, which were found for the old values. So
     hyperparameters can be set at any time, and trying out many of them is cheap.
+
+    A posterior is that of the weights that it was fitted at. Once the network has others, evidence,
+    samples and predictions raise an error, see `check_weights`. Entries of parameters that are
+    constants, such as an embedding's padding, have no prior, and samples keep their values.
 
     `fit` and predictions run the model in eval mode and restore the mode that it was in. N is the
     number of examples that `fit` saw. A temperature T divides the whole log-likelihood, including
@@ -84,9 +89,6 @@ class Posterior:
         TypeError: a keyword that is no option.
     """
 
-    factors: KroneckerFactors | None = None
-    """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -109,15 +111,17 @@ class Posterior:
         self.likelihood = likelihood_of(likelihood)
         self.options = options
         self.generator = generator
-        self.params = [p for p in model.parameters() if p.requires_grad]
         self.n_params = sum(p.numel() for p in self.params)
         self.n_layers = len(self.params)
         check_positive("temperature", temperature)
         self.temperature = temperature
+        self._factors: KroneckerFactors | None = None
         self._forget()
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
+        self._fitted: dict[str, Tensor] = {}
+        self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
         self.calibrations = {}
         self.passes: dict[Any, CurvaturePass] = {}
@@ -130,6 +134,23 @@ class Posterior:
             f"{type(self).__name__}({type(self.model).__name__}, {self.likelihood!r}, "
             f"{self.n_params} parameters, {fitted})"
         )
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The network's trainable parameters, in ``parameters()`` order."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def factors(self) -> KroneckerFactors | None:
+        """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`.
+
+        Assigning factors is the same as `restore`.
+        """
+        return self._factors
+
+    @factors.setter
+    def factors(self, factors: KroneckerFactors) -> None:
+        self.restore(factors)
 
     @property
     def _device(self) -> torch.device:
@@ -220,7 +241,8 @@ class Posterior:
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
 
         Raises:
-            ValueError: corrected eigenvalues with override=False after a fit.
+            ValueError: corrected eigenvalues with override=False after a fit, or data that is added
+                at other weights.
             TypeError: corrected eigenvalues of data that can be read only once.
         """
         adds = not override and self.factors is not None
@@ -229,9 +251,11 @@ class Posterior:
                 "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
                 "hold for the old ones. Fit with all the data at once, or with corrected=False."
             )
+        if adds:
+            self.check_weights()
         if corrected:
             check_read_twice(train_loader)
-        factors = in_eval_mode(self.model, self._factors)(train_loader, progress_bar)
+        factors = in_eval_mode(self.model, self._curvature)(train_loader, progress_bar)
         if corrected:
             factors = in_eval_mode(self.model, corrected_factors)(
                 factors,
@@ -249,7 +273,7 @@ class Posterior:
             compute_eigenvalues(factors.blocks.values(), self.ranks)
         self.restore(factors)
 
-    def _factors(self, data: Iterable[Any], progress: bool) -> KroneckerFactors:
+    def _curvature(self, data: Iterable[Any], progress: bool) -> KroneckerFactors:
         key = repr(self.options), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
@@ -265,10 +289,16 @@ class Posterior:
         """Take these factors as the curvature at the model's current parameters.
 
         Raises:
+            TypeError: what are not `KroneckerFactors`.
             ValueError: factors of other parameters than the model's trainable ones.
         """
+        if not isinstance(factors, KroneckerFactors):
+            raise TypeError(
+                f"factors are {type(factors).__name__}; KroneckerFactors are needed, as "
+                "kronecker_factors(model, data, likelihood) returns them."
+            )
         factors.check_alignment(self.model)
-        self.mean = parameter_vector(self.params).detach()
+        self._take_weights()
         self.calibrations = {}
         self._set_factors(factors)
 
@@ -280,7 +310,11 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
-        self.mean = self.mean.to(self._device, self._dtype)
+        if self._fitted:
+            here = self._weights()
+            self.mean = self.mean.to(self._device, self._dtype)
+            moved = {name: value.to(here[name]) for name, value in self._fitted.items()}
+            self._fitted = moved | self.named(self.mean)
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
         if self.factors is not None:
@@ -288,15 +322,69 @@ class Posterior:
             self._set_factors(self.factors.to(device, wide))
         return self
 
+    # --- the weights of the fit ---
+
+    def _take_weights(self) -> None:
+        """Take the mean, and what `check_weights` compares, from the network."""
+        self.mean = parameter_vector(self.params).detach()
+        statistics = running_statistics(self.model)
+        self._fitted = {name: value.clone() for name, value in statistics.items()}
+        self._fitted |= self.named(self.mean)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The network's trainable parameters and running statistics, by name."""
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        return running_statistics(self.model) | trainable
+
+    def fitted_weights(self) -> dict[str, Tensor]:
+        """Name -> the trainable parameters, and running statistics, at which it was fitted.
+
+        ``model.load_state_dict(posterior.fitted_weights(), strict=False)`` goes back to them.
+        """
+        return dict(self._fitted)
+
+    def check_weights(self, *, by_value: bool = True) -> None:
+        """Raise a ValueError unless the network has the weights that the posterior was fitted at.
+
+        Compared are the trainable parameters and the running statistics of BatchNorm; not frozen
+        parameters, nor other buffers.
+
+        Args:
+            by_value: whether the values of all parameters are compared. If not, only where torch's
+                version counters or the memory are others than in the last comparison. That takes no
+                time; but fused optimisers and writes to ``.data`` do not count.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: other weights; it names the first one.
+        """
+        if not self._fitted:
+            raise AttributeError(NOT_FITTED)
+        here, statistics = self._weights(), running_statistics(self.model)
+        seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in here.values()]
+        # The statistics are few numbers, and BatchNorm counts no version.
+        known = not by_value and seen == self._compared[0]
+        for name in statistics if known else dict.fromkeys([*here, *self._fitted]):
+            now, fitted = here.get(name), self._fitted.get(name)
+            if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
+                raise ValueError(
+                    f"{type(self.model).__name__} no longer has the weights that the posterior was "
+                    f"fitted at: '{name}' has other values, or was frozen or unfrozen. Fit again, "
+                    "or go back with model.load_state_dict(posterior.fitted_weights(), "
+                    "strict=False)."
+                )
+        self._compared = seen, list(here.values())  # kept, so that no other tensor gets their ids
+
     def _set_factors(self, factors: KroneckerFactors) -> None:
-        self.factors = factors
+        self._factors = factors
         self.loss = factors.loss
         self.n_data = factors.num_data
         self.n_outputs = factors.num_outputs
         self._forget()
 
     def _forget(self) -> None:
-        """Drop everything that was computed from factors; they are new, or on another device."""
+        """Drop everything that was computed from factors; they are others, or elsewhere."""
+        self._version: object = None
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, Any]] = {}
         self._terms: EvidenceTerms | None = None
@@ -306,10 +394,17 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
+            ValueError: the network has other weights, see `check_weights`.
         """
-        if self.factors is None:
-            raise AttributeError("The Laplace approximation is not fitted; call fit() first.")
-        return self.factors
+        if self._factors is None:
+            raise AttributeError(NOT_FITTED)
+        self.check_weights(by_value=False)
+        # What was computed from blocks that were changed in place since is computed anew.
+        version = [block.version for block in self._factors.blocks.values()]
+        if version != self._version:
+            self._forget()
+            self._version = version
+        return self._factors
 
     # --- the evidence ---
 
@@ -420,10 +515,11 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: ``n_samples`` is not positive.
+            ValueError: ``n_samples`` is not positive, or the network has other weights.
         """
         check_positive("n_samples", n_samples)
-        self.fitted_factors()
+        factors = self.fitted_factors()
+        self.check_weights()
         mean = at_least_float32(self.mean.detach())
         noise = torch.randn(
             n_samples, self.n_params, device=mean.device, dtype=mean.dtype, generator=generator
@@ -433,6 +529,8 @@ class Posterior:
             eigen.power_matvec(part, spectrum, -0.5)
             for part, (eigen, spectrum) in zip(parts, self.precision_blocks().values(), strict=True)
         ]
+        for change, block in zip(changes, factors.blocks.values(), strict=True):
+            change[:, slice(*block.constants)] = 0
         return mean + torch.cat(changes, 1)
 
     def linearised_outputs(
@@ -448,7 +546,12 @@ class Posterior:
         Args:
             samples: parameter vectors θ, as `sample` returns them.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: the network has other weights.
         """
+        self.check_weights()
         changes = self.named(samples - at_least_float32(self.mean.detach()))
         return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x)
 
@@ -505,9 +608,10 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: NaN or infinity in the outputs.
+            ValueError: NaN or infinity in the outputs, or the network has other weights.
         """
         check_option("layers", layers, Layers)
+        self.check_weights()
 
         def distribution() -> tuple[Tensor, Tensor]:
             covariance = self._output_covariance(x, layers)
@@ -533,7 +637,8 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: x with fewer than two axes, or without inputs.
+            ValueError: x with fewer than two axes, or without inputs; the network has other
+                weights.
             NotImplementedError: outputs of several positions.
         """
         if x.dim() < 2 or not x.shape[:-1].numel():
@@ -541,6 +646,7 @@ class Posterior:
                 f"x has shape {tuple(x.shape)}; sets of inputs (..., q, d) are needed, with at "
                 "least one input."
             )
+        self.check_weights()
         covariance_of = self._kept(
             "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
         )
@@ -573,11 +679,18 @@ class Posterior:
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
         also if this call is under inference_mode.
         """
+        self.fitted_factors()  # drops what is of other factors
         state = self._hyperparameters
         if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> running mean or variance of BatchNorm, and of other layers that have such."""
+    of_norms = ("running_mean", "running_var")
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(of_norms)}
 
 
 def trainable_layers(model: nn.Module) -> list[str]:

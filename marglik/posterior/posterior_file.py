@@ -18,7 +18,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.files import read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions
-from marglik.posterior.posterior import Posterior, parameter_vector
+from marglik.posterior.posterior import Posterior
 from marglik.storage.model_state import (
     check_state,
     names_replaced,
@@ -64,11 +64,7 @@ def save_posterior(
         TypeError: a ``model`` or ``data`` that is not plain data.
     """
     folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
-    if not torch.equal(parameter_vector(laplace.params), laplace.mean):
-        raise ValueError(
-            "The network's parameters are no longer those that the posterior was fitted at; fit "
-            "again."
-        )
+    laplace.check_weights()
     names = list(factors.blocks)
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {

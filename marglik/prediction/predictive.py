@@ -182,8 +182,10 @@ def laplace_predictive(
 
     Raises:
         AttributeError: a posterior that is not fitted.
+        ValueError: now or in a prediction, a network with other weights than those of the fit.
     """
     laplace.fitted_factors()
+    laplace.check_weights()
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
     if calibration is None and (fit := remembered_calibration(laplace, config)) is not None:
         calibration = fit.calibration
@@ -191,7 +193,12 @@ def laplace_predictive(
     if used.covariance_scale == 0:  # the MAP's, which needs no covariances
         sigma = used.sigma_noise or sigma
         of_map = map_predictive(model, likelihood, sigma, used.output_temperature)
-        return replace(of_map, calibration=calibration)
+
+        def at_weights(x: Any) -> Prediction:
+            laplace.check_weights()
+            return of_map(x)
+
+        return replace(of_map, predict=at_weights, calibration=calibration)
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     if config.method == "linearised":

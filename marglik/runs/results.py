@@ -29,7 +29,7 @@ def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
         initial: the weight decay that all groups started with.
     """
     gamma = laplace.effective_parameters()
-    trainable = {n: p for n, p in laplace.model.named_parameters() if p.requires_grad}
+    trainable = [n for n, p in laplace.model.named_parameters() if p.requires_grad]
     delta = laplace.prior_precision.expand(len(trainable))
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
     relative = laplace.likelihood.numbers.get("noise", 1.0)  # of each output
@@ -42,9 +42,9 @@ def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
                 "initial": initial,
                 "learned": learned[i].item(),
                 "effective_parameters": gamma[i].item(),
-                "parameters": p.numel(),
+                "parameters": int(laplace.evidence_terms.sizes[i]),
             }
-            for i, (name, p) in enumerate(trainable.items())
+            for i, name in enumerate(trainable)
         },
     }
 

@@ -28,6 +28,7 @@ from kfac_backend.loss import counted_terms
 from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
+from kfac_backend.model.padding import padding_rows
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
@@ -329,6 +330,7 @@ class PriorLearner:
         targets, terms, examples = Targets(self.likelihood, self.curvature), 0, 0
         device = next(self._model.parameters()).device
         self._vectors = 1
+        self._padding: dict[str, int] = {}  # rows that are constants, and so have no decay
         with forked_random_numbers(self._model), eval_mode(self._model), torch.no_grad():
             for index, batch in enumerate(self._loader):
                 # A copy, since a model may change its input in place.
@@ -341,6 +343,7 @@ class PriorLearner:
                 terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
                 examples += len(y)
                 if index == 0 and len(y):
+                    self._padding = padding_rows(self._model, x)
                     args, kwargs = arguments(self._model, x)
                     f = logits_of(self._model(*args, **kwargs))
                     of_position = self.likelihood.num_vectors(f.shape[-1])
@@ -351,6 +354,7 @@ class PriorLearner:
                             self.compare_loss(loss(f, labels), f, y)
                 if self.mean_over == "examples":
                     break
+        self._padding = next(filter(None, self._ranks.gather(self._padding)), {})
         of_ranks = self._ranks.gather((terms, examples, self._vectors))
         found = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
         self._vectors = max(r[2] for r in of_ranks)
@@ -439,7 +443,9 @@ class PriorLearner:
                     LARGEST_INVARIANT_DECAY,
                 )
         self._highest_rate = max(self._highest_rate, self._rate)
-        penalty = add_penalty(parameters, self._stable_decays(), self._gradient_scale * scale)
+        padding = {i: self._padding[n] for i, n in enumerate(self._named) if n in self._padding}
+        scaled = self._gradient_scale * scale
+        penalty = add_penalty(parameters, self._stable_decays(), scaled, padding)
         clip = self.schedule.clip if self._steps > OBSERVED_STEPS else None
         self._gradient_norm, is_clipped, finite = clip_gradients(
             parameters, self._gradient_norm, clip, scale

@@ -163,9 +163,14 @@ def stable_decays(
 
 @torch.no_grad()
 def add_penalty(
-    parameters: list[nn.Parameter], weight_decays: Sequence[float], scale: Tensor | float
+    parameters: list[nn.Parameter],
+    weight_decays: Sequence[float],
+    scale: Tensor | float,
+    padding: Mapping[int, int] = {},  # noqa: B006
 ) -> Tensor:
     """Add scale · wd · θ to the gradients; returns ½ Σ wd ‖θ‖², a scalar.
+
+    ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
 
     The foreach functions need a few kernel launches for all tensors together; autograd would need
     several for each tensor.
@@ -173,6 +178,9 @@ def add_penalty(
     # A parameter that the loss does not depend on still has its prior.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     values: list[Tensor] = list(parameters)
+    for i, row in padding.items():
+        values[i] = parameters[i].clone()
+        values[i][row] = 0
     norms = torch._foreach_mul(torch._foreach_norm(values), [wd**0.5 for wd in weight_decays])
     penalty = 0.5 * torch.stack(norms).square().sum()
     if isinstance(scale, Tensor):

@@ -231,7 +231,7 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
         KroneckerFactors.load(path)
     state = factors_of(model).state_dict()
     state["header"]["version"] += 1
-    with pytest.raises(ValueError, match="factors of version 5, .* version 6"):
+    with pytest.raises(ValueError, match="factors of version 6, .* version 7"):
         KroneckerFactors.from_state_dict(state)
 
 
@@ -281,3 +281,22 @@ def test_a_factor_of_few_rows_is_solved_by_their_inner_products(num_data, kfac_a
     for other in (weight.scale(3.0), replace(weight, A=2 * weight.A), weight.add(weight)):
         expected = solver(other.A).clamp(min=0)
         assert_close(other.factor_eigenvalues()[1], expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("which", ["B", "A"])
+def test_eigenvalues_follow_changes_in_place(which):
+    """Those of a factor that is changed after they were read, and of one whose rows are few."""
+    a, b = normal(2, 6), normal(9, 3, seed=1)
+    block = KroneckerBlock("w", b.mT @ b, a.mT @ a, 2)
+    block.remember_rows(a)
+    before = block.eigenvalues()
+    for _ in range(2):
+        getattr(block, which).add_(torch.ones_like(getattr(block, which)))
+        dense = torch.linalg.eigvalsh(block.to_dense()).clamp(min=0)
+        assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)
+    assert (block.eigenvalues() - before).norm() > 0.1 * before.norm()
+    # Changed before they are read: the rows that were remembered are no longer the factor's.
+    block.remember_rows(a)
+    block.A.mul_(3)
+    dense = torch.linalg.eigvalsh(block.to_dense()).clamp(min=0)
+    assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)

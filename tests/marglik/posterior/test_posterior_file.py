@@ -122,7 +122,7 @@ def unsavable(kind):
     ("kind", "message"),
     [
         ("extra state", "_extra_state' in the state dict of Sequential is a dict"),
-        ("trained on", "no longer those that the posterior was fitted at"),
+        ("trained on", "no longer has the weights that the posterior was fitted at: '0.bias'"),
     ],
 )
 def test_what_cannot_be_saved_leaves_the_old_posterior(kind, message, folder):

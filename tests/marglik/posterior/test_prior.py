@@ -155,7 +155,7 @@ def test_methods_agree_on_noise_and_precision(temperature):
 def test_fixed_point_stays_finite_for_a_group_that_is_zero():
     posterior = fitted()
     posterior.params[0].data.zero_()
-    posterior.restore(posterior.fitted_factors())
+    posterior.restore(posterior.factors)
     hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, method="mackay")
     hyper.update(posterior, 5)
     assert torch.isfinite(hyper.prior_precision).all()

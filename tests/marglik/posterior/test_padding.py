@@ -1,0 +1,301 @@
+"""An embedding's padding is a constant: no curvature, no prior, no draw; by dense algebra."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.covariance.linearised import linearised_outputs
+from kfac_backend.laplace_torch.kron import FactorKron
+from kfac_backend.optimizer import KFAC
+from marglik import Laplace, Posterior, PriorLearner, load_posterior, save_posterior
+from tests.evidence_oracles import laplace_log_evidence
+from tests.kfac_backend.networks import random_model
+from tests.random_numbers import normal
+
+V, PAD = 5, 1
+DELTA = torch.tensor([0.7, 1.9, 0.4, 1.3], dtype=torch.float64)
+
+
+def tokens(n=6, length=4):
+    """Sequences with one padding each."""
+    x = torch.randint(2, V, (n, length), generator=torch.Generator().manual_seed(0))
+    x[torch.arange(n), torch.arange(n) % length] = PAD
+    return x
+
+
+def summed(embedded):
+    """A deep linear network of what ``embedded`` makes of tokens."""
+    return lambda m, x: m.head(embedded(m, x).sum(1))
+
+
+def head():
+    return nn.Linear(3, 2, bias=False)
+
+
+def embedding(padding_idx=PAD):
+    return nn.Embedding(V, 3, padding_idx=padding_idx)
+
+
+def shared(first, second):
+    """Two embeddings with one weight."""
+    model = random_model(
+        summed(lambda m, x: m.first(x) + 0.5 * m.second(x.flip(1))),
+        first=embedding(first), second=embedding(second), head=head(),
+    )  # fmt: skip
+    model.second.weight = model.first.weight
+    return model
+
+
+def tied(functional):
+    """The output layer has the embedding's weight: all of its rows are parameters."""
+
+    def forward(m, x):
+        h = m.hidden(m.table(x)).sum(1)
+        return F.linear(h, m.table.weight) if functional else m.read(h)
+
+    own = {"table": embedding(), "hidden": nn.Linear(3, 3, bias=False)}
+    if not functional:
+        own["read"] = nn.Linear(3, V, bias=False)
+    model = random_model(forward, **own)
+    if not functional:
+        model.read.weight = model.table.weight
+    return model
+
+
+MODELS = {
+    # name: (network, its parameter with a row PAD that is constant)
+    "layer": (lambda: random_model(summed(lambda m, x: m.table(x)), table=embedding(), head=head()),
+              "table.weight"),
+    "layer, scaled": (
+        lambda: random_model(
+            lambda m, x: m.head(m.scale * m.table(x).sum(1)),
+            scale=torch.ones(1, 3), table=embedding(), head=head(),
+        ),
+        "table.weight",
+    ),
+    "function": (
+        lambda: random_model(
+            summed(lambda m, x: F.embedding(x, m.table, padding_idx=PAD - V)),
+            table=torch.zeros(V, 3), head=head(),
+        ),
+        "table",
+    ),
+    "two with one padding": (lambda: shared(PAD, PAD), "first.weight"),
+    "two with two paddings": (lambda: shared(PAD, 2), None),
+    "tied layer": (lambda: tied(False), None),
+    "tied function": (lambda: tied(True), None),
+}  # fmt: skip
+CONSTANT = [name for name, (_, constant) in MODELS.items() if constant]
+
+
+def made(name):
+    model, constant = MODELS[name]
+    return model().eval(), constant
+
+
+def is_parameter(model, constant):
+    """A mask (P,) of the entries that are no constants."""
+    mask = {n: torch.ones_like(p, dtype=torch.bool) for n, p in model.named_parameters()}
+    if constant:
+        mask[constant][PAD] = False
+    return torch.cat([entries.flatten() for entries in mask.values()])
+
+
+def data(model, x, likelihood="regression"):
+    with torch.no_grad():
+        f = model(x)
+    return [(x, f.argmax(1) if likelihood == "classification" else f + normal(*f.shape))]
+
+
+def posterior_of(model, x, likelihood="regression", corrected=False, **options):
+    number = len(list(model.parameters()))
+    posterior = Posterior(model, likelihood, prior_precision=DELTA[:number], **options)
+    posterior.fit(data(model, x, likelihood), corrected=corrected)
+    return posterior
+
+
+def jacobian(model, x):
+    """Backward mode's, (N, C, P)."""
+    at = {n: p.detach() for n, p in model.named_parameters()}
+    J = jacrev(lambda p: functional_call(model, p, (x,)))(at)
+    return torch.cat([of_one.flatten(2) for of_one in J.values()], 2)
+
+
+def dense_precision(model, posterior, keep):
+    """H + P₀ of the entries that are no constants, from the blocks."""
+    H = torch.block_diag(*map(posterior.factors.to_dense, posterior.factors.blocks))
+    sizes = torch.tensor([p.numel() for p in model.parameters()])
+    prior = DELTA[: len(sizes)].repeat_interleave(sizes)
+    H, prior = H[keep][:, keep] / posterior.sigma_noise**2, prior[keep]
+    return H, prior
+
+
+@pytest.mark.parametrize("name", ["layer", "function", "two with one padding"])
+def test_the_evidence_is_that_of_the_model_without_the_row(name):
+    """K-FAC-reduce is exact here, so that H is that of all of the Jacobian but the row."""
+    model, constant = made(name)
+    x, keep = tokens(), is_parameter(model, constant)
+    posterior = posterior_of(model, x, kfac_approx="reduce", sigma_noise=0.8)
+    J, sizes = jacobian(model, x), [p.numel() for p in model.parameters()]
+    whole = torch.einsum("ncp,ncq->pq", J, J)
+    blocks = torch.block_diag(*(torch.ones(s, s) for s in sizes)).double()
+    P0 = DELTA[: len(sizes)].repeat_interleave(torch.tensor(sizes))
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    args = theta[keep], (whole * blocks)[keep][:, keep] / 0.8**2, P0[keep]
+    expected = laplace_log_evidence(float(posterior.log_likelihood), *args)
+    assert_close(float(posterior.log_marginal_likelihood()), expected, rtol=1e-10, atol=0)
+    # Negative control: with the row as a parameter the evidence is another.
+    args = theta, whole * blocks / 0.8**2, P0
+    assert abs(laplace_log_evidence(float(posterior.log_likelihood), *args) - expected) > 0.1
+    log_det = torch.linalg.slogdet((whole * blocks)[keep][:, keep] + torch.diag(P0[keep]))[1]
+    assert_close(posterior.factors.log_det(DELTA[: len(sizes)]), log_det)
+
+
+OPTIONS = {
+    "expand": {"kfac_approx": "expand"},
+    "reduce": {"kfac_approx": "reduce"},
+    "diagonal": {"kfac_approx": "reduce", "diagonal_above": 4},
+    "corrected": {"kfac_approx": "reduce"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, mode) for name in MODELS for mode in ("expand", "reduce")),
+        ("layer", "diagonal"),
+        ("layer", "corrected"),
+    ],
+)
+def test_evidence_samples_and_covariances_agree(name, options, monkeypatch):
+    model, constant = made(name)
+    x, keep = tokens(), is_parameter(model, constant)
+    posterior = posterior_of(
+        model, x, "classification", corrected=options == "corrected", **OPTIONS[options]
+    )
+    H, prior = dense_precision(model, posterior, keep)
+    theta = posterior.mean[keep]
+    expected = laplace_log_evidence(float(posterior.log_likelihood), theta, H, prior)
+    assert_close(float(posterior.log_marginal_likelihood()), expected, rtol=1e-9, atol=0)
+    assert posterior.evidence_terms.sizes.sum() == keep.sum()
+
+    # What backward mode computes, and the same by dense algebra.
+    f, covariance = posterior.output_distribution(x)
+    J = jacobian(model, x)
+    Sigma = torch.linalg.inv(H + torch.diag(prior))
+    assert_close(covariance, J[..., keep] @ Sigma @ J[..., keep].mT)
+    assert not J[..., ~keep].any()
+
+    # What forward mode computes, from samples whose noise is the identity.
+    P = len(keep)
+    monkeypatch.setattr(torch, "randn", lambda *_, dtype, **__: torch.eye(P, dtype=dtype))
+    samples = posterior.sample(P)
+    assert torch.equal(samples[:, ~keep], posterior.mean[~keep].expand(P, -1))
+    moves = posterior.linearised_outputs(samples, x) - f
+    assert_close(torch.einsum("snc,snd->ncd", moves, moves), covariance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_mode_is_backward_mode(name):
+    """Also for changes of the row itself, in which the tied output layer is linear."""
+    model, _ = made(name)
+    x = tokens()
+    changes = {n: normal(2, *p.shape, seed=3) for n, p in model.named_parameters()}
+    flat = torch.cat([change.flatten(1) for change in changes.values()], 1)
+    expected = model(x).detach() + torch.einsum("ncp,sp->snc", jacobian(model, x), flat)
+    assert_close(linearised_outputs(model, changes, x), expected)
+
+
+def test_files_and_sums_keep_the_constants(tmp_path):
+    model, constant = made("layer")
+    posterior = posterior_of(model, tokens())
+    save_posterior(posterior, tmp_path)
+    loaded = load_posterior(tmp_path, made("layer")[0])
+    assert float(loaded.log_marginal_likelihood()) == float(posterior.log_marginal_likelihood())
+    assert loaded.factors.blocks[constant].constants == (3 * PAD, 3 * PAD + 3)
+    both = posterior.factors * 0.5 + posterior.factors
+    assert both.blocks[constant].constants == (3 * PAD, 3 * PAD + 3)
+    without = kronecker_factors(shared(PAD, 2), data(model, tokens()), "regression")
+    with pytest.raises(
+        ValueError, match="'table.weight' and 'first.weight' differ in .* constants"
+    ):
+        posterior.factors.blocks[constant].add(without.blocks["first.weight"])
+
+
+@pytest.mark.parametrize("structure", ["kron", "full", "diag", "lowrank"])
+def test_the_calls_of_laplace_torch(structure):
+    model, constant = made("layer")
+    x, keep = tokens(), is_parameter(model, constant)
+    la = Laplace(model, "regression", "all", structure, prior_precision=0.7, sigma_noise=0.8)
+    la.fit(data(model, x))
+    assert_close(la.scatter, 0.7 * la.mean[keep].square().sum())
+    samples = la.sample(3)
+    assert torch.equal(samples[:, ~keep], la.mean[~keep].expand(3, -1))
+    assert (samples[:, keep] != la.mean[keep]).all()
+    if structure == "kron":
+        return
+    J = jacobian(model, x)[..., keep]
+    H = torch.einsum("ncp,ncq->pq", J, J) / 0.8**2
+    H = torch.diag(H.diagonal()) if structure == "diag" else H
+    prior = torch.full_like(la.mean[keep], 0.7)
+    expected = laplace_log_evidence(float(la.log_likelihood), la.mean[keep], H, prior)
+    assert_close(float(la.log_marginal_likelihood()), expected, rtol=1e-9, atol=0)
+    again = Laplace(made("layer")[0], "regression", "all", structure)
+    again.load_state_dict(la.state_dict())
+    assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    assert_close(again.output_distribution(x)[1], la.output_distribution(x)[1])
+
+
+def test_laplace_torch_does_not_draw_the_row():
+    model, constant = made("layer")
+    factors = kronecker_factors(model, data(model, tokens()), "regression")
+    kron = FactorKron.from_factors(factors, torch.float64)
+    precision = (kron + kron).decompose() * 2.0 + torch.tensor(0.7)
+    keep = is_parameter(model, constant)
+    drawn = precision.bmm(torch.ones(2, len(keep)).double(), exponent=-0.5)
+    assert not drawn[:, ~keep].any() and drawn[:, keep].all()
+
+
+def test_training_leaves_the_row():
+    """Neither the learned decay nor K-FAC's weight decay moves it, or counts it."""
+    torch.manual_seed(0)
+    model, constant = made("layer")
+    x = tokens(16)
+    (x, y), p = data(model, x)[0], model.get_parameter(constant)
+    before = p.detach().clone()
+    learner = PriorLearner("regression", updates=0, average=None)
+    learner.start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 1)
+    penalty = learner.add_to_gradients()
+    decays = learner.decays_of_parameters()
+    others = model.head.weight.square().sum()
+    norm = p.square().sum() - p[PAD].square().sum()
+    assert_close(penalty, 0.5 * (decays[0] * norm + decays[1] * others))
+    assert not p.grad[PAD].any() and p.grad[PAD + 1 :].all()
+
+    for base in ("sgd", "nadamw"):
+        optimizer = KFAC(model, "regression", lr=0.01, base=base, weight_decay=0.3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) - y).square().sum(1).mean().backward()
+            optimizer.step()
+        state = optimizer.state_dict()
+        optimizer = KFAC(model, "regression", lr=0.01, base=base, weight_decay=0.3)
+        optimizer.load_state_dict(state)
+        (model(x) - y).square().sum(1).mean().backward()
+        optimizer.step()
+        assert torch.equal(p[PAD], before[PAD])
+    assert (p != before)[torch.arange(V) != PAD][1:].all()
+
+
+def test_other_weight_decays_do_count():
+    """Negative control of the above: a row that an output layer uses has its decay."""
+    model, _ = made("tied layer")
+    x = tokens(16)
+    learner = PriorLearner("regression", updates=0, average=None)
+    learner.start(model, torch.optim.SGD(model.parameters(), 0.1), data(model, x), 1)
+    learner.add_to_gradients()
+    assert model.table.weight.grad[PAD].all()
