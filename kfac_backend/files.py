@@ -71,11 +71,11 @@ def temporary_path(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left half-written in a folder and in those below it.
+    """Remove what killed processes have left half-written in a folder, but not in those below it.
 
     No other process may be writing there.
     """
-    for path in [*folder.rglob(f"{PREFIX}*-*-*")]:
+    for path in [*folder.glob(f"{PREFIX}*-*-*")]:
         path.unlink(missing_ok=True)
 
 

@@ -8,17 +8,18 @@ import json
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from importlib.resources import files
+from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from marglik.runs.printing import progress_lines
-from marglik.storage.provenance import Provenance
+from marglik.runs.printing import printable, progress_lines, say
+from marglik.storage.provenance import Provenance, check_yaml
 
 try:  # not `kfac_backend.extras.extra`, whose package imports torch
     from docstring_parser import parse as parse_docstring
@@ -28,7 +29,10 @@ try:  # not `kfac_backend.extras.extra`, whose package imports torch
         ArgumentError,
         ArgumentParser,
         DefaultHelpFormatter,
+        get_loader,
+        set_loader,
     )
+    from yaml import YAMLError
 except ModuleNotFoundError as error:  # in one line, also for the command that was installed
     sys.exit(f"marglik: {error.name} is not installed: pip install 'marglik[command]'.")
 
@@ -76,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 2 for bad input, and 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in ("stdout", "stderr"):  # closed, as by 2>&-: nobody reads what is printed
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))
     # Before parsing, since only this command's options are added to the parser: those of the others
     # would take seconds to import.
     command = next((a for a in arguments if a in COMMANDS), None)
@@ -120,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str | None, arguments: list[str]) -> None:
     brief = bool({"-h", "--help"} & {*arguments}) and "all" not in arguments and command == "train"
     parser, own = _parsers(command, brief)
-    options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
+    with _yaml_without_aliases():
+        options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
     # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
@@ -130,9 +138,25 @@ def _run(command: str | None, arguments: list[str]) -> None:
         _call(command, own[command], options[command])
 
 
+@contextmanager
+def _yaml_without_aliases() -> Iterator[None]:
+    """A context in which jsonargparse reads files, and values, of options by `check_yaml`."""
+    load = get_loader("yaml")
+
+    def checked(text: str) -> Any:
+        check_yaml(text)
+        return load(text)
+
+    set_loader("yaml", checked, (YAMLError, ValueError))
+    try:
+        yield
+    finally:
+        set_loader("yaml", load, (YAMLError,))
+
+
 def _print_error(message: str) -> None:
     which = f"rank {os.environ['RANK']}: " if _is_another_rank() else ""
-    print(f"marglik: {which}{' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"marglik: {which}{' '.join(message.split())}"), file=sys.stderr)
 
 
 def _parsers(
@@ -184,10 +208,13 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     parser.add_argument("--config", action=PresetOrFile, help=text)
     function = resolve_name(FUNCTIONS[command])
     configs = _configs(function) if command == "train" else {}
-    skip: Any = {"provenance", *configs}
+    skip: Any = {"provenance", *configs, *_switches(function)}
     parser.add_function_arguments(function, as_positional=command == "evaluate", skip=skip)
+    _add_switches(parser, function)
     if command == "train":
-        _add_run(parser, configs.pop("run"))
+        config = configs.pop("run")
+        parser.add_class_arguments(config, skip={*_switches(config)})
+        _add_switches(parser, config)
     for name, config in configs.items():
         parser.add_class_arguments(config, name, skip=FROM_PYTHON_ALONE.get(name))
     for action in parser._actions:
@@ -204,15 +231,20 @@ def _configs(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: of for name, of in hints if is_dataclass(of) and name != "provenance"}
 
 
-def _add_run(parser: ArgumentParser, config: Any) -> None:
-    """The fields of the run's config, without a prefix; booleans are --name and --no_name."""
-    switches = [f for f in fields(config) if f.type in (bool, bool | None)]
-    parser.add_class_arguments(config, skip={f.name for f in switches})
-    params = parse_docstring(config.__doc__ or "").params
+def _switches(of: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a function or a dataclass that are yes or no, with their defaults."""
+    yes_or_no = (bool, bool | None)
+    parameters = signature(of).parameters.items()
+    return {name: p.default for name, p in parameters if p.annotation in yes_or_no}
+
+
+def _add_switches(parser: ArgumentParser, of: Callable[..., Any]) -> None:
+    """The same as options of a command: --name and --no_name."""
+    params = parse_docstring(of.__doc__ or "").params
     texts = {param.arg_name: " ".join((param.description or "").split()) for param in params}
-    for f in switches:
+    for name, default in _switches(of).items():
         action = ActionYesNo(yes_prefix="", no_prefix="no_")
-        parser.add_argument(f"--{f.name}", default=f.default, help=texts[f.name], action=action)
+        parser.add_argument(f"--{name}", default=default, help=texts[name], action=action)
 
 
 def _call(command: str, parser: ArgumentParser, options: Any) -> None:
@@ -221,7 +253,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
     from marglik.runs.printing import print_evaluation, print_results
 
     if command == "report":
-        print(f"Written to {write_report(options.folders, options.output)}")
+        say(f"Written to {write_report(options.folders, options.output)}")
         return
     import torch
 

@@ -39,5 +39,4 @@ def images(**options: Any) -> DataSource:
     """The source of the images; options are those of `specification`."""
     from marglik.runs.build import build_from_spec  # imported here, since it takes seconds
 
-    spec = specification(**options)
-    return build_from_spec(DataSource, spec, named=[spec["class_path"]])
+    return build_from_spec(DataSource, specification(**options), named=None)

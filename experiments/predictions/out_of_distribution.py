@@ -289,10 +289,9 @@ def _trained(config: Config, problem: Problem) -> tuple[Posterior, Splits]:
     ]
     if status := marglik(["train", *options, "--no_progress"]):
         raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
-    record = read_posterior(folder)
-    model = build_from_spec(nn.Module, record["model"])
-    source = record["data"]["source"]  # as we have just written it
-    splits = build_from_spec(DataSource, source, named=[source["class_path"]]).load()
+    record = read_posterior(folder)  # as we have just written it
+    model = build_from_spec(nn.Module, record["model"], named=None)
+    splits = build_from_spec(DataSource, record["data"]["source"], named=None).load()
     return load_posterior(folder, model, "cpu"), splits
 
 

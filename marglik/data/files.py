@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from kfac_backend.extras import extra
@@ -46,7 +45,7 @@ class TensorFile(DataSource):
         """
         try:
             tensors = _read(self.path)
-        except (SafetensorError, OSError, ValueError, BadZipFile) as error:
+        except Exception as error:  # of safetensors, zipfile, zlib and numpy
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"'{self.path}' is not a safetensors or npz file, or damaged ({reason}). Write it "
@@ -61,6 +60,11 @@ class TensorFile(DataSource):
                 f"{', '.join(REQUIRED)}, and may have {' and '.join(OPTIONAL)}. Save, rename or "
                 "remove the others."
             )
+        if self.path.suffix == ".npz":  # of which float64 is the usual type
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point():
+                    what = f"'{self.path}': {name}"
+                    tensors[name] = torch.from_numpy(in_float32(what, tensor.double().numpy()))
         train, validation, test = (
             (tensors[f"x_{split}"], tensors[f"y_{split}"]) if f"x_{split}" in wanted else None
             for split in ("train", "validation", "test")
@@ -74,10 +78,35 @@ def _read(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
     with np.load(path, allow_pickle=False) as arrays:
-        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays}
-    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+        return {name: torch.from_numpy(arrays[name]) for name in arrays}
 
 
+def in_float32(what: str, values: np.ndarray) -> np.ndarray:
+    """Float64 values in float32, as networks compute; what is not finite stays so.
+
+    Raises:
+        ValueError: values, or differences between them, that float32 cannot hold: it ends at 3e38
+            and 1e-38, and has seven digits, of which 1e9 + 0.5 needs more.
+    """
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    if not values.size or not np.isfinite(values).all():
+        return rounded
+    largest, is_constant = np.abs(values).max(), values.min() == values.max()
+    std = 0.0 if is_constant else (values / largest).std() * largest  # squares might overflow
+    lost = np.abs(rounded - values).max()
+    if not np.isfinite(lost) or (not is_constant and (lost > 0.01 * std or std < TINY)):
+        raise ValueError(
+            f"{what} has values from {values.min():.6g} to {values.max():.6g}, with a standard "
+            f"deviation of {std:.3g}. float32, in which networks compute, has seven digits and "
+            "reaches from 1e-38 to 3e38: it would lose them. Subtract their mean, or divide them "
+            "by a number, beforehand."
+        )
+    return rounded
+
+
+TINY = float(np.finfo(np.float32).tiny)
+"""The smallest number that float32 holds with all its digits."""
 MOST_CATEGORIES = 100
 """Of a column of text, which becomes as many columns; more of them are probably names of rows."""
 
@@ -130,6 +159,34 @@ class TableFile(DataSource):
             ValueError: if it cannot be read, or has no such column; missing or infinite values; too
                 many texts in a column; a class with too few rows.
         """
+        splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
+        return self._scaled(splits)
+
+    def load_undivided(self) -> Splits:
+        """All rows as test data."""
+        return self._scaled(self._whole())
+
+    def _scaled(self, splits: Splits) -> Splits:
+        """The data with targets that are numbers in float32, standardised if asked for."""
+        y = splits.train[1]  # (N, 1)
+        if splits.classes is not None:
+            return splits
+        if not self.standardise:
+            return splits.with_target_scale(None)
+        if y.min() == y.max():
+            return splits.with_target_scale((y[0].item(), 1.0))
+        largest = y.abs().max()
+        scaled = y / largest  # squares of large or small numbers leave the range of float64
+        mean, std = (scaled.mean() * largest).item(), (scaled.std(correction=0) * largest).item()
+        if not std or not 0.99 < ((y - mean) / std).std(correction=0) < 1.01:
+            raise ValueError(
+                f"'{self.path}': the target has values from {y.min():.6g} to {y.max():.6g}, which "
+                "float64 cannot standardise. Divide them by a number beforehand."
+            )
+        return splits.with_target_scale((mean, std))
+
+    def _whole(self) -> Splits:
+        """All rows, as training and as test data."""
         with extra("tables"):
             import pandas
 
@@ -141,6 +198,12 @@ class TableFile(DataSource):
                 f"be one of two or more, not {target!r}."
             )
         y, inputs = frame[target], frame.drop(columns=target)
+        for column, values in inputs.items():
+            if values.dtype.kind in "mMc":
+                raise ValueError(
+                    f"'{self.path}': column {column!r} has {values.dtype}; columns are numbers, "
+                    "yes or no, or text. Make it a number, or drop it."
+                )
         for column in inputs.select_dtypes(exclude=["number", "bool"]):
             if (count := inputs[column].nunique()) > MOST_CATEGORIES:
                 raise ValueError(
@@ -154,8 +217,12 @@ class TableFile(DataSource):
                     f"'{self.path}': {missing} row(s) lack {what} {column!r}; drop them, or fill "
                     "them in."
                 )
-        numbers = pandas.get_dummies(inputs, dtype=float).astype("float32")
-        x, columns = torch.tensor(numbers.to_numpy()), tuple(map(str, numbers.columns))
+        numbers = pandas.get_dummies(inputs, dtype=float)
+        of_columns = [
+            in_float32(f"'{self.path}': column {name!r}", column.to_numpy(dtype="float64"))
+            for name, column in numbers.items()
+        ]
+        x, columns = torch.from_numpy(np.stack(of_columns, 1)), tuple(map(str, numbers.columns))
         is_class = y.dtype.kind != "f" if self.classes is None else self.classes
         if is_class:
             codes, found = pandas.factorize(y, sort=True)
@@ -168,12 +235,7 @@ class TableFile(DataSource):
             names, targets = tuple(map(str, found)), torch.tensor(codes, dtype=torch.int64)
         else:
             names, targets = None, torch.tensor(y.to_numpy(dtype="float64"))[:, None]
-        whole = Splits((x, targets), None, (x, targets), self.name, names, columns=columns)
-        splits = divided(whole, self.test_fraction, self.validation, self.seed)
-        if is_class or not self.standardise:
-            return splits
-        y = splits.train[1]
-        return splits.with_target_scale(y.mean().item(), y.std(correction=0).item() or 1.0)
+        return Splits((x, targets), None, (x, targets), self.name, names, columns=columns)
 
     def _frame(self, pandas: Any) -> Any:
         path = Path(self.path)

@@ -54,16 +54,20 @@ class Digits(DataSource):
 
     def load(self) -> Splits:
         """Return the digits; raises a ValueError if a part would be too small."""
+        splits = divided(self.load_undivided(), self.test_fraction, self.validation, self.seed)
+        mean, std = pixel_statistics(splits.train[0])
+        return replace(splits, mean=mean, std=std)
+
+    def load_undivided(self) -> Splits:
+        """All digits as test data."""
         with extra("statistics"):
             from sklearn.datasets import load_digits  # here, since importing takes a second
 
         pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
         whole = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8), labels.long()
         classes = tuple(str(digit) for digit in range(10))
-        splits = Splits(whole, None, whole, "digits", classes)
-        splits = divided(splits, self.test_fraction, self.validation, self.seed)
-        mean, std = pixel_statistics(splits.train[0])
-        return replace(splits, mean=mean, std=std)
+        mean, std = pixel_statistics(whole[0])
+        return Splits(whole, None, whole, "digits", classes, mean=mean, std=std)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -279,7 +283,14 @@ class ClassSubset(DataSource):
 
     def load(self) -> Splits:
         """Return the images of these classes; raises a ValueError if the source lacks one."""
-        splits = self.data.load()
+        return self._of_classes(self.data.load())
+
+    def load_undivided(self) -> Splits | None:
+        """All images of these classes as test data, if the source is divided at random."""
+        whole = self.data.load_undivided()
+        return whole and self._of_classes(whole)
+
+    def _of_classes(self, splits: Splits) -> Splits:
         there = splits.classes or ()
         if unknown := [name for name in self.classes if name not in there]:
             raise ValueError(f"{splits.name} has no class {unknown}, but {list(there)}.")

@@ -1,17 +1,25 @@
 """Records of data: to recognise it later, and to bring other data into the same form."""
 
+from base64 import b64decode, b64encode
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from kfac_backend.files import sha256_of_tensors
-from marglik.data.splits import Splits, described, tensors_in
+from marglik.data.splits import DataSource, Pair, SplitError, Splits, described, take, tensors_in
 from marglik.graphs import Graphs
+
+SUM_BYTES = 6
+"""Of 10,000 other examples, beside 50,000 that were seen, 2e-6 have a sum of these by chance."""
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The record of data for JSON: name, sum of the training examples, classes, form, scales.
+    """The record of data for JSON: name, sums of its examples, classes, form, scales.
 
     The form is what a network depends on; the scales are those of images, or of a table's targets.
+    "seen" are `SUM_BYTES` bytes of the sum of each example's inputs, of those that a run is trained
+    on or calibrated with, in base64: by them `num_seen` recognises examples in other data.
 
     Args:
         splits: the data.
@@ -21,6 +29,8 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
         "name": splits.name,
         "source": source,
         "train_sha256": sha256_of_tensors(tensors_in(splits.train)),
+        "test_sha256": sha256_of_tensors(tensors_in(splits.test)),
+        "seen": b64encode(b"".join(_sums_of(splits.train) + _sums_of(splits.validation))).decode(),
         "form": _form(splits),
     }
     if splits.classes is not None:
@@ -60,9 +70,65 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
     if splits.are_images:
         return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
     scale = record.get("target_scale")
-    if splits.target_scale is None or scale is None or list(splits.target_scale) == scale:
+    scale = scale and tuple(scale)
+    # Classes in the place of numbers are found later, with the likelihood.
+    is_same = splits.classes is not None or splits.target_scale == scale
+    return splits if is_same else splits.with_target_scale(scale)
+
+
+def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Splits:
+    """The data whose test part is to be evaluated.
+
+    That is the test part of the training data, and all of other data, unless that has a test part
+    of its own. Without a record of the training data, the source says what its test part is.
+
+    Args:
+        source: the data.
+        record: what `data_record` returned for the training data.
+
+    Raises:
+        ValueError: data that cannot be loaded.
+    """
+    try:
+        splits = source.load()
+    except SplitError:  # other data may be a few examples
+        whole = None if record is None else source.load_undivided()
+        if whole is None:
+            raise
+        return whole
+    if record is None or is_own_test(splits, record):
         return splits
-    return splits.with_target_scale(*scale)
+    return source.load_undivided() or splits
+
+
+def is_own_test(splits: Splits, record: dict[str, Any]) -> bool:
+    """Whether the test examples are those of the recorded data."""
+    return record["test_sha256"] == sha256_of_tensors(tensors_in(splits.test))
+
+
+def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
+    """Number of test examples whose inputs the recorded run was trained on or calibrated with.
+
+    None without a record. Of the run's own test part it is 0: equal inputs are a coincidence there.
+    """
+    if record is None:
+        return None
+    if is_own_test(splits, record):
+        return 0
+    text = b64decode(record["seen"])
+    seen = {text[i : i + SUM_BYTES] for i in range(0, len(text), SUM_BYTES)}
+    return sum(of_one in seen for of_one in _sums_of(splits.test))
+
+
+def seen_in_words(evaluation: dict[str, Any]) -> str:
+    """What "num_seen" of an evaluation says, in a sentence; empty if it says nothing."""
+    if not evaluation.get("num_seen"):
+        return ""
+    return (
+        f"{evaluation['num_seen']:,} of the {evaluation['num_test']:,} test examples have inputs "
+        "that the network was trained on or calibrated with: metrics on them are not those of new "
+        "data."
+    )
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
@@ -73,6 +139,14 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
     if splits.validation is None or record is None:
         return False
     return record.get("train_sha256") == sha256_of_tensors(tensors_in(splits.train))
+
+
+def _sums_of(part: Pair | None) -> list[bytes]:
+    """The first bytes of the SHA-256 sum of each example's inputs."""
+    if part is None:
+        return []
+    each = (tensors_in(take(part, torch.tensor([i])))[:-1] for i in range(len(part[1])))
+    return [bytes.fromhex(sha256_of_tensors(inputs))[:SUM_BYTES] for inputs in each]
 
 
 def _form(splits: Splits) -> str:

@@ -27,6 +27,10 @@ class DataSource(ABC):
     def load(self) -> "Splits":
         """Return the data; the same arguments always give the same."""
 
+    def load_undivided(self) -> "Splits | None":
+        """All examples as test data, of a source that is divided at random; of others None."""
+        return None
+
     def load_test(self) -> tuple[Pair, str]:
         """Return the test examples and the name of the data, as for out-of-distribution data.
 
@@ -113,15 +117,22 @@ class Splits:
         """How batches of this data give their targets."""
         return TargetOptions(ignore_index=self.ignore_index)
 
-    def with_target_scale(self, mean: float, std: float) -> "Splits":
-        """The same with its targets standardised by these, whatever they were by before."""
-        own_mean, own_std = self.target_scale or (0.0, 1.0)
+    def with_target_scale(self, scale: tuple[float, float] | None) -> "Splits":
+        """The same with targets standardised by this mean and standard deviation, or as they are.
+
+        By whatever they were standardised before.
+        """
+        (own_mean, own_std), (mean, std) = self.target_scale or (0.0, 1.0), scale or (0.0, 1.0)
 
         def scaled(pair: Any) -> Any:
-            return pair and (pair[0], ((pair[1] * own_std + own_mean - mean) / std).float())
+            if pair is None:
+                return None
+            x, y = pair
+            y = y.double() * own_std + own_mean  # in the range that a file's numbers have
+            return x, ((y - mean) / std).float()
 
         parts = {name: scaled(getattr(self, name)) for name in ("train", "validation", "test")}
-        return replace(self, **parts, target_scale=(mean, std))
+        return replace(self, **parts, target_scale=scale)
 
     def _check_images(self) -> None:
         x, y = self.train
@@ -208,6 +219,10 @@ def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
         raise ValueError(f"{argument}={value}: must be a fraction {allowed}.")
 
 
+class SplitError(ValueError):
+    """Examples that are too few to be divided as asked for."""
+
+
 def hold_out(
     splits: Splits, share: float, seed: int, option: str = "held_out"
 ) -> tuple[Splits, Tensor]:
@@ -225,7 +240,7 @@ def hold_out(
         option: what asks for the split, for errors.
 
     Raises:
-        ValueError: a share so small or so large that a part would be empty or lack a class.
+        SplitError: a share so small or so large that a part would be empty or lack a class.
     """
     y = splits.train[1]
     classes, size, cause = splits.classes or (), round(share * len(y)), f"{option}={share}"
@@ -250,7 +265,7 @@ def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -
         seed: seed of both choices.
 
     Raises:
-        ValueError: see `hold_out`.
+        SplitError: see `hold_out`.
     """
     splits, _ = hold_out(whole, test_fraction, seed, "test_fraction")
     assert splits.validation is not None
@@ -273,13 +288,13 @@ def stratified(
         cause: the option that asks for the split, for errors.
 
     Raises:
-        ValueError: if a part would be smaller than the number of classes, or a class has
+        SplitError: if a part would be smaller than the number of classes, or a class has
             fewer than two examples.
     """
     _check_sizes(len(labels), size, len(classes), cause)
     counts = labels.bincount(minlength=len(classes))
     if counts.min() < 2:
-        raise ValueError(
+        raise SplitError(
             f"{cause}: class {classes[int(counts.argmin())]!r} has {counts.min()} example(s), and "
             "each part needs one. Add some, or remove the class."
         )
@@ -295,7 +310,7 @@ def stratified(
 
 def _check_sizes(total: int, size: int, least: int, cause: str) -> None:
     if not least <= size <= total - least:
-        raise ValueError(
+        raise SplitError(
             f"{cause}: {total} examples would be divided into {size} and {total - size}; both "
             f"parts need at least {least}. Choose another number (0 for none), or take more "
             "examples."

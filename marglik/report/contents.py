@@ -3,10 +3,10 @@
 All that the page relies on in a run's files. They may hold more, and lack what is in brackets:
 
 - results.json: data, model, num_data, seconds, evidence {kept, epoch}, weight_decay {tensor:
-  {parameters, initial, learned, effective_parameters}}, [metrics {predictive: {key: value}},
-  intervals, verdict, differences, calibration, suspicious_labels {unknown} or {judged, number,
-  agreement, examples [{index, label, predicted, score, [image]}]}, augmentation {ranges {name:
-  {initial, learned, largest}}, copies, examples [[image and its copies]]}, device,
+  {parameters, initial, learned, effective_parameters}}, [target_scale, metrics {predictive: {key:
+  value}}, intervals, verdict, differences, calibration, suspicious_labels {unknown} or {judged,
+  number, agreement, examples [{index, label, predicted, score, [image]}]}, augmentation {ranges
+  {name: {initial, learned, largest}}, copies, examples [[image and its copies]]}, device,
   threads, ranks, python, versions]
 - log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
   epoch, evidence_per_example, weight_decay, seconds {part: value}
@@ -22,6 +22,7 @@ from typing import Any
 
 from kfac_backend.extras import extra
 from marglik.storage.checkpoint import leaves
+from marglik.storage.provenance import check_yaml
 from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, read_log, read_record
 
 with extra("report"):
@@ -66,6 +67,11 @@ class Run:
     def model(self) -> str | None:
         """Class of the network."""
         return self.results.get("model") or _last_part(self.options.get("model.class_path"))
+
+    @property
+    def target_scale(self) -> tuple[float, float] | None:
+        """Mean and standard deviation that targets were standardised by for training, if any."""
+        return self.results.get("target_scale") or self.evaluation.get("target_scale")
 
     @property
     def name(self) -> str:
@@ -148,7 +154,9 @@ def _read_run(folder: Path) -> Run:
         )
     results, records, config = read_record(folder / RESULTS), read_log(folder), folder / CONFIG
     try:
-        options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
+        text = config.read_text() if config.is_file() else "{}"
+        check_yaml(text)
+        options = yaml.safe_load(text)
     except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())  # in one line
         raise ValueError(f"{config} cannot be read: {why}. Run it again.") from error

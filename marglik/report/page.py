@@ -98,6 +98,11 @@ def _facts_of(run: Run) -> dict[str, str]:
         "Data": run.data or NOTHING,
         "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
         "Training examples": number(N),
+        "Target": NOTHING
+        if run.target_scale is None
+        else "standardised for training, by mean {} and standard deviation {}".format(
+            *map(number, run.target_scale)
+        ),
         "Epochs": last if kept is None or not run.epochs else f"{last} (kept: {kept})",
         "Log marginal likelihood": f"{number(evidence['kept'] / N, 4)} nats per example"
         if N

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from marglik.data.record import seen_in_words
 from marglik.prediction.links import Calibration
 from marglik.report import charts
 from marglik.report.contents import MISSING, Run, differing, predictives
@@ -77,7 +78,9 @@ def _summary(runs: Sequence[Run]) -> Blocks:
         blocks += differences_table(
             title, {name: one["differences"] for name, one in found.items()}
         )
-    for evaluation in [run.evaluation for run in runs]:
+    for run, evaluation in [(run, run.evaluation) for run in runs]:
+        if seen := seen_in_words(evaluation):
+            blocks.append(run.titled(seen))
         if positions := evaluation.get("num_positions"):
             blocks.append(
                 f"Metrics are means over {positions:,} positions (tokens), the NLL in nats per "
@@ -94,7 +97,13 @@ def _curves(runs: Sequence[Run]) -> Blocks:
     updated, trained = [r for r in runs if r.updates], [r for r in runs if r.epochs]
     found = [charts.evidence_chart(updated)] if updated else []
     found += [charts.loss_chart(trained)] if trained else []
-    return [found]
+    blocks: Blocks = [found]
+    if found and any(run.target_scale for run in runs):
+        blocks.append(
+            "Evidence and loss are of the target as it was standardised for training; metrics are "
+            "in its own unit."
+        )
+    return blocks
 
 
 def _weight_decay(runs: Sequence[Run]) -> Blocks:

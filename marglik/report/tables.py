@@ -64,7 +64,7 @@ def percentage(share: float | None, decimals: int = 2) -> str:
     return number(None) if share is None else f"{number(100 * share, decimals)} %"
 
 
-def interval(ends: Sequence[float] | None, decimals: int, scale: float = 1) -> str:
+def interval(ends: Sequence[float] | None, decimals: int | None, scale: float = 1) -> str:
     """An interval times ``scale`` as text; empty for None."""
     return "" if ends is None else "\N{EN DASH}".join(number(scale * e, decimals) for e in ends)
 
@@ -88,6 +88,8 @@ class Metric(NamedTuple):
     """Shares are shown as percentages: their unit is "%"."""
     better: Literal["lower", "higher"] | float | None = None
     """A number is the best value itself; None means unknown."""
+    decimals: int | None = 4
+    """None for numbers in a unit of the data's own, which may be large or small."""
 
     @property
     def detail(self) -> str:
@@ -106,7 +108,7 @@ class Metric(NamedTuple):
         """A value as text, without its unit."""
         if self.unit == "%" and value is not None:
             return number(100 * value, 2)
-        return number(value, 4 if value is not None and abs(value) < 1e4 else None)
+        return number(value, self.decimals if value is not None and abs(value) < 1e4 else None)
 
     def loss(self, value: float) -> float:
         """A number that is smallest for the best value."""
@@ -122,7 +124,7 @@ METRICS = {
     "cls/AURC": Metric("Area under the risk–coverage curve", "", "lower"),
     "cal/ECE": Metric("Expected calibration error", "%", "lower"),
     "reg/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
-    "reg/RMSE": Metric("Root mean squared error", "unit of the target", "lower"),
+    "reg/RMSE": Metric("Root mean squared error", "unit of the target", "lower", None),
     "cal/coverage50": Metric("Coverage of the 50 % interval", "%", 0.5),
     "cal/coverage90": Metric("Coverage of the 90 % interval", "%", 0.9),
     "cal/coverage95": Metric("Coverage of the 95 % interval", "%", 0.95),
@@ -191,7 +193,7 @@ def _row(key: str, name: str, columns: Sequence[Predictive]) -> Row:
         }
         smallest = {i for i, loss in losses.items() if loss == min(losses.values())}
         best |= smallest if len(smallest) < len(losses) else set()
-    decimals = 2 if metric.unit == "%" else 4
+    decimals = 2 if metric.unit == "%" else metric.decimals
     small = [interval(one, decimals, metric.scale) for one in ends]
     return Row(metric.title, [*map(metric.show, values)], frozenset(best), metric.detail, small)
 

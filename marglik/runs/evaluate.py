@@ -11,7 +11,7 @@ from torch import nn
 from marglik.data import DataSource, Splits
 from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import out_of_distribution_images
-from marglik.data.record import as_trained, is_held_out
+from marglik.data.record import as_trained, data_to_evaluate, is_held_out, is_own_test, num_seen
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrations_of
@@ -20,6 +20,7 @@ from marglik.prediction.evaluation import evaluate, predictives_of
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
 from marglik.runs.build import build_from_spec, check_model, device_of
 from marglik.runs.config import Accelerator, check_seed
+from marglik.runs.results import calibration_in_units, evaluation_in_units
 from marglik.storage.run_folder import (
     ENSEMBLE,
     EVALUATION,
@@ -49,14 +50,21 @@ def evaluate_run(
     A predictive whose calibration is not saved with the posterior is calibrated on the data's
     validation set, if the network was not trained on it.
 
+    Says how many of the test examples have inputs that the network was trained on or calibrated
+    with; of the run's own test part there are none.
+
     Returns the content of ``evaluation.json``, which replaces that of an earlier evaluation in the
     folder; its folder under "output"; and the new calibrations under "calibrated".
 
     Args:
         path: folder that marglik train or save_posterior has written.
         model: class of the network. It must be named if it is your own, as the folder alone may not
-            choose what code runs; without options, it gets those that the folder has.
-        data: class of the data whose test split is evaluated; null takes the training data's own.
+            choose what code runs; without options, it gets those that the folder has. Pretrained
+            weights must be named with their option.
+        data: class of the data; null takes the training data. Of that the test part is evaluated;
+            of other data all examples are, unless it has a test part of its own, as an ImageFolder.
+            Data in files must be named with its options, as the folder alone may not choose what is
+            read or downloaded.
         methods: list of predictive methods to evaluate one after the other; [] evaluates the MAP
             alone, null predictive.method alone.
         predictive: how the posterior predicts.
@@ -82,11 +90,12 @@ def evaluate_run(
     record = read_posterior(path)
     network = _object(path, model, record, "model", nn.Module)
     source = _object(path, data, record["data"] or {}, "source", DataSource)
-    splits = as_trained(source.load(), record["data"])
-    if output is None and record["data"] and splits.name != record["data"]["name"]:
+    splits = as_trained(data_to_evaluate(source, record["data"]), record["data"])
+    if output is None and record["data"] and not is_own_test(splits, record["data"]):
         raise ValueError(
-            f"{splits.name} is not what {path} was trained on ({record['data']['name']}); pass "
-            "--output, so that its numbers get a folder of their own."
+            f"{splits.name} has other test examples than those of the data that {path} was trained "
+            f"on ({record['data']['name']}); pass --output, so that its numbers get a folder of "
+            "their own."
         )
     laplace = load_posterior(path, network, device)
     ensemble = Ensemble.load(path, network) if (Path(path) / ENSEMBLE).exists() else None
@@ -112,6 +121,7 @@ def evaluate_run(
         device=device,
         progress=progress,
     )
+    found = evaluation_in_units(found, splits) | {"num_seen": num_seen(splits, record["data"])}
     write_record(folder / EVALUATION, found)
     return found | {"output": str(folder), "calibrated": calibrated}
 
@@ -132,7 +142,10 @@ def _calibrate(
             batches = split_batches(splits, "validation", size, device=device)
             calibrations_of(laplace, batches, config, progress=progress)
     found = laplace.calibrations = laplace.calibrations | remembered
-    return {c.label: {"predictive": c.label} | found[c.label] for c in unknown}
+    return {
+        c.label: {"predictive": c.label} | calibration_in_units(found[c.label], splits)
+        for c in unknown
+    }
 
 
 def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
@@ -148,7 +161,8 @@ def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) 
         raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
     if given is not None and given not in _classes_in(spec):
         spec = {"class_path": given}
-    return build_from_spec(kind, spec, named=[] if given is None else [given])
+    named = [] if given is None else [given]
+    return build_from_spec(kind, spec, named=named, folder=Path(path))
 
 
 def _classes_in(spec: Any) -> Iterator[str]:

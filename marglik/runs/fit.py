@@ -20,7 +20,7 @@ from marglik.runs.config import Accelerator, CurvatureConfig, PriorRules, check_
 from marglik.runs.evaluate import evaluate_run
 from marglik.storage.model_state import load_pretrained
 from marglik.storage.provenance import Provenance
-from marglik.storage.run_folder import check_free
+from marglik.storage.run_folder import begin_run, check_free, remove_states
 from marglik.training.post_hoc import maximize_evidence
 
 _logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ def fit(
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     output: str | None = None,
+    overwrite: bool = False,
     batch_size: int = 128,
     accelerator: Accelerator = "auto",
     seed: int = 0,
@@ -59,6 +60,7 @@ def fit(
         curvature: the curvature pass.
         predictive: how the posterior predicts.
         output: folder to write to; null takes runs/NAME of the checkpoint.
+        overwrite: whether to replace a run that is already in that folder.
         batch_size: number of examples in a batch.
         accelerator: cpu or cuda; auto takes cuda if it is available.
         seed: seed of all random numbers.
@@ -70,11 +72,16 @@ def fit(
         ValueError: options, data, checkpoint or model that do not fit together.
         NotImplementedError: a layer without a K-FAC rule.
         FileExistsError: the output folder holds a run, or other files.
+        OSError: the output folder cannot be written to.
     """
     # Step 1: all that can be wrong with options, data and network is found before the pass.
     check_seed(seed)
     folder = Path(output or f"runs/{Path(checkpoint).stem}")
-    check_free(folder)
+    check_free(folder, overwrite, resumes=False)
+    if Path(checkpoint).resolve().parent == folder.resolve():
+        raise ValueError(
+            f"checkpoint {checkpoint} lies in the folder that is written to; pass another --output."
+        )
     if note := load_pretrained(model, checkpoint):
         _logger.warning("%s: %s", checkpoint, note)
     splits, device = data.load(), device_of(accelerator)
@@ -88,6 +95,7 @@ def fit(
     calibrates = predictive.is_calibrated and splits.validation is not None
     check_model(model, splits, curvature, likelihood, predictive if calibrates else None)
     PriorGroups.from_model(model, structure)  # raises on rules that match nothing
+    begin_run(folder, None, overwrite=overwrite, resumes=False)
 
     # Step 2: the curvature, the prior, which needs the eigenvalues alone, and s and τ.
     torch.manual_seed(seed)
@@ -102,6 +110,7 @@ def fit(
     # Step 3: the files, with what they need to be evaluated again; and the metrics.
     record = data_record(splits, provenance.data)
     save_posterior(posterior, folder, model=provenance.model, data=record, frozen=True)
+    remove_states(folder)  # there are none, but their folder has marked this one as a run's
     return evaluate_run(
         str(folder), model, data, predictive=predictive, accelerator=accelerator, seed=seed,
         progress=progress,

@@ -24,41 +24,67 @@ METRICS = {
 """What the terminal shows; the report has all metrics."""
 
 
+def printable(text: str) -> str:
+    """The text on a terminal; what a terminal would act on, or not show, as Python writes it.
+
+    Names of data, classes and tensors come from files, perhaps from someone else's.
+    """
+    shown = (
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+    return "".join(shown)
+
+
+def say(text: str = "") -> None:
+    """Print a `printable` text."""
+    print(printable(text))
+
+
 def print_results(results: dict[str, Any], report: Path) -> None:
     """Print what `marglik train` found: evidence, weight decays, metrics, the folder."""
     num_data, evidence = results["num_data"], results["evidence"]
     if results.get("verdict"):
-        print()
+        say()
         _print_paragraph(results["verdict"])
     held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
     seconds = f"{results['seconds']:.0f} s"
-    print(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
+    say(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
     _print_paragraph(
         f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
         f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})"
+        f"{', of the standardised target' if results['target_scale'] else ''}"
     )
     if results.get("sigma_noise") is not None:
         sigma = results["sigma_noise"]
         of_outputs = sigma if isinstance(sigma, list) else [sigma]
-        print(f"noise: standard deviation {', '.join(f'{s:.4g}' for s in of_outputs)}")
+        say(f"noise: standard deviation {', '.join(map(_significant, of_outputs))}")
     _print_weight_decays(results["weight_decay"])
-    _print_metrics(results["metrics"], results["intervals"], results["num_positions"])
+    _print_metrics(results["metrics"], results["intervals"], results)
     _print_calibration(results["calibration"])
     _print_ranges(results.get("augmentation"))
     _print_suspicious(results.get("suspicious_labels", {}))
-    print(f"\nWritten to {results['output']}; the report is {report}")
+    say(f"\nWritten to {results['output']}; the report is {report}")
 
 
 def print_evaluation(results: dict[str, Any], report: Path) -> None:
     """Print the main metrics of each predictive, and what its calibration found."""
-    print(f"{results['data']}: {results['num_test']} test examples")
+    from marglik.data.record import seen_in_words  # late: imports torch
+
+    say(f"{results['data']}: {results['num_test']} test examples")
+    if seen := seen_in_words(results):
+        _print_paragraph(seen)
     entries = results["predictives"]
     metrics = {name: entry["metrics"] for name, entry in entries.items()}
     intervals = {name: entry.get("intervals", {}) for name, entry in entries.items()}
-    _print_metrics(metrics, intervals, results["num_positions"])
+    _print_metrics(metrics, intervals, results)
     for fit in results["calibrated"].values():
         _print_calibration(fit)
-    print(f"\nWritten to {results['output']}; the report is {report}")
+    say(f"\nWritten to {results['output']}; the report is {report}")
+
+
+def _significant(value: float) -> str:
+    """A number in the unit of the target, which may be large or small."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
@@ -74,36 +100,39 @@ def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
     ]
     _print_table(["parameter", "weight decay", "effective / all"], rows)
     if len(layers) > len(shown):
-        print(f"... and {len(layers) - len(shown)} smaller ones, in results.json")
+        say(f"... and {len(layers) - len(shown)} smaller ones, in results.json")
 
 
 def _print_metrics(
     metrics: Mapping[str, Mapping[str, float]],
     intervals: Mapping[str, Mapping[str, Sequence[float]]],
-    positions: int | None,
+    results: Mapping[str, Any],
 ) -> None:
     """Print a row per predictive; ± half of the 95 % interval where one is known."""
+    positions = results["num_positions"]
     keys = [key for key in METRICS if any(key in of for of in metrics.values())]
 
     def shown(name: str, key: str) -> str:
         if key not in metrics[name]:
             return ""
         ends = intervals.get(name, {}).get(key)
-        error = f" ± {(ends[1] - ends[0]) / 2:.3f}" if ends else ""
-        return f"{metrics[name][key]:.3f}{error}"
+        numbers = [metrics[name][key], *([(ends[1] - ends[0]) / 2] if ends else [])]
+        in_unit = key == "test/reg/RMSE"
+        return " ± ".join(_significant(v) if in_unit else f"{v:.3f}" for v in numbers)
 
     rows = [[name, *(shown(name, key) for key in keys)] for name in metrics]
     _print_table(["", *(METRICS[key] for key in keys)], rows)
     per = f", over {positions} positions (tokens)" if positions is not None else ""
+    unit = " NLL and RMSE are in the unit of the target." if results["target_scale"] else ""
     _print_paragraph(
-        f"Test set{per}; ± half of a 95 % interval over the choice of test examples. The report "
-        "has all metrics."
+        f"Test set{per}; ± half of a 95 % interval over the choice of test examples.{unit} The "
+        "report has all metrics."
     )
 
 
 def _print_calibration(fit: dict[str, Any] | None) -> None:
     """Print what calibration found, or that there was none."""
-    print()
+    say()
     if fit is None:
         _print_paragraph(
             "The predictive is not calibrated: there was no held-out data, or calibration was not "
@@ -140,7 +169,7 @@ def _print_suspicious(found: dict[str, Any]) -> None:
     """Print the first of the labels that may be wrong; nothing if there are none."""
     if not found.get("number"):
         return
-    print()
+    say()
     _print_paragraph(
         f"Training labels to look at, wrong or hard: {found['number']} of {found['judged']} have "
         f"a score above 1. The network predicted {100 * found['agreement']:.0f} % of all, on "
@@ -161,16 +190,21 @@ def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for n, *cells in [headers, *rows]
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print()
+    say()
     for name, *cells in lines:
         right = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-        print("   ".join([f"{name:<{widths[0]}}", *right]).rstrip())
+        say("   ".join([f"{name:<{widths[0]}}", *right]).rstrip())
 
 
 def _print_paragraph(text: str) -> None:
     """Print a paragraph: wrapped on a terminal, as a single line in files and pipes."""
     width = shutil.get_terminal_size((80, 24)).columns
-    print(textwrap.fill(text, width) if sys.stdout.isatty() else text)
+    say(textwrap.fill(text, width) if sys.stdout.isatty() else text)
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 @contextmanager
@@ -184,7 +218,7 @@ def progress_lines(prefix: str = "") -> Iterator[None]:
     """
     logger = logging.getLogger("marglik")
     handler = logging.StreamHandler(sys.stderr)  # flushes after each line
-    handler.setFormatter(logging.Formatter(prefix.replace("%", "%%") + "%(message)s"))
+    handler.setFormatter(_PrintableFormatter(prefix.replace("%", "%%") + "%(message)s"))
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

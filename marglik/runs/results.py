@@ -1,5 +1,6 @@
 """What results.json holds: evidence and weight decays, metrics, labels to look at, ranges."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from marglik.prediction.evaluation import data_uri
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
 
+NLL, RMSE = "test/reg/NLL", "test/reg/RMSE"
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Number of suspicious labels at most, and of images that are shown as an augmentation changes
 them."""
@@ -21,21 +23,68 @@ LARGEST_PICTURE = 48
 """Height and width (pixels) of pictures at most: a few kilobytes each."""
 
 
-def posterior_results(laplace: Posterior, initial: float) -> dict[str, Any]:
+# A table's targets are standardised for training. What people read is in the target's own unit:
+# y = mean + std·t, so that p(y) = p(t)/std.
+
+
+def evaluation_in_units(evaluation: dict[str, Any], splits: Splits) -> dict[str, Any]:
+    """The content of ``evaluation.json``, from what `evaluate` found for standardised targets.
+
+    Says of the scale what it is, under "target_scale"; None where targets are as they are given.
+    """
+    scale = splits.target_scale
+    evaluation["target_scale"] = None if scale is None else list(scale)
+    if scale is None:
+        return evaluation
+    std, log_std = scale[1], _log_std(splits)
+    for entry in evaluation["predictives"].values():
+        for of, change in {NLL: lambda v: v + log_std, RMSE: lambda v: v * std}.items():
+            entry["metrics"][of] = change(entry["metrics"][of])
+            if of in entry["intervals"]:
+                entry["intervals"][of] = [change(end) for end in entry["intervals"][of]]
+        if "calibration" in entry:
+            entry["calibration"] = _in_units(entry["calibration"], std)
+    return evaluation
+
+
+def calibration_in_units(fit: dict[str, Any], splits: Splits) -> dict[str, Any]:
+    """The same for what a calibration found."""
+    if splits.target_scale is None:
+        return fit
+    nll = {name: fit[name] + _log_std(splits) for name in fit if name.startswith("nll")}
+    calibrations = ("calibration", "map_calibration")
+    return fit | nll | {of: _in_units(fit[of], splits.target_scale[1]) for of in calibrations}
+
+
+def _log_std(splits: Splits) -> float:
+    """What the NLL of an example gains: log std for each output."""
+    assert splits.target_scale is not None
+    return splits.test[1].shape[-1] * math.log(splits.target_scale[1])
+
+
+def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
+    sigma = calibration["sigma_noise"]
+    return calibration | {"sigma_noise": None if sigma is None else sigma * std}
+
+
+def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dict[str, Any]:
     """What a posterior says in the results of a run: noise, and each tensor's weight decay.
 
     Args:
         laplace: the posterior.
         initial: the weight decay that all groups started with.
+        splits: the data.
     """
     gamma = laplace.effective_parameters()
     trainable = [n for n, p in laplace.model.named_parameters() if p.requires_grad]
     delta = laplace.prior_precision.expand(len(trainable))
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
     relative = laplace.likelihood.numbers.get("noise", 1.0)  # of each output
-    sigma = (laplace.sigma_noise.double().cpu() * relative).tolist()
+    std = 1.0 if splits.target_scale is None else splits.target_scale[1]
+    sigma = (laplace.sigma_noise.double().cpu() * relative * std).tolist()
     return {
         "num_data": laplace.n_data,
+        "target_scale": None if splits.target_scale is None else list(splits.target_scale),
         "sigma_noise": sigma if laplace.likelihood.has_sigma else None,
         "weight_decay": {
             name: {

@@ -38,6 +38,8 @@ from marglik.runs.build import (
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.results import (
     augmentation_results,
+    calibration_in_units,
+    evaluation_in_units,
     metrics_of,
     posterior_results,
     suspicious_results,
@@ -50,10 +52,10 @@ from marglik.storage.run_folder import (
     RESULTS,
     RunLog,
     begin_run,
-    discard,
     read_log,
     read_posterior,
     read_record,
+    remove_states,
     write_record,
     write_results,
 )
@@ -187,7 +189,7 @@ def train(
     def ended(results: dict[str, Any]) -> dict[str, Any]:
         if leads:
             write_results(folder, results)
-            discard(folder / CHECKPOINT)
+            remove_states(folder)
         return results | {"output": str(folder)}
 
     finished = _finished(folder, identity) if run.resume and leads else {}
@@ -224,7 +226,7 @@ def train(
         "epoch": learned.epoch,
     }
     # Before the posterior sees what is held out.
-    results = identity | posterior_results(learned.laplace, prior.weight_decay)
+    results = identity | posterior_results(learned.laplace, prior.weight_decay, splits)
     training.calibrate(learned.laplace)
     fit = learned.laplace.calibrations.get(predictive.label)
     ensemble = None
@@ -240,7 +242,7 @@ def train(
     results |= {
         "evidence": evidence,
         "held_out": held_out,
-        "calibration": fit and {"predictive": predictive.label} | fit,
+        "calibration": fit and {"predictive": predictive.label} | calibration_in_units(fit, splits),
         "num_positions": found["num_positions"],
         "suspicious_labels": suspicious_results(learned, splits, kept),
         **augmentation_results(model, splits),
@@ -461,7 +463,7 @@ class Training:
     def _evaluated(
         self, predictives: dict[str, Predictive], likelihood: str
     ) -> tuple[dict[str, Any], Scores]:
-        return evaluate(
+        found, scores = evaluate(
             predictives,
             self.splits,
             likelihood,
@@ -471,6 +473,7 @@ class Training:
             progress=self.run.progress,
             ranks=self.ranks,
         )
+        return evaluation_in_units(found, self.splits), scores
 
     def against_plain(
         self,

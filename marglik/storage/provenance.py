@@ -1,6 +1,7 @@
 """What makes a run repeatable and its posterior loadable: options, classes, versions, device."""
 
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,18 @@ class Provenance:
     """``{"class_path": ..., "init_args": {...}}``."""
     data: dict[str, Any] | None = None
     """The same for the data."""
+
+
+def check_yaml(text: str) -> None:
+    """Raise a ValueError for YAML with aliases: a few lines of them may stand for gigabytes.
+
+    A text that is no YAML passes: its reader says what is wrong with it.
+    """
+    import yaml
+
+    with suppress(yaml.YAMLError, RecursionError):
+        if "*" in text and any(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text)):
+            raise ValueError("it has YAML aliases (*name), which are not supported; write them out")
 
 
 def environment(device: "torch.device") -> dict[str, Any]:

@@ -7,8 +7,9 @@ is made from the others, and nothing reads it again. One command at a time may w
 """
 
 import json
-import shutil
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,48 +38,77 @@ ALL = (
     RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT,
     CHECKPOINT,
 )  # fmt: skip
+RECORDS = (RESULTS, POSTERIOR, EVALUATION, ENSEMBLE)
+"""Files that say of themselves that marglik wrote them."""
+STATES = re.compile(r"learned|plain|member_[0-9]+")
+"""The names of the folders in `CHECKPOINT`: one for each network that a run trains."""
 
 
 def begin_run(
-    folder: Path, options: str | None, *, overwrite: bool = False, resume: bool = False
+    folder: Path,
+    options: str | None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    resumes: bool = True,
 ) -> None:
     """Make this the folder of a new run, and remove what an old one left.
+
+    Removed are files by the names above and links by these names, never what a link points to.
 
     Args:
         folder: need not exist yet.
         options: what to write to ``config.yaml``.
         overwrite: whether an old run may be replaced.
         resume: whether the run continues from its checkpoints, which are then kept.
+        resumes: see `check_free`.
 
     Raises:
         FileExistsError: see `check_free`.
     """
-    check_free(folder, overwrite or resume)
+    check_free(folder, overwrite or resume, resumes=resumes)
+    checkpoint = folder / CHECKPOINT
+    if checkpoint.is_symlink() and not resume:
+        checkpoint.unlink()
     # First: a process that is killed during the removal leaves what is known to be a run's folder.
-    (folder / CHECKPOINT).mkdir(parents=True, exist_ok=True)
-    old_states = () if resume else (folder / CHECKPOINT).iterdir()
-    for path in [*(folder / name for name in ALL if name != CHECKPOINT), *old_states]:
-        discard(path)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    for name in ALL:
+        if name != CHECKPOINT:
+            (folder / name).unlink(missing_ok=True)
+    if not resume:
+        remove_states(folder)
+        checkpoint.mkdir(exist_ok=True)
     remove_leftovers(folder)
     if options is not None:
         write_file(folder / CONFIG, options.encode())
 
 
-def check_free(folder: Path, overwrite: bool = False) -> None:
+def check_free(folder: Path, overwrite: bool = False, *, resumes: bool = True) -> None:
     """Raise a FileExistsError if a new run would replace something that may be needed.
 
-    These are files beside which no run has left results or checkpoints, and, without ``overwrite``,
-    those of a run.
+    These are files that no run has left, and, without ``overwrite``, those of a run. An empty
+    folder of checkpoints, as of a command that was killed early, is nothing.
+
+    Args:
+        folder: need not exist.
+        overwrite: whether an old run may be replaced.
+        resumes: whether the command has --resume, for the error.
     """
-    # Every run has one of these two from its first moment on.
-    found = [name for name in ALL if (folder / name).exists()]
-    if found and {RESULTS, CHECKPOINT}.isdisjoint(found):
+    if folder.is_symlink():
         raise FileExistsError(
-            f"{folder} holds {', '.join(found)}, but neither {RESULTS} nor {CHECKPOINT}: no run "
-            "of marglik, so it is never overwritten. Pass another --output, or move it away."
+            f"{folder} is a link, and marglik removes nothing through links. Pass the folder that "
+            f"it points to: --output {folder.resolve()}."
         )
-    if found and not overwrite:
-        can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
+    found = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
+    if not found or (found == [CHECKPOINT] and _names_of_states(folder) == []):
+        return
+    if not _is_of_run(folder):
+        raise FileExistsError(
+            f"{folder} holds {', '.join(found)}, which no run of marglik has left: it is never "
+            "overwritten. Pass another --output, or move it away."
+        )
+    if not overwrite:
+        can_resume = resumes and any((folder / CHECKPOINT).glob(f"*/{STATE}"))
         resume = "--resume to continue it, " if can_resume else ""
         raise FileExistsError(
             f"{folder} already holds a run ({found[0]}); pass --overwrite, {resume}or another "
@@ -86,12 +116,42 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
         )
 
 
-def discard(path: Path) -> None:
-    """Remove a file or folder, if it exists."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _is_of_run(folder: Path) -> bool:
+    """Whether a folder has a record of ours, or the checkpoints of a run that has not ended."""
+    for name in RECORDS:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            record = parse_json((folder / name).read_bytes()) if (folder / name).is_file() else {}
+            if record["format"] == _format(folder / name):
+                return True
+    names = _names_of_states(folder)
+    return names is not None and all(map(STATES.fullmatch, names))
+
+
+def _names_of_states(folder: Path) -> list[str] | None:
+    """What is in the folder of checkpoints; None if there is no such folder of its own."""
+    path = folder / CHECKPOINT
+    return [p.name for p in path.iterdir()] if path.is_dir() and not path.is_symlink() else None
+
+
+def remove_states(folder: Path) -> None:
+    """Remove the checkpoints of a run: files that `Checkpoints` has written, and emptied folders.
+
+    Of a link nothing but itself is removed.
+    """
+    path = folder / CHECKPOINT
+    if path.is_symlink():
+        path.unlink()
+    for name in filter(STATES.fullmatch, _names_of_states(folder) or []):
+        states = path / name
+        if states.is_symlink():
+            states.unlink()
+            continue
+        (states / STATE).unlink(missing_ok=True)
+        remove_leftovers(states)
+        with suppress(OSError):  # it holds what is someone else's
+            states.rmdir()
+    with suppress(OSError):
+        path.rmdir()
 
 
 def write_json(path: Path, content: Any) -> str:
@@ -102,7 +162,7 @@ def write_json(path: Path, content: Any) -> str:
 def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | None = None) -> str:
     """Write a record with its own sum and those of its files, by name; returns the file's sum."""
     # As it will be read back: tuples become lists.
-    record = json.loads(json.dumps({"format": f"marglik.{path.stem}"} | record))
+    record = json.loads(json.dumps({"format": _format(path)} | record))
     files = dict(sums or {})
     return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
 
@@ -125,7 +185,7 @@ def read_record(path: Path) -> dict[str, Any]:
         record = parse_json(path.read_bytes())
         sums = dict(record.pop("sha256"))
         own, kind = sums.pop(path.name), record["format"]
-        is_whole = own == _sum_of(record, sums) and kind == f"marglik.{path.stem}"
+        is_whole = own == _sum_of(record, sums) and kind == _format(path)
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole, record, sums = False, {}, {}
     way_out = "Put the original back, or run the command that wrote it again."
@@ -143,6 +203,11 @@ def read_record(path: Path) -> dict[str, Any]:
                 f"truncated or altered, or is from another run. {way_out}"
             )
     return record
+
+
+def _format(path: Path) -> str:
+    """What a record says of itself."""
+    return f"marglik.{path.stem}"
 
 
 def _sum_of(record: dict[str, Any], sums: dict[str, str]) -> str:

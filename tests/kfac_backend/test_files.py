@@ -42,17 +42,17 @@ def test_a_failure_at_any_point_leaves_the_old_file(tmp_path, monkeypatch, numbe
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):
-    """Files of others are not, whatever their names."""
-    inner = tmp_path / "checkpoint" / "learned"
-    inner.mkdir(parents=True)
-    gone = [temporary_path(folder / "model.safetensors") for folder in (tmp_path, inner)]
-    for path in gone:
-        path.write_bytes(b"half")
+    """Files of others are not, whatever their names; nor is anything in folders below."""
+    inner = tmp_path / "of someone else"
+    inner.mkdir()
+    gone, below = (temporary_path(of / "model.safetensors") for of in (tmp_path, inner))
+    gone.write_bytes(b"half")
     kept = [tmp_path / name for name in (".partial-mine", ".partial-1", ".hidden", "partial-1-2-x")]
+    kept.append(below)
     for path in kept:
         path.touch()
     remove_leftovers(tmp_path)
-    assert not any(path.exists() for path in gone)
+    assert not gone.exists()
     assert all(path.exists() for path in kept)
 
 

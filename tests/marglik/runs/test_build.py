@@ -1,5 +1,7 @@
 """Objects made of options."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,87 @@ def test_a_file_imports_no_class_that_the_user_has_not_named(evil, tmp_path):
         build_from_spec(nn.Module, {"class_path": evil})
     net = build_from_spec(nn.Module, {"class_path": evil, "init_args": {"width": 3}}, named=[evil])
     assert net.in_features == 3 and (tmp_path / "ran").exists()  # the control
+
+
+def spec_of(class_path, /, **arguments):
+    return {"class_path": class_path, "init_args": arguments}
+
+
+FORGED = {
+    "a root anywhere": spec_of("marglik.data.CIFAR10", root="/OUTSIDE/new", download=False),
+    "the usual root": spec_of("marglik.data.SVHN", download=False),
+    "a download": spec_of("marglik.data.CIFAR10", root="/FOLDER/data", download=1),
+    "a download unasked": spec_of("marglik.data.CIFAR10", root="/FOLDER/data"),
+    "inside another": spec_of(
+        "marglik.data.ClassSubset", data=spec_of("marglik.data.CIFAR10", root="/OUTSIDE/new"),
+        classes=["cat"],
+    ),
+    "a file": spec_of("marglik.data.TensorFile", path="/OUTSIDE/x.npz"),
+    "a file by dots": spec_of("marglik.data.TableFile", path="/FOLDER/../outside/x.csv"),
+    "a file through a link": spec_of("marglik.data.TensorFile", path="/FOLDER/link/x.npz"),
+    "a folder": spec_of("marglik.data.ImageFolder", path="/OUTSIDE"),
+    "weights": spec_of("torchvision.models.resnet18", weights="DEFAULT"),
+    "weights by their old name": spec_of("torchvision.models.resnet18", pretrained=True),
+    "weights of a backbone": spec_of(
+        "torchvision.models.get_model", name="fasterrcnn_resnet50_fpn", num_classes=2
+    ),
+    "weights unasked": spec_of("torchvision.models.detection.fasterrcnn_resnet50_fpn"),
+    "a data set of torchvision": spec_of(
+        "torchvision.datasets.MNIST", root="/OUTSIDE/new", download=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_file_asks_for_nothing_outside_of_its_folder_and_for_no_download(
+    case, tmp_path, monkeypatch
+):
+    def fetch(*arguments, **options):
+        (tmp_path / "fetched").touch()
+        raise OSError("no network here")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", fetch)
+    monkeypatch.setattr("urllib.request.urlopen", fetch)
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / "link").symlink_to(outside)
+    text = json.dumps(FORGED[case])
+    spec = json.loads(text.replace("/OUTSIDE", str(outside)).replace("/FOLDER", str(folder)))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="for which a file may not ask.*pass the class|a file may"):
+        found = build_from_spec((nn.Module, DataSource), spec, folder=folder)
+        found.load()  # when sources read and fetch
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_file_may_ask_for(tmp_path):
+    """And what the user may."""
+    inside = spec_of("marglik.data.TensorFile", path=str(tmp_path / "x.npz"))
+    assert build_from_spec(DataSource, inside, folder=tmp_path).path == tmp_path / "x.npz"
+    with pytest.raises(ValueError, match=r"--data marglik.data.TensorFile --data.path \S+x.npz"):
+        build_from_spec(DataSource, inside, folder=tmp_path / "other")
+    assert build_from_spec(DataSource, inside, named=None).path == tmp_path / "x.npz"
+    small = spec_of("torchvision.models.shufflenet_v2_x0_5", num_classes=3, weights=None)
+    assert build_from_spec(nn.Module, small).fc.out_features == 3
+    # By its name alone, a class does what it does by default, but nothing that a file adds.
+    cifar = spec_of("marglik.data.CIFAR10", root="data", download=True, max_test=10)
+    named = ["marglik.data.CIFAR10"]
+    assert build_from_spec(DataSource, cifar, named=named).max_test == 10
+    cifar["init_args"]["root"] = "somewhere"
+    with pytest.raises(ValueError, match="root='somewhere' is outside"):
+        build_from_spec(DataSource, cifar, named=named)
+    own = "tests.marglik.runs.test_build.OwnNetwork"
+    assert build_from_spec(nn.Module, spec_of(own, name="wide"), named=[own]).name == "wide"
+    for name in ("/etc/passwd", "~/secret", "someone/weights"):
+        with pytest.raises(ValueError, match="is outside of the saved folder"):
+            build_from_spec(nn.Module, spec_of(own, name=name), named=[own])
+
+
+class OwnNetwork(nn.Linear):
+    def __init__(self, name="small/er"):
+        super().__init__(2, 2)
+        self.name = name
 
 
 class Squeezed(nn.Linear):

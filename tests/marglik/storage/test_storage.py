@@ -1,6 +1,8 @@
 """A run's files come back to the bit; damage is named; nothing needed is overwritten."""
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from marglik.storage.provenance import environment
 from marglik.storage.run_folder import (
     RunLog,
     begin_run,
-    discard,
     read_log,
     read_record,
+    remove_states,
     write_record,
     write_results,
 )
@@ -138,12 +140,23 @@ def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
             read_record(path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml"])
-def test_what_is_not_of_a_run_is_never_overwritten(name, tmp_path):
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=f"holds {name}, but neither .*never overwritten"):
+OF_OTHERS = {
+    "weights": {"model.safetensors": "mine"},
+    "options": {"config.yaml": "mine"},
+    "results of another program": {"results.json": '{"accuracy": 1}', "model.safetensors": "mine"},
+    "checkpoints of another program": {"checkpoint/epoch1.pt": "mine", "log.jsonl": "{}"},
+}
+
+
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_what_is_not_of_a_run_is_never_overwritten(case, tmp_path):
+    for name, text in OF_OTHERS[case].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = content(tmp_path)
+    with pytest.raises(FileExistsError, match="which no run of marglik has left: it is never"):
         begin_run(tmp_path, None, overwrite=True)
-    assert content(tmp_path) == {name: b"mine"}
+    assert content(tmp_path) == before
 
 
 def test_a_run_is_overwritten_on_request_alone(folder):
@@ -152,10 +165,75 @@ def test_a_run_is_overwritten_on_request_alone(folder):
         begin_run(folder, None)
     assert content(folder) == before
     Checkpoints(folder / "checkpoint" / "learned").save({})
-    discard(folder / "results.json")
+    (folder / "results.json").unlink()
     with pytest.raises(FileExistsError, match="pass --overwrite, --resume to continue it, or"):
         begin_run(folder, None)
+    with pytest.raises(FileExistsError, match="pass --overwrite, or another"):
+        begin_run(folder, None, resumes=False)  # of a command without --resume
     begin_run(folder, "epochs: 2\n", resume=True)
     assert content(folder).keys() == {"config.yaml", "checkpoint/learned/state.pt"}
     begin_run(folder, "epochs: 2\n", overwrite=True)
     assert content(folder).keys() == {"config.yaml"}
+
+
+def test_a_folder_in_which_nothing_was_begun_is_free(folder):
+    for name in ("results.json", "config.yaml", "log.jsonl"):
+        (folder / name).unlink()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint"]
+    begin_run(folder, "epochs: 1\n")
+    assert content(folder).keys() == {"config.yaml"}
+
+
+LINKS = {
+    "a file": ("results.json", "a/results.json"),
+    "a file that is gone": ("log.jsonl", "gone"),
+    "a folder by the name of a file": ("model.safetensors", "a"),
+    "the checkpoints": ("checkpoint", "a"),
+    "checkpoints that are gone": ("checkpoint", "gone"),
+    "a network's": ("checkpoint/learned", "a/learned"),
+    "a state": ("checkpoint/learned/state.pt", "a/learned/state.pt"),
+    "in a network's": ("checkpoint/learned/mine", "a"),
+    "half of a file": ("checkpoint/learned/.partial-1-2-x", "a/learned/state.pt"),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_nothing_is_removed_through_a_link(case, folder, tmp_path):
+    """Nor written; a link by the name of a file of ours is removed itself."""
+    name, target = LINKS[case]
+    outside = tmp_path / "outside"
+    (outside / "a" / "learned").mkdir(parents=True)
+    shutil.copy(folder / "results.json", outside / "a")
+    (outside / "a" / "learned" / "state.pt").write_text("mine")
+    before = content(outside)
+    link = folder / name
+    link.parent.mkdir(exist_ok=True)
+    if link.is_dir():
+        link.rmdir()
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside / target)
+    begin_run(folder, "epochs: 2\n", overwrite=True)
+    assert content(outside) == before
+    assert link.is_symlink() == (case == "in a network's")  # by a name that no run gives
+    Checkpoints(folder / "checkpoint" / "learned").save({})
+    remove_states(folder)
+    assert content(outside) == before
+    assert (folder / "checkpoint").exists() == (case == "in a network's")
+
+
+def test_the_folder_of_a_run_is_no_link(folder, tmp_path):
+    before, link = content(folder), tmp_path / "link"
+    link.symlink_to(folder)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(FileExistsError, match=f"is a link.*--output {folder}"):
+            begin_run(link, None, **options)
+    assert content(folder) == before
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")  # of a folder above it may be one
+    begin_run(tmp_path / "runs" / "run", None)
+
+
+def test_a_damaged_record_still_says_whose_it_is(folder):
+    (folder / "results.json").write_text(json.dumps({"format": "marglik.results"}))
+    begin_run(folder, None, overwrite=True)
+    assert content(folder) == {}
