@@ -1,15 +1,16 @@
 """An embedding's padding is a constant: no curvature, no prior, no draw; by dense algebra."""
 
+import laplace
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import kronecker_factors
+from kfac_backend import KfacGGN, kronecker_factors
 from kfac_backend.covariance.linearised import linearised_outputs
-from kfac_backend.laplace_torch.kron import FactorKron
 from kfac_backend.optimizer import KFAC
 from marglik import Laplace, Posterior, PriorLearner, load_posterior, save_posterior
 from tests.evidence_oracles import laplace_log_evidence
@@ -199,6 +200,18 @@ def test_evidence_samples_and_covariances_agree(name, options, monkeypatch):
     assert_close(torch.einsum("snc,snd->ncd", moves, moves), covariance)
 
 
+def test_a_row_of_a_parameter_without_a_rule():
+    bag = nn.EmbeddingBag(V, 3, mode="sum", padding_idx=PAD)
+    model = random_model(lambda m, x: m.head(m.table(x)), table=bag, head=head())
+    x, keep = tokens(), is_parameter(model, "table.weight")
+    posterior = posterior_of(model, x, unsupported="diagonal")
+    args = posterior.mean[keep], *dense_precision(model, posterior, keep)
+    expected = laplace_log_evidence(float(posterior.log_likelihood), *args)
+    assert_close(float(posterior.log_marginal_likelihood()), expected, rtol=1e-9, atol=0)
+    samples = posterior.sample(2)
+    assert torch.equal(samples[:, ~keep], posterior.mean[~keep].expand(2, -1))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_mode_is_backward_mode(name):
     """Also for changes of the row itself, in which the tied output layer is linear."""
@@ -250,14 +263,30 @@ def test_the_calls_of_laplace_torch(structure):
     assert_close(again.output_distribution(x)[1], la.output_distribution(x)[1])
 
 
-def test_laplace_torch_does_not_draw_the_row():
+def test_laplace_torch_with_our_backend():
+    """Samples keep the row; the evidence counts it, and so is ours where the row is zero."""
     model, constant = made("layer")
-    factors = kronecker_factors(model, data(model, tokens()), "regression")
-    kron = FactorKron.from_factors(factors, torch.float64)
-    precision = (kron + kron).decompose() * 2.0 + torch.tensor(0.7)
-    keep = is_parameter(model, constant)
-    drawn = precision.bmm(torch.ones(2, len(keep)).double(), exponent=-0.5)
-    assert not drawn[:, ~keep].any() and drawn[:, keep].all()
+    ((x, y),) = data(model, tokens())
+    loader = DataLoader(TensorDataset(x, y), 3)
+    keep, evidences = is_parameter(model, constant), []
+    for row in (0.0, 1.0):
+        with torch.no_grad():
+            model.get_parameter(constant)[PAD] = row
+        theirs = laplace.Laplace(
+            model, "regression", "all", "kron", prior_precision=0.7, backend=KfacGGN
+        )
+        theirs.fit(loader)
+        samples = theirs.sample(2)
+        assert torch.equal(samples[:, ~keep], theirs.mean[~keep].expand(2, -1))
+        assert (samples[:, keep] != theirs.mean[keep]).all()
+        ours = Laplace(model, "regression", "all", kfac_approx="expand", prior_precision=0.7)
+        ours.fit(loader)
+        evidences.append(
+            (theirs.log_marginal_likelihood().double(), ours.log_marginal_likelihood())
+        )
+    assert_close(*evidences[0])
+    theirs, ours = evidences[1]
+    assert_close(theirs + 0.5 * 0.7 * 3, ours)
 
 
 def test_training_leaves_the_row():
