@@ -13,9 +13,9 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
 from kfac_backend.covariance.gradients import LayerGradients, Seen
 from kfac_backend.layers import ExactRule, Use
+from kfac_backend.model.capture import Sink
 from kfac_backend.model.driver import Driver
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
-from kfac_backend.model.sink import Sink
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 

@@ -47,12 +47,11 @@ from kfac_backend.model.calls import (
     plain_attention,
     restored,
 )
-from kfac_backend.model.capture import Capture, unknown_examples
+from kfac_backend.model.capture import Capture, Sink, unknown_examples
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.example_gradients import gradients_of_examples
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
-from kfac_backend.model.sink import Sink
 from kfac_backend.precision import at_least_float32, full_float32
 
 CPU_MEMORY = 144 * 2**20

@@ -43,7 +43,7 @@ from kfac_backend.model.batches import (
     splits_by_example,
 )
 from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, Sink
 from kfac_backend.model.checks import (
     LateChecks,
     check_finite,
@@ -54,7 +54,6 @@ from kfac_backend.model.checks import (
 )
 from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import RuleAssignment, assign_rules
-from kfac_backend.model.sink import Sink
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     FASTER,

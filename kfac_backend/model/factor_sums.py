@@ -19,9 +19,9 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
+from kfac_backend.model.capture import Sink
 from kfac_backend.model.checks import total_memory
 from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.model.sink import Sink
 from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 from kfac_backend.ranks import PassSums
 

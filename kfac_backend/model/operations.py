@@ -51,7 +51,7 @@ from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.model.batches import examples
 from kfac_backend.model.calls import DtypesInUse, attempt, close, forked_random_numbers
-from kfac_backend.model.capture import Capture
+from kfac_backend.model.capture import Capture, Sink
 from kfac_backend.model.checks import is_out_of_memory
 from kfac_backend.model.rule_assignment import (
     LayerRun,
@@ -61,7 +61,6 @@ from kfac_backend.model.rule_assignment import (
     TrackedLayer,
     followed,
 )
-from kfac_backend.model.sink import Sink
 from kfac_backend.model.stacked import by_matrix
 
 

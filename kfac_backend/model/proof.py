@@ -48,10 +48,9 @@ from kfac_backend.model.calls import (
     num_examples,
     restored,
 )
-from kfac_backend.model.capture import Capture, rows_of
+from kfac_backend.model.capture import Capture, Sink, rows_of
 from kfac_backend.model.checks import check_inputs, is_out_of_memory
 from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
-from kfac_backend.model.sink import Sink
 from kfac_backend.precision import held
 
 MOST_EXAMPLES = 8
