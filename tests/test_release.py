@@ -81,6 +81,14 @@ def test_the_recipe_has_the_projects_dependencies():
     assert script == f"marglik = {PROJECT['scripts']['marglik']}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_pages_say_the_lowest_versions(page):
+    bounds = {r.name: str(r.specifier) for r in map(Requirement, PROJECT["dependencies"])}
+    python, torch = PROJECT["requires-python"], bounds["torch"]
+    expected = f"Python {python} and torch {torch}".replace(">=", "")
+    assert re.findall(r"Python [\d.]+ and torch [\d.]+\d", (ROOT / page).read_text()) == [expected]
+
+
 @pytest.mark.skipif(Path(sys.prefix).name != ".venv-lowest", reason="of make test-lowest")
 def test_the_lowest_environment_has_the_lowest_versions():
     """A bound that another package's requirement lies above would never be tested."""
