@@ -112,7 +112,7 @@ optimizer-comparison: $(INSTALLED)  ## SGD, AdamW, Muon, SOAP, Shampoo and K-FAC
 test-lowest:  ## run the default test suite with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet uv
-	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev]'
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev,adapters]'
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q $(TOGETHER)
 
 # uv installs torch in seconds where pip takes minutes, and reads the same pyproject.toml.

@@ -183,6 +183,7 @@ def _parsers(
             usage=f"marglik {name} {ARGUMENTS.get(name, '[OPTIONS]')}",
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"All options in full: marglik {name} --help all" if brief else None,
+            allow_abbrev=False,  # which commands inherit only since jsonargparse 4.53
         )
         own[name].exit_on_error = False
         if name == command:

@@ -175,11 +175,14 @@ def numbers(name: str, mode: KfacApprox) -> dict[str, list[float]]:
     v = {key: waves(*p.shape, phase=1.5) for key, p in model.named_parameters()}
     found = {f"block of {key}, times v": fingerprint(Hv) for key, Hv in factors.matvec(v).items()}
     corrected = corrected_factors(factors, model, data)
-    # Keys' biases have no gradient: the factor has the eigenvalue 0 several times, with vectors as
-    # LAPACK likes. Any basis gives the sum; the sum of squares is frozen where the basis is unique.
+    # Where a factor has an eigenvalue several times, as zero in its null space, the vectors are as
+    # LAPACK likes, and with them the corrected eigenvalues. In any basis the same: their sum, and
+    # their sum weighted by the factors' own eigenvalues.
+    own = factors.eigenvalues()
     found["corrected eigenvalues"] = [
-        (e if "qkv" in key or "in_proj" in key else e.square()).sum().item()
+        number
         for key, e in corrected.eigenvalues().items()
+        for number in (e.sum().item(), (e @ own[key] / own[key].max()).item())
     ]
     found["log det"] = [factors.log_det(0.7).item()]
     laplace = Posterior(model, likelihood, CurvatureOptions(kfac_approx=mode), prior_precision=2.0)

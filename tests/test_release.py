@@ -15,6 +15,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -78,6 +79,27 @@ def test_the_recipe_has_the_projects_dependencies():
     assert found["about"]["summary"] == PROJECT["description"]
     (script,) = found["build"]["python"]["entry_points"]
     assert script == f"marglik = {PROJECT['scripts']['marglik']}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_pages_say_the_lowest_versions(page):
+    bounds = {r.name: str(r.specifier) for r in map(Requirement, PROJECT["dependencies"])}
+    python, torch = PROJECT["requires-python"], bounds["torch"]
+    expected = f"Python {python} and torch {torch}".replace(">=", "")
+    assert re.findall(r"Python [\d.]+ and torch [\d.]+\d", (ROOT / page).read_text()) == [expected]
+
+
+@pytest.mark.skipif(Path(sys.prefix).name != ".venv-lowest", reason="of make test-lowest")
+def test_the_lowest_environment_has_the_lowest_versions():
+    """A bound that another package's requirement lies above would never be tested."""
+    differ = {}
+    for line in whole([*PROJECT["dependencies"], "marglik[dev,adapters]"]):
+        requirement = Requirement(line)
+        (lowest,) = (b.version for b in requirement.specifier if b.operator == ">=")
+        found = version(requirement.name)
+        if not Requirement(f"{requirement.name}=={lowest}").specifier.contains(found):
+            differ[line] = found
+    assert differ == {}
 
 
 @pytest.fixture(scope="module")

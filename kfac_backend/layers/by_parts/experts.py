@@ -45,6 +45,7 @@ class ExpertsByParts(LayerByParts):
     ) -> Tensor:
         """As the layer's own forward."""
         first, last = _names(layer)
+        has_norm = getattr(layer, "has_post_expert_norm", False)  # since transformers 5.20
         # Step 1: pairs of a position and an expert, sorted by the expert. Numbers beyond the
         # experts stand for those of other devices.
         expert = top_k_index.flatten()
@@ -57,9 +58,9 @@ class ExpertsByParts(LayerByParts):
         for e, rows in enumerate(position.split(sizes)):
             with examples_of_rows(None if index is None else index[rows], N):
                 h = parts[f"{first}.{e}"](hidden_states[rows])
-                h = layer._apply_gate(h) if layer.has_gate else layer.act_fn(h)
+                h = layer._apply_gate(h) if _has_gate(layer) else layer.act_fn(h)
                 h = parts[f"{last}.{e}"](h)
-                outputs.append(layer.post_expert_norm(h) if layer.has_post_expert_norm else h)
+                outputs.append(layer.post_expert_norm(h) if has_norm else h)
         # Step 3: a position's output is the weighted sum of its experts'.
         weighted = torch.cat(outputs) * top_k_weights.flatten()[pairs, None]
         total = torch.zeros_like(hidden_states)
@@ -76,4 +77,9 @@ class ExpertsByParts(LayerByParts):
 
 
 def _names(layer: nn.Module) -> tuple[str, str]:
-    return ("gate_up_proj" if layer.has_gate else "up_proj"), "down_proj"
+    return ("gate_up_proj" if _has_gate(layer) else "up_proj"), "down_proj"
+
+
+def _has_gate(layer: nn.Module) -> bool:
+    """Whether the experts have a gate, as all have before transformers 5.3, which don't say so."""
+    return getattr(layer, "has_gate", True)

@@ -13,9 +13,10 @@ E, K = 4, 2
 
 
 class Experts(nn.Module):
-    """The attributes and arguments of transformers' experts, and a loop over positions."""
+    """The attributes and arguments of transformers' experts, and a loop over positions.
 
-    has_post_expert_norm = False
+    Without ``has_post_expert_norm``, which transformers has had since 5.20.
+    """
 
     def __init__(self, has_gate: bool, has_bias: bool, is_transposed: bool):
         super().__init__()
@@ -42,9 +43,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         outputs = []
-        for x_m, experts, weights in zip(x, top_k_index.tolist(), top_k_weights, strict=True):
+        for x_m, experts, weights in zip(x, top_k_index, top_k_weights, strict=True):
             of_experts = []
-            for e in experts:
+            for e in map(int, experts):  # tolist() fails under jacrev of torch 2.9
                 h = self.map(self.up, e, x_m)
                 h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
                 of_experts.append(self.map("down_proj", e, h))
