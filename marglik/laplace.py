@@ -473,10 +473,13 @@ class JacobianLaplace(KronLaplace):
         if not self.n_data:
             raise ValueError("The data is empty: the loader yields no batch.")
         # Padding of an embedding is a constant, and so has neither curvature nor prior.
-        keep = self._are_parameters(in_eval_mode(self.model, padding_rows)(self.model, x))
-        self.H = H[keep][:, keep] if self.structure == "full" else H[..., keep]
-        self.chosen = self._indices()[keep]
-        self.n_params = len(self.chosen)
+        padding = in_eval_mode(self.model, padding_rows)(self.model, x)
+        if padding:
+            keep = self._are_parameters(padding)
+            H = H[keep][:, keep] if self.structure == "full" else H[..., keep]
+            self.chosen = self._indices()[keep]
+            self.n_params = len(self.chosen)
+        self.H = H
         self._take_weights()
         self.calibrations = {}
 

@@ -276,11 +276,8 @@ def _identity(factor: Tensor) -> object:
 
 
 def _version(tensors: Iterable[Tensor]) -> object:
-    """The tensors' version counters; of those of inference mode, which count none, always new."""
-    tensors = list(tensors)
-    if any(tensor.is_inference() for tensor in tensors):
-        return object()
-    return [tensor._version for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
+    """The tensors' version counters; 0 of those of inference mode, which cannot change outside."""
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _cost(factor: Tensor) -> int:

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import KfacGGN, kronecker_factors
+from kfac_backend import KfacGGN, KroneckerBlock, kronecker_factors
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.optimizer import KFAC
+from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from marglik import Laplace, Posterior, PriorLearner, load_posterior, save_posterior
 from tests.evidence_oracles import laplace_log_evidence
 from tests.kfac_backend.networks import random_model
@@ -318,6 +319,19 @@ def test_training_leaves_the_row():
         optimizer.step()
         assert torch.equal(p[PAD], before[PAD])
     assert (p != before)[torch.arange(V) != PAD][1:].all()
+
+
+@pytest.mark.parametrize("damping_on", ["factors", "product"])
+def test_k_fac_is_that_of_the_block_without_the_row(damping_on):
+    model, constant = made("layer")
+    block = kronecker_factors(model, data(model, tokens()), "regression").blocks[constant]
+    G, keep = normal(V, 3), torch.arange(V) != PAD
+    without = KroneckerBlock("w", block.B[keep], block.A)
+    (whole,), (some,) = (
+        precondition(damped_inverses([one], [0.03], damping_on), [g])
+        for one, g in ((block, G), (without, G[keep]))
+    )
+    assert_close(whole[keep], some)
 
 
 def test_other_weight_decays_do_count():
