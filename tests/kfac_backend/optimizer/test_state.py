@@ -185,7 +185,7 @@ REFUSED = {
     ),
     "a wider network": (lambda _: trained(wide=9).state_dict(), r"\(9, 4\)"),
     "float32": (lambda _: trained(dtype=torch.float32).state_dict(), "float32"),
-    "plain SGD": (of_plain_sgd, "lacks 'preconditioner': it is empty, of another optimiser"),
+    "plain SGD": (of_plain_sgd, "KFAC lacks 'preconditioner': it is empty, of something else"),
     "two groups": (in_two_groups, r"2 groups of \[2, 2\] parameters.*1 groups of \[4\]"),
     "fewer parameters": (of_fewer, r"1 groups of \[2\] parameters.*1 groups of \[4\]"),
     "momentum in float32": (
@@ -200,7 +200,7 @@ REFUSED = {
     **{
         f"no {key}": (
             lambda state, key=key: of_kfac(state, lambda own: without(own, key)),
-            f"of K-FAC lacks '{key}'",
+            f"KfacPreconditioner lacks '{key}'",
         )
         for key in trained().preconditioner.state_dict()
     },
