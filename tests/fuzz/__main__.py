@@ -43,7 +43,9 @@ def main() -> int:
                 if options.verbose:
                     print(found.details, flush=True)
         number += 1
-    print(f"{'relation':30} {'cases':>6} {'refused':>8} {'seconds':>8} {'findings':>9} {'again':>6}")
+    print(
+        f"{'relation':30} {'cases':>6} {'refused':>8} {'seconds':>8} {'findings':>9} {'again':>6}"
+    )
     for name, of in counts.items():
         refused, own = sum(of.refused.values()), sum(f.relation == name for f in findings)
         share = f"{refused / max(of.tried, 1):.0%}"

@@ -56,10 +56,10 @@ class Finding:
 
 def ingredients(described: Any) -> set[str]:
     """What a case is made of, without its sizes."""
-    found = {type(described).__name__} if isinstance(described, Layer) else set()
+    found = {described.kind} if isinstance(described, Layer) else set()
     for f in fields(described):
         value = getattr(described, f.name)
-        if f.name in SIZES or value == f.default:
+        if f.name in (*SIZES, "kind") or value == f.default:
             continue
         for one in value if isinstance(value, tuple) else [value]:
             inner = ingredients(one) if is_dataclass(one) else {f"{f.name}={one}"}
@@ -141,7 +141,8 @@ def search(
     tried = given(relation.strategy)(holds)
     tried = settings(
         max_examples=examples, database=None, deadline=None, print_blob=False,
-        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),  # pyright: ignore
+        report_multiple_bugs=False,
         phases=(Phase.generate, Phase.shrink), verbosity=Verbosity.quiet,
     )(seed(number)(tried))  # fmt: skip
     try:

@@ -1,29 +1,11 @@
-"""Drawing cases: what is drawn first is what a smallest failing case has."""
+"""Drawing cases: what stands first in a list is what a smallest failing case has."""
 
 from functools import lru_cache
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import (
-    Act,
-    Again,
-    Attention,
-    BatchScale,
-    Case,
-    Conv,
-    Data,
-    Dense,
-    Dropout,
-    Elementwise,
-    Layer,
-    Net,
-    Norm,
-    Pass,
-    Recurrent,
-    Residual,
-    Unruled,
-)
+from tests.fuzz.cases import RECURRENT, Case, Data, Layer, Net, Pass
 
 LIKELIHOODS = (
     "classification", "regression", "bernoulli", "poisson", "student_t", "student_t(df=5)",
@@ -32,14 +14,13 @@ LIKELIHOODS = (
     "weighted(of='classification')", "weighted(of='student_t')",
 )  # fmt: skip
 LEARNED = (
-    "student_t", "negative_binomial", "regression_per_output", "heteroscedastic", "weibull",
-    "regression", "classification", "weighted(of='student_t')",
+    "student_t", "regression", "negative_binomial", "classification", "regression_per_output",
+    "heteroscedastic", "weibull", "weighted(of='student_t')",
 )  # fmt: skip
-"""Those that training learns numbers of, and two others."""
+"""Those that training learns numbers of, and classification."""
 SYMMETRIC = ("classification", "regression", "bernoulli", "poisson", "student_t", "known_noise")
 """Those that treat all outputs alike."""
-FROZEN = st.lists(st.integers(0, 9), max_size=2).map(tuple)
-SEEDS, DICE = st.integers(0, 99), st.integers(0, 11)
+DICE = st.integers(0, 11)
 
 
 @lru_cache(None, typed=True)
@@ -47,76 +28,67 @@ def one_of(*values: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(values)
 
 
+yes_or_no = st.booleans()
+
+
 @lru_cache(None, typed=True)
-def layers(axes: int, pads: bool) -> st.SearchStrategy[Layer]:
-    """A layer for activations with so many axes; with padding, one that keeps the positions."""
-    kinds = ["LayerNorm", "BatchNorm", "RMSNorm", "GroupNorm", *["InstanceNorm"] * (axes > 0)]
-    dense = st.builds(Dense, one_of("module", "functional", "matmul", "half"), st.booleans())
-    simple = [
-        dense,
-        st.builds(Norm, one_of(*kinds)),
-        st.builds(Elementwise, one_of("Scale", "Bias", "PReLU", "own scale", "own shift")),
-    ]
+def bodies(axes: int, pads: bool, least: int, most: int) -> st.SearchStrategy[tuple[Layer, ...]]:
+    """So many layers for activations with these axes; with padding they keep the positions."""
+
+    def kind(*names: str, **options: Any) -> st.SearchStrategy[Layer]:
+        again, tied, residual = (one_of(False, False, False, True) for _ in range(3))
+        options = {"again": again, "tied": tied, "residual": residual, **options}
+        return st.builds(Layer, one_of(*names), **options)
+
+    use = one_of("module", "functional", "matmul", "twice")
+    linear = kind("Linear", use=use, bias=one_of(True, False))
+    norms = kind("LayerNorm", "BatchNorm", "RMSNorm", "GroupNorm", *["InstanceNorm"] * (axes > 0))
+    some = [linear, norms, kind("Scale", "Shift", "PReLU", "own scale", "own shift")]
     if axes == 1:
-        recurrent = st.builds(Recurrent, one_of("GRU", "RNN", "LSTM"), st.booleans(), st.booleans())
-        if pads:
-            simple.append(st.builds(Recurrent, one_of("RNN", "GRU"), st.just(True)))
-        simple += [recurrent, st.builds(Recurrent, st.just("RNN"), layers=st.just(2))]
-        simple.append(
-            st.builds(Attention, one_of("attention", "encoder"), st.booleans(), st.booleans())
-        )
-    if axes and pads:
-        simple.append(st.builds(Conv))
-    elif axes:
-        conv = st.builds(
-            Conv, one_of(3, 2, 1), one_of(1, 2), one_of(1, 0), one_of(1, 2), st.booleans(),
-            st.booleans(), st.booleans(),
-        )  # fmt: skip
-        simple += [conv, conv]
-    some = st.one_of(simple)
-    return st.one_of(
-        some,
-        st.builds(Act, one_of("Tanh", "ReLU", "GELU", "ReLU in place")),
-        st.builds(Residual, some),
-        st.builds(Again, st.one_of(simple)),
-        st.builds(Dense, tied=st.just(True)),
-        st.one_of(st.builds(BatchScale), st.builds(Dropout), st.builds(Unruled)),
-    )
+        packed = one_of(pads, False)
+        some += [kind(*RECURRENT, packed=packed, flag=yes_or_no, depth=one_of(1, 1, 2))]
+        some += [kind("attention", "encoder", flag=yes_or_no)]
+    if axes:
+        conv = st.just((3, 1, 1, 1)) if pads else CONVOLUTIONS
+        kinds = ["Conv"] if pads else ["Conv", "ConvTranspose"]
+        some += [kind(*kinds, conv=conv, flag=yes_or_no, bias=yes_or_no)]
+    some += [kind("Tanh", "ReLU", "GELU", "ReLU in place")]
+    some += [kind("Dropout", "BatchScale", "Bilinear")]
+    return st.lists(st.one_of(some), min_size=least, max_size=most).map(tuple)
 
 
-@lru_cache(None, typed=True)
-def bodies(axes: int, pads: bool, least: int, most: int) -> st.SearchStrategy[list[Layer]]:
-    return st.lists(layers(axes, pads), min_size=least, max_size=most)
+CONVOLUTIONS = st.tuples(one_of(3, 2, 1), one_of(1, 2), one_of(1, 0), one_of(1, 2))
+SIZES = {1: one_of(3, 4), 2: one_of(3, 2), 3: one_of(2)}
 
 
 @st.composite
-def nets(draw: Any, pads: bool, mapping: bool, small: bool) -> Net:
-    """A network; ``small``: with few layers. One that averages copies takes no mappings."""
+def nets(draw: Any, pads: bool, mapping: bool, most: int) -> Net:
+    """A network of so many layers; one that averages copies takes no mappings."""
     axes = 1 if pads else draw(one_of(0, 1, 1, 2, 2, 3))
-    sizes = {1: one_of(3, 4), 2: one_of(3, 2), 3: st.just(2)}
-    space = tuple(draw(sizes[axes]) for _ in range(axes))
     embeds = 0 < axes < 3 and draw(one_of(False, False, True))
-    pools = [*(["masked", "sum"] if pads else []), "mean", None, "sum", "last"]
-    pools += [] if pads else ["flatten"]
-    body = draw(bodies(axes, pads, 0 if embeds else 1, 2 if small else 4))
+    pools = ["masked", "sum", "mean"] if pads else ["mean", "flatten", "sum"]
     return Net(
-        tuple(body),
-        space,
+        draw(bodies(axes, pads, 0 if embeds else 1, most)),
+        tuple(draw(SIZES[axes]) for _ in range(axes)),
         draw(one_of(2, 3)),
         draw(one_of(2, 3)),
-        draw(one_of(*pools)) if axes else "mean",
-        draw(st.booleans()) if axes else False,
+        draw(one_of(*pools, None, "last")) if axes else "mean",
+        axes > 0 and draw(yes_or_no),
         embeds,
         embeds and draw(one_of(True, pads)),
         draw(one_of(None, None, "parameter", "embedding")) if axes == 1 else None,
-        pads and draw(st.booleans()),
-        embeds and draw(st.booleans()),
+        pads and draw(yes_or_no),
+        embeds and draw(one_of(False, False, True)),
         draw(FROZEN),
         0 if embeds or pads or mapping else draw(one_of(0, 0, 0, 2)),
     )
 
 
-@lru_cache(None, typed=True)
+FROZEN = st.lists(st.integers(0, 9), max_size=2).map(tuple)
+SEEDS = st.integers(0, 99)
+
+
+@lru_cache
 def sizes(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(1, 4), min_size=least, max_size=most).map(tuple)
 
@@ -127,31 +99,37 @@ def cases(
     likelihoods: tuple[str, ...] = LIKELIHOODS,
     approx: tuple[str, ...] = ("expand", "reduce", "auto", "head expand", "head reduce"),
     fisher: tuple[str, ...] = ("exact", "exact", "empirical"),
-    pads: tuple[bool, ...] = (True, False),
-    least: int = 1,
-    most: int = 3,
-    small: bool = False,
-    plain: bool = False,
+    pads: tuple[bool, ...] = (False, True),
+    batches: tuple[int, int] = (1, 3),
+    layers: int = 4,
+    ruled: bool = False,
 ) -> Case:
-    """A case with these likelihoods and options, and at least so many batches.
+    """A case with these likelihoods and options.
 
-    ``plain``: with nothing that a pass does not cover or that is given up: no layer without a rule.
+    Args:
+        draw: of Hypothesis.
+        likelihoods: to choose from, as ``approx``, ``fisher`` and ``pads``.
+        approx: see `Pass`.
+        fisher: see `Pass`.
+        pads: see `Data`.
+        batches: least and most.
+        layers: the most.
+        ruled: whether a layer without a rule is refused.
     """
-    padded, mapping = draw(one_of(*pads)), draw(st.booleans())
-    net = draw(nets(padded, mapping, small))
-    if net.embeds and net.head_tied:
-        likelihoods = tuple(x for x in likelihoods if "ordinal" not in x)
+    padded, mapping = draw(one_of(*pads)), draw(yes_or_no)
+    net = draw(nets(padded, mapping, layers))
     data = Data(
-        draw(sizes(least, most)), padded, padded and draw(st.booleans()), mapping,
-        draw(one_of("list", "list", "reused", "iterator", "DataLoader")),
+        draw(sizes(*batches)), padded, padded and draw(yes_or_no), mapping,
+        draw(one_of("list", "reused", "iterator", "DataLoader")),
         draw(one_of(False, False, False, True)),
     )  # fmt: skip
     options = Pass(
         draw(one_of(*approx)),
         draw(one_of(*fisher)),
-        "error" if plain else draw(one_of("freeze", "diagonal", "error")),
+        "error" if ruled else draw(one_of("error", "freeze", "diagonal")),
         draw(one_of(None, None, None, 3)),
         draw(one_of(True, True, False)),
     )
-    likelihood = draw(one_of(*likelihoods))
-    return Case(net, data, likelihood, options, draw(SEEDS), draw(DICE))
+    if net.head_tied:  # with an output for each token
+        likelihoods = tuple(name for name in likelihoods if "ordinal" not in name)
+    return Case(net, data, draw(one_of(*likelihoods)), options, draw(SEEDS), draw(DICE))
