@@ -18,6 +18,11 @@ LEARNED = (
     "heteroscedastic", "weibull", "weighted(of='student_t')",
 )  # fmt: skip
 """Those that training learns numbers of, and classification."""
+OF_OUTPUTS = (
+    "classification", "regression", "bernoulli", "poisson", "student_t", "negative_binomial",
+    "regression_per_output", "heteroscedastic", "ordinal(cuts=[-0.5, 0.5])",
+)  # fmt: skip
+"""Those whose curvature does not depend on the targets, as K-FAC's steps need."""
 SYMMETRIC = ("classification", "regression", "bernoulli", "poisson", "student_t", "known_noise")
 """Those that treat all outputs alike."""
 DICE = st.integers(0, 11)
@@ -42,8 +47,13 @@ def bodies(axes: int, pads: bool, least: int, most: int) -> st.SearchStrategy[tu
 
     use = one_of("module", "functional", "matmul", "twice")
     linear = kind("Linear", use=use, bias=one_of(True, False))
-    norms = kind("LayerNorm", "BatchNorm", "RMSNorm", "GroupNorm", *["InstanceNorm"] * (axes > 0))
-    some = [linear, norms, kind("Scale", "Shift", "PReLU", "own scale", "own shift")]
+    norms = kind("LayerNorm", "RMSNorm", "GroupNorm", *["InstanceNorm"] * (axes > 0))
+    some = [
+        linear,
+        kind("BatchNorm"),
+        norms,
+        kind("Scale", "Shift", "PReLU", "own scale", "own shift"),
+    ]
     if axes == 1:
         packed = one_of(pads, False)
         some += [kind(*RECURRENT, packed=packed, flag=yes_or_no, depth=one_of(1, 1, 2))]
@@ -66,18 +76,18 @@ def nets(draw: Any, pads: bool, mapping: bool, most: int) -> Net:
     """A network of so many layers; one that averages copies takes no mappings."""
     axes = 1 if pads else draw(one_of(0, 1, 1, 2, 2, 3))
     embeds = 0 < axes < 3 and draw(one_of(False, False, True))
-    pools = ["masked", "sum", "mean"] if pads else ["mean", "flatten", "sum"]
+    pools = ["masked", "masked", "masked", "mean"] if pads else ["mean", "flatten", "mean"]
     return Net(
         draw(bodies(axes, pads, 0 if embeds else 1, most)),
         tuple(draw(SIZES[axes]) for _ in range(axes)),
         draw(one_of(2, 3)),
         draw(one_of(2, 3)),
-        draw(one_of(*pools, None, "last")) if axes else "mean",
+        draw(one_of(*pools, "sum", None, "last")) if axes else "mean",
         axes > 0 and draw(yes_or_no),
         embeds,
         embeds and draw(one_of(True, pads)),
         draw(one_of(None, None, "parameter", "embedding")) if axes == 1 else None,
-        pads and draw(yes_or_no),
+        pads and draw(one_of(False, True, True)),
         embeds and draw(one_of(False, False, True)),
         draw(FROZEN),
         0 if embeds or pads or mapping else draw(one_of(0, 0, 0, 2)),
@@ -89,8 +99,8 @@ SEEDS = st.integers(0, 99)
 
 
 @lru_cache
-def sizes(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.lists(st.integers(1, 4), min_size=least, max_size=most).map(tuple)
+def sizes(least: int, most: int, smallest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(smallest, 4), min_size=least, max_size=most).map(tuple)
 
 
 @st.composite
@@ -101,6 +111,7 @@ def cases(
     fisher: tuple[str, ...] = ("exact", "exact", "empirical"),
     pads: tuple[bool, ...] = (False, True),
     batches: tuple[int, int] = (1, 3),
+    smallest: int = 1,
     layers: int = 4,
     ruled: bool = False,
 ) -> Case:
@@ -113,13 +124,14 @@ def cases(
         fisher: see `Pass`.
         pads: see `Data`.
         batches: least and most.
+        smallest: examples of a batch, at least.
         layers: the most.
         ruled: whether a layer without a rule is refused.
     """
     padded, mapping = draw(one_of(*pads)), draw(yes_or_no)
     net = draw(nets(padded, mapping, layers))
     data = Data(
-        draw(sizes(*batches)), padded, padded and draw(yes_or_no), mapping,
+        draw(sizes(*batches, smallest)), padded, padded and draw(yes_or_no), mapping,
         draw(one_of("list", "reused", "iterator", "DataLoader")),
         draw(one_of(False, False, False, True)),
     )  # fmt: skip
