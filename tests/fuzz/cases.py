@@ -403,7 +403,9 @@ class Case(Described):
         if ignored:
             y.flatten()[1::3] = -100
         batches = [self._batch(*parts) for parts in split(self.data.sizes, x, y, mask)]
-        check_runs(network, batches)
+        found = check_runs(network, batches)
+        if self.net.pool is None and self.net.space:  # as long as the outputs of their batch
+            batches = list(map(cut_targets, batches, found))
         model: nn.Module = network
         if self.net.copies:
             model = LearnedAugmentation(network, [Noise()], self.net.copies, {"noise": 0.4})
@@ -426,7 +428,6 @@ class Case(Described):
     def _batch(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Any:
         if mask is not None and self.data.trimmed:
             longest = int(mask.sum(1).max())
-            y = y[:, :longest] if self.net.pool is None else y
             x, mask = x[:, :longest], mask[:, :longest]
         if not self.data.mapping:
             return x.clone(), y.clone()
@@ -487,20 +488,23 @@ def split(sizes: tuple[int, ...], *tensors: Tensor | None) -> Iterator[tuple[Any
         start += size
 
 
-def check_runs(model: nn.Module, batches: list[Any]) -> None:
-    """Raise Impossible where torch does not run a model or its gradients.
+def check_runs(model: nn.Module, batches: list[Any]) -> list[Tensor]:
+    """The outputs for batches; raises Impossible where torch does not run a model or its gradients.
 
     In train mode norms may have too few numbers; what is changed in place may have no gradient.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        for i, batch in enumerate(batches):
-            with torch.set_grad_enabled(i == 0):
-                f = outputs(model, batch)
-            if i == 0:
-                torch.autograd.grad(f.sum(), parameters, allow_unused=True)
+        found = [outputs(model, batch) for batch in batches]
+        torch.autograd.grad(found[0].sum(), parameters, allow_unused=True)
+        return found
     except (RuntimeError, ValueError) as error:
         raise Impossible(str(error)) from error
+
+
+def cut_targets(batch: Any, f: Tensor) -> Any:
+    y = targets_of(batch)[:, : f.shape[1]]
+    return {**batch, "labels": y} if isinstance(batch, dict) else (batch[0], y)
 
 
 def inputs_of(batch: Any) -> Any:

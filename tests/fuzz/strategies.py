@@ -37,7 +37,9 @@ yes_or_no = st.booleans()
 
 
 @lru_cache(None, typed=True)
-def bodies(axes: int, pads: bool, least: int, most: int) -> st.SearchStrategy[tuple[Layer, ...]]:
+def bodies(
+    axes: int, pads: bool, ruled: bool, least: int, most: int
+) -> st.SearchStrategy[tuple[Layer, ...]]:
     """So many layers for activations with these axes; with padding they keep the positions."""
 
     def kind(*names: str, **options: Any) -> st.SearchStrategy[Layer]:
@@ -63,7 +65,7 @@ def bodies(axes: int, pads: bool, least: int, most: int) -> st.SearchStrategy[tu
         kinds = ["Conv"] if pads else ["Conv", "ConvTranspose"]
         some += [kind(*kinds, conv=conv, flag=yes_or_no, bias=yes_or_no)]
     some += [kind("Tanh", "ReLU", "GELU", "ReLU in place")]
-    some += [kind("Dropout", "BatchScale", "Bilinear")]
+    some += [kind("Dropout", "BatchScale", *[] if ruled else ["Bilinear"])]
     return st.lists(st.one_of(some), min_size=least, max_size=most).map(tuple)
 
 
@@ -72,18 +74,19 @@ SIZES = {1: one_of(3, 4), 2: one_of(3, 2), 3: one_of(2)}
 
 
 @st.composite
-def nets(draw: Any, pads: bool, mapping: bool, most: int) -> Net:
+def nets(draw: Any, pads: bool, mapping: bool, ruled: bool, most: int) -> Net:
     """A network of so many layers; one that averages copies takes no mappings."""
     axes = 1 if pads else draw(one_of(0, 1, 1, 2, 2, 3))
     embeds = 0 < axes < 3 and draw(one_of(False, False, True))
     pools = ["masked", "masked", "masked", "mean"] if pads else ["mean", "flatten", "mean"]
+    pool = draw(one_of(*pools, "sum", None, "last")) if axes else "mean"
     return Net(
-        draw(bodies(axes, pads, 0 if embeds else 1, most)),
+        draw(bodies(axes, pads, ruled, 0 if embeds else 1, most)),
         tuple(draw(SIZES[axes]) for _ in range(axes)),
         draw(one_of(2, 3)),
         draw(one_of(2, 3)),
-        draw(one_of(*pools, "sum", None, "last")) if axes else "mean",
-        axes > 0 and draw(yes_or_no),
+        pool,
+        axes > 0 and pool != "flatten" and draw(yes_or_no),
         embeds,
         embeds and draw(one_of(True, pads)),
         draw(one_of(None, None, "parameter", "embedding")) if axes == 1 else None,
@@ -126,10 +129,10 @@ def cases(
         batches: least and most.
         smallest: examples of a batch, at least.
         layers: the most.
-        ruled: whether a layer without a rule is refused.
+        ruled: whether each layer has a rule.
     """
     padded, mapping = draw(one_of(*pads)), draw(yes_or_no)
-    net = draw(nets(padded, mapping, layers))
+    net = draw(nets(padded, mapping, ruled, layers))
     data = Data(
         draw(sizes(*batches, smallest)), padded, padded and draw(yes_or_no), mapping,
         draw(one_of("list", "reused", "iterator", "DataLoader")),
@@ -140,7 +143,7 @@ def cases(
         draw(one_of(*fisher)),
         "error" if ruled else draw(one_of("error", "freeze", "diagonal")),
         draw(one_of(None, None, None, 3)),
-        draw(one_of(True, True, False)),
+        draw(one_of(True, False)),
     )
     if net.head_tied:  # with an output for each token
         likelihoods = tuple(name for name in likelihoods if "ordinal" not in name)
