@@ -364,12 +364,17 @@ class KfacPreconditioner:
         self._step, self._weights = int(state["step"]), dict(state["weights"])
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
+        self._constants = {name: (first, end) for name, (first, end) in state["constants"].items()}
         self._blocks = {
-            name: KroneckerBlock(name, tensors["B"], tensors.get("A"))
+            name: KroneckerBlock(
+                name,
+                tensors["B"],
+                tensors.get("A"),
+                constants=self._constants.get(name, (0, 0)),
+            )
             for name, tensors in _copies(state["blocks"], device).items()
         }
         self._inverses = _copies(state["inverses"], device)
-        self._constants = dict(state["constants"])
         self._pass.reset()
         self._pass.covered = frozenset(state["covered"])
         self._pass.is_scheduled = self._step % self.options.factor_every == 0
