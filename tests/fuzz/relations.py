@@ -575,10 +575,11 @@ def laplace_is_a_posterior(case: Case) -> None:
     check_terms(case)
     made = case.build()
     posterior = fitted(made, case)
-    names = ("kfac_approx", "dict_key_mask", "ignore_index", "diagonal_above")
+    structure = "kron" if case.dice % 2 or case.options.diagonal_above else "full"
+    names = ["dict_key_mask", "ignore_index"]
+    names += ["kfac_approx", "diagonal_above"] if structure == "kron" else []
     options = {name: getattr(made.options, name) for name in names}
     options |= {"prior_precision": 0.7, "temperature": posterior.temperature}
-    structure = "kron" if case.dice % 2 or case.options.diagonal_above else "full"
     found = or_refused(
         Laplace, made.model, made.likelihood, "all", structure,
         sigma_noise=posterior.sigma_noise, **options,
