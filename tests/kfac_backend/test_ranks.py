@@ -99,7 +99,7 @@ def test_a_rank_that_is_gone_ends_the_others(told):
 
 LAYERS = (
     "Conv1d", "LayerNorm", "no rule", "attention", "two linear layers", "language model",
-    "padded tokens", "graphs", "LSTM, packed", "experts",
+    "padded tokens", "Embedding with padding", "graphs", "LSTM, packed", "experts",
 )  # fmt: skip
 """One of each kind of block and of rows; that sums of batches add up is tested for all layers."""
 
@@ -128,6 +128,7 @@ def tensors(name: str, factors) -> dict[str, Tensor]:
         if block.A is not None:
             found[f"{name}, {n}, A"] = block.A
         found[f"{name}, {n}, terms"] = torch.tensor(block.num_terms, dtype=torch.float64)
+        found[f"{name}, {n}, constants"] = torch.tensor(block.constants, dtype=torch.float64)
     return found
 
 
