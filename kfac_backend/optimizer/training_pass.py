@@ -193,14 +193,15 @@ class TrainingPass:
 
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""
-        self._assigned = self._trained()
-        numbers = ((name, self.parameters[name]) for name in self._assigned)
-        only = {name for name, p in numbers if p.dim() and not p.is_complex()}
+        trained = self._trained()
+        shapes = ((name, self.parameters[name]) for name in trained)
+        only = {name for name, p in shapes if p.dim() and not p.is_complex()}
         with restored(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)
         assignment = _only_with_hooks(assignment, assignment.unknown)
-        without = self._assigned.difference(assignment.names, self._named)
+        self._assigned = trained
+        without = trained.difference(assignment.names, self._named)
         if without:
             self._named |= without
             warnings.warn(
@@ -216,13 +217,15 @@ class TrainingPass:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
         is_itself = next(self._model.parameters()) is self._probe
-        is_training = torch.is_grad_enabled() and is_itself and bool(self._trained())
-        if self._is_paused or not is_training or not self.is_due:
+        if self._is_paused or not torch.is_grad_enabled() or not is_itself or not self.is_due:
+            return
+        trained = self._trained()
+        if not trained:
             return
         self._finish()
         if self._now is not None:
             self._drop()
-        if self._assigned != self._trained():
+        if self._assigned != trained:
             if self._driver.num_data:
                 raise RuntimeError(
                     "Parameters were frozen or unfrozen between the batches of one step. Do it "
