@@ -61,6 +61,7 @@ from marglik.training.steps import (
     optimizers_of,
     renew_batch_norm,
     stable_decays,
+    watches_of,
 )
 
 _logger = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ class PriorLearner:
         )
         # Loaded before `start`, and applied by it.
         self._state: Mapping[str, Any] | None = None
-        self._watch: StepWatch | None = None  # from `start` to `end_of_training`
+        self._watches: list[StepWatch] = []  # from `start` to `end_of_training`
         self.clipped: Tensor | int = 0
         """Number of steps of this epoch whose gradients were limited, see `Schedule`."""
 
@@ -310,16 +311,16 @@ class PriorLearner:
             self._load(self._state)
             self._state = None
         self._set_decays()
-        self._watch = StepWatch(self._optimizers, list(self._named.values()))
+        self._watches = watches_of(self._optimizers, list(self._named.values()))
 
     def detach(self) -> None:
         """Remove the hooks from the optimiser, as `end_of_training` does: nothing is checked then.
 
         For a loop that was given up while the learner and the optimiser live on.
         """
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
 
     def _look_at_data(self, sums_terms: bool, loss: Callable[[Any, Any], Tensor] | None) -> float:
         """Loss terms per example, which the share of the prior in a mean over terms depends on.
@@ -368,10 +369,10 @@ class PriorLearner:
         return 1.0 if sums_terms else found
 
     def compare_loss(self, loss: Tensor, f: Tensor, y: Tensor) -> None:
-        """Warn, with the likely cause, if the loop's loss is not the one that is described here.
+        """Warn, with the likely cause, if the loop's loss is not that of the likelihood.
 
-        Described by the likelihood, ``mean_over`` and ``loss_scale``; call it once, with the first
-        batch. A constant that is added makes no difference.
+        That is ``loss_scale`` times the mean of −log p(y|f) over examples or terms, up to a
+        constant. Call it once, with the first batch.
 
         Args:
             loss: the loop's loss, with its graph.
@@ -424,8 +425,8 @@ class PriorLearner:
                 "The prior has no parameters yet; call start(model, optimizer, loader) before the "
                 "first step."
             )
-        if self._watch is not None:
-            self._watch.check_not_added()
+        for watch in self._watches:
+            watch.check_not_added()
         parameters = list(self._named.values())
         if self.schedule.is_averaged(self._epoch + 1):
             self._average.add(parameters)  # what the steps before this one have come to
@@ -451,8 +452,8 @@ class PriorLearner:
             parameters, self._gradient_norm, clip, scale
         )
         self.clipped = self.clipped + is_clipped
-        if self._watch is not None:
-            self._watch.added(finite)
+        for watch in self._watches:
+            watch.added(finite)
         return penalty
 
     @property
@@ -818,7 +819,7 @@ class PriorLearner:
             ValueError: a state that lacks entries.
             RuntimeError: `start` was called already.
         """
-        if self._watch is not None:
+        if self._watches:
             raise RuntimeError(
                 "The learner has started, and a state takes effect at its start alone. Call "
                 "load_state_dict(state) before start(...); here, detach(), then both."

@@ -68,53 +68,41 @@ def optimizers_of(
 
 
 class StepWatch:
-    """Sees by hooks that each step of the optimisers has the prior's gradient, and has it once.
+    """Sees by a hook that each step of an optimiser has the prior's gradient, and has it once.
 
-    The hooks hold it by a weak reference and are removed with it, so that what owns it may end in
+    The hook holds it by a weak reference and is removed with it, so that what owns it may end in
     any way.
 
     Args:
-        optimizers: whose steps are watched; each may step more rarely than the prior is added.
-        parameters: to whose gradients the prior's is added.
+        optimizer: whose steps are watched.
+        parameters: those of its parameters to whose gradients the prior's is added.
     """
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]
-    ) -> None:
-        self._added = 0
-        self._at_step = [0] * len(optimizers)
-        # The gradient itself: it is another tensor once it has been cleared. Of the smallest
-        # parameter, since it may be held for longer than the loop would.
-        self._smallest = min(parameters, key=Tensor.numel)
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        # The smallest, whose gradient may be held for longer than the loop would.
+        self._parameter = min(parameters, key=Tensor.numel)
         self._waiting: tuple[Tensor | None, Tensor] | None = None
-        own = weakref.ref(self)
+        watch = weakref.ref(self)
 
-        def hook_of(index: int) -> Any:
-            def hook(*_: Any) -> None:
-                if (watch := own()) is not None:
-                    watch._after_step(index)
+        def hook(*_: Any) -> None:
+            if (own := watch()) is not None:
+                own._after_step()
 
-            return hook
-
-        self._handles = [
-            optimizer.register_step_post_hook(hook_of(index))
-            for index, optimizer in enumerate(optimizers)
-        ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+        self._handle = optimizer.register_step_post_hook(hook)
+        weakref.finalize(self, self._handle.remove)
 
     def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        """Remove the hook."""
+        self._handle.remove()
 
     def check_not_added(self) -> None:
         """Raise a RuntimeError if the gradients have the prior's already, and no step took them."""
         if self._waiting is None:
             return
         gradient, finite = self._waiting
-        # A gradient scaler takes no step with gradients that are not finite.
-        if gradient is self._smallest.grad and finite:
+        # A gradient that was cleared since is another tensor, unless it was filled with zeros; a
+        # gradient scaler takes no step with gradients that are not finite.
+        if gradient is self._parameter.grad and finite:
             raise RuntimeError(
                 "add_to_gradients was called twice for one step of the optimiser, and the prior "
                 "would count twice. Call it once before each optimizer.step(), after the last "
@@ -123,18 +111,28 @@ class StepWatch:
 
     def added(self, finite: Tensor) -> None:
         """Note that the gradients have the prior's now; whether they are all finite."""
-        self._added += 1
-        self._waiting = self._smallest.grad, finite
+        self._waiting = self._parameter.grad, finite
 
-    def _after_step(self, index: int) -> None:
-        if self._at_step[index] == self._added:
+    def _after_step(self) -> None:
+        if self._waiting is None:
             raise RuntimeError(
                 "The optimiser has taken a step without the prior's gradient, so that no weight "
                 "decay acts. Call add_to_gradients() before each optimizer.step(), after the "
                 "backward passes; if no more is to be learned, end_of_training() or detach()."
             )
-        self._at_step[index] = self._added
         self._waiting = None
+
+
+def watches_of(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]
+) -> list[StepWatch]:
+    """A watch for each optimiser that holds some of the parameters."""
+    watches = []
+    for optimizer in optimizers:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own := [p for p in parameters if id(p) in held]:
+            watches.append(StepWatch(optimizer, own))
+    return watches
 
 
 def stable_decays(

@@ -106,6 +106,7 @@ class Stop(L.Callback):
         ({"max_steps": 10}, 2),  # of 4 an epoch: one after epoch 2, one within the third
         ({"max_steps": 10, "epochs": -1}, 2),
         ({"max_steps": 8}, 1),  # at its end: not twice
+        ({"max_steps": 2}, 1),  # within the first
         ({"stop": True}, 2),
     ],
 )

@@ -116,6 +116,7 @@ def test_the_prior_of_another_runs_checkpoint_is_refused(tmp_path):
     ("options", "updates"),
     [
         ({"max_steps": 8}, 1),  # of 4 an epoch, at the end of epoch 2: not twice
+        ({"max_steps": 2}, 1),  # within the first
         ({"epochs": 2.5}, 2),
         (
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch",

@@ -65,6 +65,19 @@ def test_the_priors_gradient_twice_is_an_error(between):
     prior.add_to_gradients()  # negative control: after a step, without clearing
 
 
+def test_the_priors_gradient_before_each_of_two_steps_is_an_error():
+    """It is in the gradients of both optimisers since the first call."""
+    model, (first, second), prior = started(halves)
+    backward(model)
+    prior.add_to_gradients()
+    first.step()
+    with pytest.raises(RuntimeError, match="twice for one step"):
+        prior.add_to_gradients()
+    second.step()
+    with pytest.raises(RuntimeError, match="without the prior's gradient"):
+        second.step()
+
+
 def test_an_end_of_training_without_ends_of_epochs_is_an_error():
     model, optimizer, prior = started()
     for _ in range(4):
