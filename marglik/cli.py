@@ -7,6 +7,7 @@ docstrings. What a command needs is imported when it is asked for, since torch t
 import json
 import os
 import sys
+import warnings
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,13 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2  # as for any other incomplete command line
     way_out = f" {RESUME}" if command == "train" else ""
     try:
-        _run(command, arguments)
+        with _short_warnings():
+            _run(command, arguments)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:  # who reads what is printed has gone, as `head` does: all is written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         _print_error(f"interrupted.{way_out}")
         return 130
     except ArgumentError as error:
         said = " ".join(str(error).split()).rstrip(".")
+        if "are required" in said:
+            said = said.replace(f"{command}.", "")
         said = said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
         of_class = " (--model.help CLASS, --data.help CLASS)"
         see = f"{command} --help{of_class if command != 'report' else ''}" if command else "--help"
@@ -154,6 +162,17 @@ def _yaml_without_aliases() -> Iterator[None]:
         set_loader("yaml", load, (YAMLError,))
 
 
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """A context in which warnings are a line each, without the place in our code."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: printable(f"marglik: warning: {message}\n")
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def _print_error(message: str) -> None:
     which = f"rank {os.environ['RANK']}: " if _is_another_rank() else ""
     print(printable(f"marglik: {which}{' '.join(message.split())}"), file=sys.stderr)
@@ -204,8 +223,8 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
         text += "comparison.html beside the first folder of several."
         parser.add_argument("--output", type=str | None, default=None, help=text)
         return
-    presets = ", ".join(preset_names())
-    text = f"YAML file of options, or the name of a preset: {presets}."
+    presets = f", or the name of a preset: {', '.join(preset_names())}"
+    text = f"YAML file of options{presets if command == 'train' else ''}."
     parser.add_argument("--config", action=PresetOrFile, help=text)
     function = resolve_name(FUNCTIONS[command])
     configs = _configs(function) if command == "train" else {}

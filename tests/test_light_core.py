@@ -152,7 +152,7 @@ from marglik.cli import main
 options = "--config digits --model MLP --model.in_features 64 --model.hidden [4] --epochs 1"
 options += " --prior.every 1 --prior.steps 1 --ood.num_images 20 --no_progress --no_baseline"
 assert main(["train", *options.split(), "--output", "run"]) == 0
-assert main(["evaluate", "run", "--progress", "false"]) == 0
+assert main(["evaluate", "run", "--no_progress"]) == 0
 """
 
 

@@ -154,7 +154,7 @@ def _read_run(folder: Path) -> Run:
         )
     results, records, config = read_record(folder / RESULTS), read_log(folder), folder / CONFIG
     try:
-        text = config.read_text() if config.is_file() else "{}"
+        text = config.read_text("utf-8") if config.is_file() else "{}"
         check_yaml(text)
         options = yaml.safe_load(text)
     except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:

@@ -16,10 +16,12 @@ from torch import nn
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.ranks import Ranks
+from marglik.augmentation import LearnedAugmentation
 from marglik.data.batches import Batches, split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages, out_of_distribution_images
 from marglik.data.record import data_record
 from marglik.data.splits import DataSource, SplitName, Splits, hold_out, tensors_in
+from marglik.models import Standardised
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import PriorGroups
@@ -304,7 +306,7 @@ def _identity(training: "Training", model: nn.Module, provenance: Provenance) ->
         "examples": {name: len(found[-1]) for name, found in tensors.items()},
         "normalisation": [splits.mean, splits.std],
         "ood": None if ood is None else ood.name,
-        "model": type(model).__name__,
+        "model": type(_inner(model)).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
         "likelihood": training.likelihood,
         "config": config,
@@ -314,6 +316,13 @@ def _identity(training: "Training", model: nn.Module, provenance: Provenance) ->
             "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
     }
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The network that the user named, inside of those that were put around it."""
+    while isinstance(model, Standardised | LearnedAugmentation):
+        model = model.model
+    return model
 
 
 @dataclass(frozen=True)

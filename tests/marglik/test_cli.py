@@ -1,12 +1,16 @@
 """The command line itself: help, presets, exit statuses; each command has a file of its own."""
 
+import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from marglik.cli import COMMANDS, FIRST_STEP, main, preset_names
+from marglik.runs.printing import progress_lines, say
 from marglik.runs.train import Training
 from tests.marglik.runs.command_line import refusal
 
@@ -25,7 +29,7 @@ def test_alone_it_says_how_to_begin(capsys):
 DIGITS = ["train", "--config", "digits", "--no_progress"]
 WRONG = {
     "no such command": (["trian"], ["'trian'", "train", "marglik --help"]),
-    "what train needs": (["train"], ["model", "data", "marglik train --help"]),
+    "what train needs": (["train"], ["required: model, data.", "marglik train --help"]),
     "an abbreviation": ([*DIGITS, "--epoch", "3"], ["--epoch 3", "marglik train --help"]),
     "no such optimiser": (
         [*DIGITS, "--optimizer.name", "adam"],
@@ -54,6 +58,14 @@ def test_a_wrong_command_line_is_one_line_with_the_value_and_the_way_out(case, c
         assert part in said, said
 
 
+def bomb(before, after):
+    """A few lines that stand for a list of 10^8 texts."""
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lists += [f"&a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 8)]
+    keyed = "".join(f"{before}b{i}: {text}\n" for i, text in enumerate(lists))
+    return (keyed + after).encode()
+
+
 CONFIGS = {
     "no mapping": (b"- 1\n", "onfig"),
     "a tag that calls": (b'epochs: !!python/object/apply:os.system ["touch ran"]\n', "python"),
@@ -61,6 +73,11 @@ CONFIGS = {
         b"model: {class_path: os.system, init_args: {command: touch ran}}\n", "os.system",
     ),
     "no text": (b"\xff\xfe\x00", "utf-8"),
+    "aliases": (bomb("", ""), "aliases (*name), which are not supported; write them out"),
+    "aliases in a class": (
+        b"data:\n  class_path: Digits\n  init_args:\n" + bomb("    ", ""), "aliases (*name)",
+    ),
+    "nested too deeply": (b"a: " + 5000 * b"[" + 5000 * b"]", "nesting depth"),
 }  # fmt: skip
 
 
@@ -71,6 +88,42 @@ def test_a_wrong_file_of_options_is_one_line_and_runs_nothing(case, tmp_path, ca
     said = refusal(capsys, "train", "--config", str(tmp_path / "options.yaml"))
     assert part in said and len(said) < 1000
     assert not list(tmp_path.rglob("ran")) and not Path("ran").exists()
+
+
+def test_a_wrong_file_of_a_group_of_options(tmp_path, capsys):
+    (tmp_path / "prior.yaml").write_bytes(bomb("", ""))
+    assert main([*DIGITS, "--prior", str(tmp_path / "prior.yaml")]) == 2
+    assert "aliases" in capsys.readouterr().err
+
+
+def test_what_comes_from_files_does_nothing_to_the_terminal(tmp_path, capsys):
+    names = {"\x1b[31mred\x1b]0;title\x07": np.zeros(2), "\u202etxt.exe": np.zeros(2)}
+    np.savez(tmp_path / "data.npz", **names)
+    options = ["--data", "TensorFile", "--data.path", str(tmp_path / "data.npz"), "--model", "MLP"]
+    said = refusal(capsys, "train", *options)
+    assert said.isprintable() and r"\x1b[31mred\x1b]0;title\x07" in said and r"\u202etxt" in said
+    say("\x1b[2Jdigits: α\udcff\n± 3")
+    assert capsys.readouterr().out == "\\x1b[2Jdigits: α\\udcff\n± 3\n"
+    with progress_lines():
+        logging.getLogger("marglik").info("evaluating %s", "\x1b[2Jdigits")
+    assert capsys.readouterr().err == "evaluating \\x1b[2Jdigits\n"
+
+
+def test_nobody_reads_what_is_printed(tmp_path, capsys, monkeypatch):
+    """As with 2>&-, where Python has no stream."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["evaluate", str(tmp_path / "nowhere")]) == 2
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "fit", "evaluate"])
+def test_what_is_yes_or_no_has_one_form(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help", "all"] if command == "train" else [command, "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("--progress, --no_progress") for line in lines)
+    assert command == "evaluate" or any(line.startswith("--overwrite, --no_o") for line in lines)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -128,6 +181,19 @@ def test_interrupt(capsys, monkeypatch, tmp_path):
     assert main(["report", str(tmp_path)]) == 130
     printed = capsys.readouterr()
     assert printed.err.strip() == "marglik: interrupted."
+
+
+def test_warnings_are_a_line_without_our_code(monkeypatch, tmp_path):
+    said, before = [], warnings.formatwarning
+
+    def warned(*arguments):
+        said.append(warnings.formatwarning("not\x1b[2J settled", RuntimeWarning, "train.py", 3))
+        return tmp_path
+
+    monkeypatch.setattr("marglik.report.write_report", warned)
+    assert main(["report", str(tmp_path)]) == 0
+    assert said == ["marglik: warning: not\\x1b[2J settled\n"]
+    assert warnings.formatwarning is before
 
 
 def test_traceback_on_request(monkeypatch, tmp_path):

@@ -89,7 +89,7 @@ def test_commands_on_the_gpu(options, tmp_path):
     metrics = {}
     for device in ("cuda", "cpu"):
         output = tmp_path / device
-        arguments = ["--accelerator", device, "--output", str(output), "--progress", "false"]
+        arguments = ["--accelerator", device, "--output", str(output), "--no_progress"]
         assert main(["evaluate", str(run), *arguments]) == 0
         found = json.loads((output / "evaluation.json").read_text())["predictives"]
         metrics[device] = found["MAP"]["metrics"]

@@ -12,7 +12,7 @@ import torch
 from marglik import laplace_predictive, load_posterior
 from marglik.cli import main
 from marglik.data import TableFile
-from marglik.data.record import as_trained, data_record
+from marglik.data.record import as_trained, data_record, data_to_evaluate, num_seen
 from marglik.models import MLP, Standardised
 from tests.marglik.runs.command_line import refusal
 
@@ -57,6 +57,24 @@ def test_columns_become_numbers_and_targets_are_standardised(file):
     torch.testing.assert_close(*ordered)  # each row once
 
 
+@pytest.mark.parametrize("scale", [1e154, 1e-175, 1e-300])
+def test_targets_of_any_size_are_standardised(scale, tmp_path):
+    """As those of usual size; their squares are not in the range of float64."""
+    usual, large = tmp_path / "usual.csv", tmp_path / "large.csv"
+    frame().to_csv(usual, index=False)
+    frame().assign(price=frame().price * scale).to_csv(large, index=False)
+    a, b = TableFile(usual, validation=0.2).load(), TableFile(large, validation=0.2).load()
+    assert a.target_scale is not None and a.validation is not None and b.validation is not None
+    assert b.target_scale == pytest.approx([scale * one for one in a.target_scale], rel=1e-12)
+    for of_a, of_b in ((a.train, b.train), (a.validation, b.validation), (a.test, b.test)):
+        torch.testing.assert_close(of_a[1], of_b[1])
+    # Other rows by this scale, as float32 alone would not do.
+    record = json.loads(json.dumps(data_record(b)))
+    others, alike = TableFile(large, seed=1).load(), TableFile(usual, seed=1).load()
+    alike = as_trained(alike, json.loads(json.dumps(data_record(a))))
+    torch.testing.assert_close(as_trained(others, record).train[1], alike.train[1])
+
+
 def test_classes_are_text_or_integers_or_as_asked(tmp_path, capsys):
     frame().to_csv(tmp_path / "houses.csv", index=False)
     splits = TableFile(tmp_path / "houses.csv", target="town").load()
@@ -74,6 +92,36 @@ def test_classes_are_text_or_integers_or_as_asked(tmp_path, capsys):
     wrong = [*file, "--data.target", "rooms", "--likelihood", "regression"]
     message = refusal(capsys, "train", *wrong)
     assert "5 classes, but likelihood 'regression' is for numbers" in message
+
+
+def test_all_of_other_data_is_evaluated(tmp_path):
+    """Also where it is a few rows; of the training data, its test part."""
+    frame().to_csv(tmp_path / "houses.csv", index=False)
+    trained = TableFile(tmp_path / "houses.csv").load()
+    record = json.loads(json.dumps(data_record(trained)))
+
+    def given(path, **options):
+        return data_to_evaluate(TableFile(tmp_path / path, **options), record)
+
+    assert torch.equal(given("houses.csv").test[0], trained.test[0])
+    assert len(data_to_evaluate(TableFile(tmp_path / "houses.csv", seed=5), None).test[1]) == 12
+    by_other_rows = given("houses.csv", seed=5)
+    assert len(by_other_rows.test[1]) == 60 and num_seen(by_other_rows, record) == 48
+    frame()[:4].assign(size=[1.0, 2.0, 3.0, 4.0]).to_csv(tmp_path / "new.csv", index=False)
+    new = given("new.csv")
+    assert len(new.test[1]) == 4 and num_seen(new, record) == 0
+    frame()[:1].to_csv(tmp_path / "one.csv", index=False)
+    assert len(given("one.csv").test[1]) == 1
+    with pytest.raises(ValueError, match="1 examples would be divided into 0 and 1"):
+        data_to_evaluate(TableFile(tmp_path / "one.csv"), None)
+    # What a network on targets as they are takes, whatever the options say.
+    for options in ({"standardise": False}, {}):
+        path = TableFile(tmp_path / "houses.csv", seed=5, **options)
+        for scale in (trained.target_scale, None):
+            again = as_trained(path.load_undivided(), record | {"target_scale": scale})
+            y = torch.tensor(frame()["price"].to_numpy())
+            mean, std = scale or (0.0, 1.0)
+            torch.testing.assert_close(again.test[1][:, 0], ((y - mean) / std).float())
 
 
 def test_other_rows_are_scaled_as_the_training_part_and_have_its_columns(tmp_path):
@@ -102,6 +150,22 @@ WRONG = {
     "infinite number": ({"size": [math.inf] + [1.5] * (N - 1)}, r"x_\w+ holds 1 value\(s\)"),
     "many classes": ({"price": range(N)}, "'price' has 60 different integers.*classes false"),
     "one row of a class": ({"price": ["x"] + ["y"] * (N - 1)}, "class 'x' has 1 example"),
+    "large numbers": (
+        {"size": [1e160, *range(1, N)]},
+        r"column 'size' has values from 1 to 1e\+16",
+    ),
+    "small numbers": (
+        {"size": [1e-170 * i for i in range(N)]},
+        "column 'size' has values .*divide them by",
+    ),
+    "close numbers": (
+        {"size": [1.7e9 + i for i in range(N)]},
+        "column 'size' .*deviation of 17.3.*Subtract",
+    ),
+    "numbers that are nearly none": (
+        {"price": [5e-324 * (i % 2) for i in range(N)]},
+        "target has values .*cannot standardise",
+    ),
     "texts": ({"town": [f"{i} Long Street" for i in range(N)]}, "'town' has 60 different texts"),
 }
 
@@ -115,6 +179,14 @@ def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
     frame().assign(**columns).to_csv(tmp_path / "houses.csv", index=False)
     with pytest.raises(ValueError, match=message):
         TableFile(tmp_path / "houses.csv", **options).load()
+    # The controls: what only seems to be of this kind.
+    fine = {
+        "size": [3e30 * i for i in range(N)],
+        "rooms": 0.1,
+        "price": [1e17 + 32 * i for i in range(N)],
+    }
+    frame().assign(**fine).to_csv(tmp_path / "fine.csv", index=False)
+    assert TableFile(tmp_path / "fine.csv", classes=False).load().train[1].std() > 0.9
     Path("bad.csv").write_text('a,b\n1,"2')
     with pytest.raises(ValueError, match="cannot be read as CSV .*EOF"):
         TableFile("bad.csv").load()
@@ -128,8 +200,8 @@ def test_train_infers_sizes_and_saves_a_network_that_takes_rows(tmp_path):
     model = ["--model", "MLP", "--model.hidden", "[4]"]
     assert main(["train", *model, *data, *options, *run]) == 0
     # The network's class is named, as if it was one's own: it is inside the one that was saved.
-    name = ["--model", "marglik.models.MLP", "--progress", "false"]
-    assert main(["evaluate", str(tmp_path / "run"), *name]) == 0
+    name = ["--model", "marglik.models.MLP", "--no_progress"]
+    assert main(["evaluate", str(tmp_path / "run"), *name, *data]) == 0
     x = TableFile(tmp_path / "houses.csv").load().train[0]
     network = Standardised(MLP(5, (4,), 1), [0.0] * 5, [1.0] * 5)
     posterior = load_posterior(tmp_path / "run", network)

@@ -1,7 +1,9 @@
 """Tensors from a file, sequences and graphs: held out, recorded; bad ones are named."""
 
+import io
 import json
 from dataclasses import replace
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ from safetensors.torch import save_file
 
 from marglik.data import Digits, Splits, TensorFile
 from marglik.data.batches import split_batches
-from marglik.data.record import as_trained, data_record, is_held_out
-from marglik.data.splits import hold_out
+from marglik.data.record import as_trained, data_record, is_held_out, num_seen
+from marglik.data.splits import hold_out, take
 from marglik.graphs import Graphs
 
 
@@ -49,6 +51,54 @@ def test_an_npz_holds_the_same_in_float32(tmp_path):
     for name in ("pickled", "cut"):
         with pytest.raises(ValueError, match=f"{name}.npz' is not a safetensors or npz file, or d"):
             TensorFile(tmp_path / f"{name}.npz").load()
+
+
+def zipped(path, *content):
+    """An npz file with one member of this content."""
+    with ZipFile(path, "w") as file:
+        file.writestr("x_train.npy", b"".join(content))
+
+
+def header(*shape):
+    stream = io.BytesIO()
+    what = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, what)
+    return stream.getvalue()
+
+
+BAD_ARCHIVES = {
+    "more numbers than there are addresses": lambda path: zipped(path, header(2**60), bytes(64)),
+    "more numbers than fit the memory": lambda path: zipped(path, header(2**49), bytes(64)),
+    "more than 64 bits": lambda path: zipped(path, header(2**70), bytes(64)),
+    "a size that overflows": lambda path: zipped(path, header(2**62, 8), bytes(64)),
+    "fewer numbers than it says": lambda path: zipped(path, header(100), bytes(64)),
+    "no array": lambda path: zipped(path, b"text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARCHIVES)
+def test_archives_that_lie_are_named(case, tmp_path):
+    BAD_ARCHIVES[case](tmp_path / "lie.npz")
+    with pytest.raises(ValueError, match="lie.npz' is not a safetensors or npz file, or damaged"):
+        TensorFile(tmp_path / "lie.npz").load()
+
+
+def test_an_archive_that_was_damaged_is_named(tmp_path):
+    path = tmp_path / "cut.npz"
+    np.savez_compressed(path, x_train=np.random.default_rng(0).random(1000))
+    content = bytearray(path.read_bytes())
+    content[500:520] = b"\xff" * 20
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="cut.npz' is not a safetensors or npz file, or damaged"):
+        TensorFile(path).load()
+
+
+@pytest.mark.parametrize("scale", [1e160, 1e-170])
+def test_numbers_that_float32_loses_are_named(scale, tmp_path):
+    arrays = {name: tensor.double().numpy() for name, tensor in example_tensors().items()}
+    np.savez(tmp_path / "energy.npz", **arrays | {"y_train": scale * arrays["y_train"]})
+    with pytest.raises(ValueError, match="y_train has values from 0 to 9e.*divide them"):
+        TensorFile(tmp_path / "energy.npz").load()
 
 
 BAD_FILES = {
@@ -195,16 +245,42 @@ def recorded(splits, source=None):
     return json.loads(json.dumps(data_record(splits, source)))
 
 
+@pytest.mark.parametrize("kind", ["images", "graphs", "numbers"])
+def test_examples_that_a_run_has_seen_are_counted(kind):
+    def parts(*sizes):
+        if kind == "numbers":
+            return [(torch.randn(n, 3), torch.randn(n, 1)) for n in sizes]
+        make = of_images if kind == "images" else of_graphs
+        return [take(make().train, torch.arange(n)) for n in sizes]
+
+    like = of_images() if kind == "images" else of_graphs() if kind == "graphs" else None
+    train, held_out, test, new = parts(6, 4, 3, 5)
+    like = like or Splits(train, None, test, "numbers")
+    splits = replace(like, train=train, validation=held_out, test=test)
+    record = recorded(splits)
+    assert num_seen(splits, None) is None and num_seen(splits, record) == 0
+    assert num_seen(replace(splits, test=new), record) == 0
+    assert num_seen(replace(splits, test=take(train, torch.tensor([5, 0]))), record) == 2
+    assert num_seen(replace(splits, test=take(held_out, torch.tensor([1, 3, 1]))), record) == 3
+    # With another target, an input was seen all the same; part of the run's own test set was not.
+    assert num_seen(replace(splits, test=(train[0], train[1] * 0)), record) == 6
+    assert num_seen(replace(splits, test=take(test, torch.arange(2))), record) == 0
+    assert (
+        num_seen(replace(splits, train=test, test=test), recorded(replace(splits, train=test))) == 0
+    )
+
+
 def test_records():
     source = {"class_path": "marglik.data.Digits", "init_args": {"seed": 1}}
     found = recorded(of_images(), source)
-    assert found.pop("train_sha256")
+    assert found.pop("train_sha256") and found.pop("test_sha256") and found.pop("seen")
     assert found == {
         "name": "pets", "source": source, "classes": ["cat", "dog"],
         "form": "images of shape (1, 4, 4)", "mean": [9.0], "std": [3.0],
     }  # fmt: skip
     assert recorded(of_graphs())["form"] == "graphs with 2 features per node and 1 per edge"
-    assert {*recorded(of_words())} == {"name", "source", "classes", "form", "train_sha256"}
+    sums = {"train_sha256", "test_sha256", "seen"}
+    assert {*recorded(of_words())} == {"name", "source", "classes", "form"} | sums
     pets = of_images()
     with_some = replace(pets, validation=pets.test)
     assert is_held_out(with_some, recorded(pets)) and not is_held_out(pets, recorded(pets))

@@ -22,7 +22,7 @@ TRAIN = [
     "--optimizer.lr", "0.05", "--no_progress",
 ]  # fmt: skip
 NOISE = ["--ood", "marglik.data.Noise", "--ood.num_images", "20"]
-QUIET = ["--progress", "false"]
+QUIET = ["--no_progress"]
 
 STEPS = ("decoding ", "evaluating ", "curvature pass ", "epoch ")
 """How lines of progress begin, which pytest gets, as its stderr is no terminal."""

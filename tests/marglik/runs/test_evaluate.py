@@ -1,5 +1,7 @@
 """`marglik evaluate`: what a saved posterior predicts, and with which calibration."""
 
+import json
+
 import pytest
 
 from marglik.cli import main
@@ -10,7 +12,7 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.build import build_from_spec
-from marglik.storage.run_folder import read_posterior
+from marglik.storage.run_folder import read_posterior, write_record
 from tests.marglik.runs.command_line import (
     DATA,
     MODEL,
@@ -55,6 +57,44 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
     # Data that may have been trained on calibrates nothing.
     found = evaluate(run, *last, *DATA, "--data.data.seed", "5", *out)
     assert list(found) == ["MAP", "Laplace, probit, last layer, uncalibrated"]
+
+
+def test_what_was_trained_on_is_said_to_be(run, tmp_path, capsys):
+    other, out = [*DATA, "--data.data.seed", "5"], ["--output", str(tmp_path / "out")]
+    message = refusal(capsys, "evaluate", str(run), *other)
+    assert "has other test examples" in message and "pass --output" in message
+    evaluate(run, *other, *out)
+    # All images of three classes, of which one half was for training and calibration.
+    source = build_from_spec(DataSource, read_posterior(run)["data"]["source"])
+    seen = sum(len(part[1]) for part in (source.load().train, source.load().validation))
+    every = seen + len(source.load().test[1])
+    said = f"{seen} of the {every} test examples have inputs that the network was trained on"
+    assert said in capsys.readouterr().out
+    assert said in (tmp_path / "out" / "report.html").read_text()
+    assert (evaluated(tmp_path / "out")["num_seen"], evaluated(tmp_path / "out")["num_test"]) == (
+        seen, every,
+    )  # fmt: skip
+    evaluate(run, *DATA)  # the control: its own test part, named
+    assert evaluated(run)["num_seen"] == 0 and "trained on" not in capsys.readouterr().out
+
+
+def test_a_forged_record_reads_and_fetches_nothing(run, tmp_path, capsys):
+    """That is tested in detail in `test_build`."""
+    path = run / "posterior.json"
+    record = json.loads(path.read_text())
+    sums = {name: of for name, of in record.pop("sha256").items() if name != path.name}
+    root = tmp_path / "anywhere"
+    data = {"class_path": "marglik.data.CIFAR10", "init_args": {"root": str(root)}}
+    write_record(path, record | {"data": record["data"] | {"source": data}}, sums)
+    message = refusal(capsys, "evaluate", str(run))
+    assert f"root='{root}' is outside of the saved folder, for which a file may not ask" in message
+    assert f"--data marglik.data.CIFAR10 --data.root {root}" in message
+    assert not root.exists()
+    network = {"class_path": "torchvision.models.resnet18", "init_args": {"weights": "DEFAULT"}}
+    write_record(path, record | {"model": network}, sums)
+    assert "weights='DEFAULT' is a download" in refusal(capsys, "evaluate", str(run))
+    write_record(path, record, sums)  # the control
+    evaluate(run)
 
 
 def test_a_posterior_without_a_run(trained, tmp_path, capsys):

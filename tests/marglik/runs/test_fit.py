@@ -52,10 +52,40 @@ def test_fit_is_what_python_does(fit, layers, trained, tmp_path):
 
 
 def test_what_someone_else_keeps_is_not_overwritten(fit, tmp_path, capsys):
-    (tmp_path / "posterior.json").write_text("mine")
-    message = refusal(capsys, *fit, "--output", str(tmp_path))
-    assert "holds posterior.json, but neither" in message
-    assert (tmp_path / "posterior.json").read_text() == "mine"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "posterior.json").write_text("mine")
+    message = refusal(capsys, *fit, "--output", str(tmp_path / "out"), "--overwrite")
+    assert "holds posterior.json, which no run of marglik has left" in message
+    assert (tmp_path / "out" / "posterior.json").read_text() == "mine"
+    message = refusal(capsys, *fit, "--output", str(tmp_path), "--overwrite")
+    assert "net.safetensors lies in the folder that is written to" in message
+
+
+@pytest.mark.parametrize("when", ["the pass", "the end"])
+def test_the_folder_of_a_fit_that_was_killed_is_used_again(
+    when, fit, tmp_path, monkeypatch, capsys
+):
+    def killed(*arguments, **options):
+        if when == "the end":
+            (tmp_path / "fit" / "posterior.safetensors").write_text("half")
+        raise KeyboardInterrupt
+
+    folder, name = tmp_path / "fit", "save_posterior" if when == "the end" else "maximize_evidence"
+    fit += ["--output", str(folder)]
+    with monkeypatch.context() as patched:
+        patched.setattr(f"marglik.runs.fit.{name}", killed)
+        assert main(fit) == 130
+    if when == "the end":
+        message = refusal(capsys, *fit)
+        assert "already holds a run (posterior.safetensors); pass --overwrite, or" in message
+        fit += ["--overwrite"]
+    assert main(fit) == 0
+    before = metrics(folder)
+    assert not (folder / "checkpoint").exists()
+    message = refusal(capsys, *fit[:-1] if when == "the end" else fit)
+    assert "already holds a run (posterior.json); pass --overwrite, or another --output" in message
+    assert main([*fit, "--overwrite"]) == 0  # as it can be when it ended
+    assert metrics(folder) == before
 
 
 class Malicious:

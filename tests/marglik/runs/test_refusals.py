@@ -53,7 +53,7 @@ EVALUATES = {
 def test_evaluate(case, trained, capsys):
     options, message = EVALUATES[case]
     before = content(trained)
-    assert message in refusal(capsys, "evaluate", str(trained), "--progress", "false", *options)
+    assert message in refusal(capsys, "evaluate", str(trained), "--no_progress", *options)
     assert content(trained) == before
 
 
@@ -62,7 +62,7 @@ def test_evaluate_other_things(trained, tmp_path, capsys):
     assert "is a file; pass a run's folder" in refusal(capsys, "evaluate", file)
     photos = ["--data", "marglik.data.ImageFolder", "--data.path"]
     message = refusal(capsys, "evaluate", str(trained), *photos, str(images(tmp_path / "photos")))
-    assert "photos is not what" in message and "pass --output" in message
+    assert "photos has other test examples" in message and "pass --output" in message
     (tmp_path / "empty").mkdir()
     assert "is not the folder of a run" in refusal(capsys, "report", str(tmp_path / "empty"))
 

@@ -1,0 +1,114 @@
+"""What is written and printed about a run is in units that people know."""
+
+import math
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch.distributions import Normal
+
+from marglik import load_posterior
+from marglik.cli import main
+from marglik.data import TableFile
+from marglik.models import MLP, Standardised
+from marglik.prediction.intervals import mean_interval
+from tests.marglik.runs.command_line import evaluated, results_of
+
+UNIT = 1024.0  # a power of two, so that standardised targets are the same to the bit
+
+
+def rows(path, unit=1.0):
+    random = np.random.default_rng(0)
+    size, rooms = random.normal(100, 20, 240), random.integers(1, 6, 240)
+    price = 1000.0 * size + 50_000 * rooms + random.normal(0, 20_000, 240)
+    table = pandas.DataFrame({"size": size, "rooms": rooms, "price": price * unit})
+    table.to_csv(path, index=False)
+    return path
+
+
+def trained_on(path, folder):
+    data = ["--data", "TableFile", "--data.path", str(path)]
+    options = ["--likelihood", "regression", "--epochs", "4", "--prior.every", "1", "--baseline"]
+    model = ["--model", "MLP", "--model.hidden", "[4]", "--no_progress"]
+    assert main(["train", *model, *data, *options, "--output", str(folder)]) == 0
+    return data
+
+
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory):
+    """A table and a run on it, and the same in another unit."""
+    root = tmp_path_factory.mktemp("houses")
+    usual, other = rows(root / "usual.csv"), rows(root / "other.csv", UNIT)
+    for path in (usual, other):
+        trained_on(path, root / path.stem)
+    return usual, root / "usual", root / "other"
+
+
+def test_metrics_are_those_of_the_target_itself(houses, capsys):
+    """By the rows of the file, and torch's Gaussian, in float64."""
+    path, run, _ = houses
+    splits, table = TableFile(path).load(), pandas.read_csv(path)
+    price = dict(zip(table["size"].astype("float32"), table["price"], strict=True))
+    y, y_train = (
+        torch.tensor([price[np.float32(one)] for one in x[:, 0].numpy()]).double()
+        for x, _ in (splits.test, splits.train)
+    )
+    network = Standardised(MLP(2, (4,), 1), [0.0] * 2, [1.0] * 2)
+    sigma = load_posterior(run, network).sigma_noise.item()
+    std = y_train.std(correction=0)
+    with torch.no_grad():
+        mean = network(splits.test[0])[:, 0].double() * std + y_train.mean()
+    nll = -Normal(mean, sigma * std).log_prob(y)
+    rmse = (y - mean).square().mean().sqrt()
+    of_train, results = evaluated(run)["predictives"]["MAP"], results_of(run)
+    assert results["sigma_noise"] == pytest.approx(float(sigma * std), rel=1e-5)
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--data", "TableFile", "--data.path", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{nll.mean():.3f}" in printed and f"{rmse:,.0f}" in printed
+    of_evaluate = evaluated(run)["predictives"]["MAP"]
+    metrics = [results["metrics"]["learned, MAP"], of_train["metrics"], of_evaluate["metrics"]]
+    for found in metrics:
+        assert found["test/reg/NLL"] == pytest.approx(float(nll.mean()), rel=1e-5)
+        assert found["test/reg/RMSE"] == pytest.approx(float(rmse), rel=1e-4)
+    for found in (results["intervals"]["learned, MAP"], of_evaluate["intervals"]):
+        assert found["test/reg/NLL"] == pytest.approx(mean_interval(nll), rel=1e-5)
+    assert float(nll.mean()) - math.log(std) < 5 < float(nll.mean())  # the control
+    assert results["model"] == "MLP"  # not what standardises its columns
+    page = " ".join((run / "report.html").read_text().split())
+    assert f">{rmse:,.0f}<" in page and f">{nll.mean():.4f}<" in page
+    assert "unit of the target, lower is better" in page
+    assert "Evidence and loss are of the target as it was standardised for training" in page
+    assert f"by mean {y_train.mean():,.0f} and standard deviation {std:,.0f}" in page
+
+
+def test_another_unit_changes_what_has_a_unit_alone(houses):
+    _, usual, other = houses
+    a, b = evaluated(usual), evaluated(other)
+    change = {
+        "test/reg/NLL": lambda v: v + math.log(UNIT),
+        "test/reg/RMSE": lambda v: v * UNIT,
+    }
+    of_a, of_b = results_of(usual), results_of(other)
+    pairs = [(a["predictives"][name], b["predictives"][name]) for name in a["predictives"]]
+    pairs += [
+        ({kind: of_a[kind][name] for kind in ("metrics", "intervals")},
+         {kind: of_b[kind][name] for kind in ("metrics", "intervals")})
+        for name in of_a["metrics"]
+    ]  # fmt: skip
+    assert len(pairs) == 8
+    for here, there in pairs:
+        for key, value in here["metrics"].items():
+            expected = change.get(key, lambda v: v)(value)
+            assert there["metrics"][key] == pytest.approx(expected, rel=1e-9)
+        for key, ends in here["intervals"].items():
+            expected = [change.get(key, lambda v: v)(end) for end in ends]
+            assert there["intervals"][key] == pytest.approx(expected, rel=1e-9)
+    fit, same = of_a["calibration"], of_b["calibration"]
+    for name in ("nll", "nll_map", "nll_scaled_map", "nll_uncalibrated"):
+        assert same[name] == pytest.approx(fit[name] + math.log(UNIT), rel=1e-9)
+    for name in ("calibration", "map_calibration"):
+        assert same[name]["sigma_noise"] == pytest.approx(UNIT * fit[name]["sigma_noise"])
+    assert of_b["sigma_noise"] == pytest.approx(UNIT * of_a["sigma_noise"])
+    assert of_b["differences"] == of_a["differences"] and of_b["evidence"] == of_a["evidence"]
