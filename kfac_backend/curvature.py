@@ -2,11 +2,11 @@
 
 Life cycle of a `CurvaturePass`. The constructor assigns a rule to each layer and checks that the
 factors fit into memory, before any data is read. `CurvaturePass.add` takes one batch: it finds the
-targets, lets the `Proof` run on the first batches, and then adds the batch, in parts where it has
-shown that nothing changes by it. For each part a `Capture` runs the model forward (rules add inputs), and propagates the loss Hessian's
-vectors back (rules add gradients). `CurvaturePass.factors` sums over ranks, scales the sums, and
-calls `CurvaturePass.reset`, which drops all sums and keeps the proof. So a pass can be used again
-for the same model, without another proof.
+targets, lets the `Proof` run on the first batches, and then adds the batch, whole or part by part.
+For each part a `Capture` runs the model forward (rules add inputs), and propagates the loss
+Hessian's vectors back (rules add gradients). `CurvaturePass.factors` sums over ranks, scales the
+sums, and calls `CurvaturePass.reset`, which drops all sums and keeps the proof. So a pass can be
+used again for the same model, without another proof.
 
 The rules hold the sums. They are made with the first batch and not earlier: only the proof decides
 the rules of derived layers, and only the first batch decides kfac_approx="auto".
@@ -323,10 +323,11 @@ class CurvaturePass:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
-        self._failed = True
+        self._failed, kfac_approx = True, self._kfac_approx
         with full_float32():
             if not self._fits(x, y):
                 fitting = self._fitting_size(x, y)
+                self._kfac_approx = kfac_approx  # not decided by the examples that happen to fit
                 raise out_of_memory(self._model, self._device, len(y), fitting)
             if self._late.is_time():
                 self._late.read(self._model, self._check_targets)
