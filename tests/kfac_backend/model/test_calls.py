@@ -275,14 +275,15 @@ def test_an_error_that_comes_once_decides_nothing(name):
 
     A model that takes no part of a batch fails in each trial, once in another way.
     """
-    undisturbed, last, raised = Tried(name), 0, 0
+    undisturbed, last, raised = Tried(name), 0, []
     for index, step in enumerate(undisturbed.steps):
         options, expected = step()
         if name != "followed" and step != undisturbed.predict:
             assert options.kfac_approx == {"conv": "expand", "*": "reduce"}  # by the traces
-        for number in range(last + 1, undisturbed.number + 1):
+        numbers = range(last + 1, undisturbed.number + 1)
+        for k, number in enumerate(numbers[:: 1 + len(numbers) // 12]):  # a dozen of its calls
             tried = Tried(name)
-            tried.failing, tried.error = number, ERRORS[number % 3](f"call {number}")
+            tried.failing, tried.error = number, ERRORS[k % 3](f"call {number}")
             for before in tried.steps[:index]:
                 before()
             try:
@@ -290,10 +291,11 @@ def test_an_error_that_comes_once_decides_nothing(name):
             except type(tried.error) as error:
                 if not isinstance(error, torch.OutOfMemoryError):  # that has our words
                     assert error is tried.error
-                found, raised = tried.steps[index](), raised + 1
+                found = tried.steps[index]()
+                raised.append(True)
             else:
-                assert name == "whole"
+                raised.append(False)
             assert found[0] == options
             assert all(map(torch.equal, found[1], expected))
         last = undisturbed.number
-    assert raised > last / 3
+    assert all(raised) == (name != "whole") and any(raised)
