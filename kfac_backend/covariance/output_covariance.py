@@ -39,7 +39,14 @@ from kfac_backend.covariance.gradients import (
     Seen,
 )
 from kfac_backend.layers import ExampleGradients, Use
-from kfac_backend.model.batches import Plan, detached, example_shapes, examples, make_plan
+from kfac_backend.model.batches import (
+    Plan,
+    detached,
+    example_shapes,
+    examples,
+    first_and_last,
+    make_plan,
+)
 from kfac_backend.model.calls import (
     call_with,
     in_channels_last,
@@ -216,8 +223,7 @@ class OutputCovariance:
             self._prove(x)
             key = example_shapes(x), None if classes is None else classes.shape[-1]
             if key not in self._sizes:
-                some = x if num_examples(x) is None else examples(x, slice(2))
-                self._sizes[key] = self._measure(some, key[1])
+                self._sizes[key] = self._measure(x, key[1])
             sizes = self._sizes[key]
             mask = self._mask(x, sizes, positions)
             M = int(mask.sum())
@@ -293,6 +299,7 @@ class OutputCovariance:
         plan = make_plan(self._model, x, self._device)
         if num_examples(x) == 1:
             plan = Plan(splits=True)
+        x = first_and_last(x) if plan.splits else x
         held = _GradientBytes(self._gradients)
         with self._capture(held) as capture:
             f = capture.forward(x)

@@ -126,7 +126,7 @@ def each_alone(x: Any) -> list[Any]:
 
 
 def first_and_last(x: Any) -> Any:
-    """Two examples of an input, as far apart as a batch that is sorted may need; or its one."""
+    """The first and the last example of an input: in a sorted batch they differ most."""
     N = num_examples(x)
     if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
         return examples(x, slice(2))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.model.checks import check_output, is_out_of_memory
+from kfac_backend.model.checks import check_dtypes, check_output, is_out_of_memory
 from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.precision import held
 
@@ -96,7 +96,8 @@ def call_with(
     parameters.
 
     Raises:
-        TypeError: an output that is not a tensor of real numbers.
+        TypeError: an output that is not a tensor of real numbers; inputs in another dtype than the
+            parameters', which the model does not convert.
     """
     args, kwargs = arguments(model, x)
     kwargs = {**kwargs, **(keywords or {})}
@@ -177,7 +178,11 @@ def _called(
             for local, buffer in module.named_buffers(recurse=False):
                 state[path + local] = buffer.clone()
     with _no_fused_path(), uncompiled():
-        return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        try:
+            return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        except (RuntimeError, ValueError) as error:
+            check_dtypes(model, (*args, kwargs), error)
+            raise
 
 
 def _copied(value: Any) -> Any:

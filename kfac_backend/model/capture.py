@@ -477,7 +477,9 @@ class Capture:
                 "freeze it (requires_grad_(False))."
             )
         if a.is_floating_point() == tracked.rule.takes_integers:
-            needs, way_out = "floating point", "x.float() / 255 for images in uint8"
+            dtype = next(self._model.parameters()).dtype
+            needs = f"floating point, as the model's parameters ({dtype})"
+            way_out = "x.float() / 255 for images in uint8"
             if tracked.rule.takes_integers:
                 needs, way_out = "integers", "tokens.long() for tokens' numbers"
             raise TypeError(

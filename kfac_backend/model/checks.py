@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,29 @@ def check_output(output: object) -> None:
             f"The model's output is complex ({output.dtype}), and likelihoods are of real outputs. "
             "Return real and imaginary parts as outputs: torch.view_as_real(f).flatten(-2)."
         )
+
+
+def check_dtypes(model: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
+    """Raise a TypeError if a model's error is that inputs are in another dtype than parameters.
+
+    Whether a model converts its inputs shows only when it runs.
+    """
+    about_dtypes = "type" in str(error) or "not implemented for" in str(error)  # torch's words
+    parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    tensors = [t for x in arguments for t in (x.values() if isinstance(x, Mapping) else [x])]
+    dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)}
+    # Beside numbers there may be tokens or masks; without any, one of these should be numbers.
+    wrong = {dtype for dtype in dtypes if dtype.is_floating_point} - parameters
+    wrong = wrong or (dtypes if not dtypes & parameters else set())
+    if not about_dtypes or not wrong or len(parameters) != 1:
+        return
+    (of_network,) = parameters
+    names = " and ".join(sorted(map(str, wrong)))
+    raise TypeError(
+        f"The inputs have dtype {names} and the network's parameters {of_network}, which do not go "
+        f"together here ({str(error).splitlines()[0]}). Convert the data: x.to({of_network}), and "
+        "images in uint8 by x.float() / 255; or convert the network (model.double(), model.half())."
+    ) from error
 
 
 def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:

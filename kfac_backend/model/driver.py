@@ -165,10 +165,11 @@ class Driver:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
-        self.failed = True
+        self.failed, kfac_approx = True, self.kfac_approx
         with full_float32():
             if not self._fits(x, y):
                 fitting = self._fitting_size(x, y)
+                self.kfac_approx = kfac_approx  # not decided by the examples that happen to fit
                 raise out_of_memory(self.model, self.device, len(y), fitting)
             if self._late.is_time():
                 self._late.read(self.model, self.check_targets)

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import call_with, close, forked_random_numbers, num_examples
-from kfac_backend.model.checks import is_out_of_memory
+from kfac_backend.model.calls import (
+    attempt,
+    call_with,
+    close,
+    forked_random_numbers,
+    num_examples,
+)
 
 ENTRIES = 2**24
 """Of all gradients that are held at a time, at most."""
@@ -83,26 +88,25 @@ def _mapped(
         (gradients,) = torch.func.vmap(back)(vectors_n)
         return f_n.detach(), gradients
 
-    try:
+    def trial() -> tuple[Tensor, dict[str, Tensor]]:
         with warnings.catch_warnings(), forked_random_numbers(model), torch.no_grad():
             # Some operations are mapped one by one inside.
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             return torch.func.vmap(of_example)(x, vectors)
-    except Exception as error:  # loops that depend on values, models of whole batches
-        if is_out_of_memory(error):
-            raise
-        return None
+
+    found = attempt(trial)  # loops that depend on values, models of whole batches
+    return None if isinstance(found, Exception) else found
 
 
 def _output(model: nn.Module, leaves: dict[str, Tensor], x: Any) -> Tensor | None:
     """The output of some examples; None if the model does not take them alone."""
-    try:
+
+    def trial() -> Tensor:
         with torch.enable_grad(), forked_random_numbers(model):
             return call_with(model, leaves, x)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return None
+
+    f = attempt(trial)
+    return None if isinstance(f, Exception) else f
 
 
 def _gradients(

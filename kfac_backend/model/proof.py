@@ -156,12 +156,16 @@ class Proof:
         if not isinstance(x, Tensor | dict):  # `with_first_again` may not take it
             return False
         two = None if ignored is None else ignored[:2]
-        try:
+
+        def trial() -> bool:
             with forked_random_numbers(self._model):
                 self._prove(examples(x, slice(2)), 2, two, again=True)
-        except NotImplementedError:
-            return False
-        return self._independence_verified
+            return self._independence_verified
+
+        holds = attempt(trial)
+        if isinstance(holds, Exception) and not isinstance(holds, NotImplementedError):
+            raise holds
+        return holds is True
 
     def same_in_parts(self, x: Tensor) -> bool:
         """Whether parts of a batch have the batch's outputs, and as many rows for each example.
@@ -351,9 +355,9 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
             found.append(None)
         elif isinstance(kind, SharedAxes):  # the whole input is each example's
             copied = kind.with_first or a.dim() > kind.number
-            found.append((tracked, 1, a.shape[1:] if copied else a.shape))
+            found.append((tracked.name, 1, a.shape[1:] if copied else a.shape))
         else:
-            found.append((tracked, len(a) / N, a.shape[1:]))
+            found.append((tracked.name, len(a) / N, a.shape[1:]))
 
     handles = [
         tracked.layer.register_forward_pre_hook(partial(record, tracked), with_kwargs=True)

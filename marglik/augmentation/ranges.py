@@ -39,9 +39,10 @@ def evidence_gradient(
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
-    derivatives = FactorDerivatives(
-        factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
-    )
+    with eval_mode(posterior.model):  # as in the fit: a pass looks at the modes when it is made
+        derivatives = FactorDerivatives(
+            factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
+        )
     for batches in parts:
         with eval_mode(posterior.model):
             found = derivatives.gradients(batches)

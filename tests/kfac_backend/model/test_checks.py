@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
+from marglik import Posterior
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
@@ -248,3 +249,72 @@ def test_outputs_that_may_be_logits_are_not_warned_of(case):
     if case in ("of an untrained network", "few that differ", "a sigmoid within"):
         assert f.min() > 0 and f.max() < 1  # though all lie there
         assert (case == "few that differ") == (f.max() - f.min() > 0.5).item()
+
+
+class Mapped(nn.Module):
+    """A model of a mapping's entry, which it converts if asked."""
+
+    def __init__(self, inner, converts=False):
+        super().__init__()
+        self.inner, self.converts = inner, converts
+
+    def forward(self, batch):
+        x = batch["x"]
+        return self.inner(x.float() if self.converts else x)
+
+
+NETWORKS = {
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
+    "convolution": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)),
+    "recurrent": lambda: Model(
+        lambda m, x: m.fc(m.lstm(x.flatten(1, 2))[0].mean(1)),
+        lstm=nn.LSTM(4, 3, batch_first=True), fc=nn.Linear(3, 3),
+    ),
+    "norm": lambda: nn.Sequential(nn.LayerNorm(4), nn.Flatten(), nn.Linear(16, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_inputs_in_another_dtype_are_named(name, dtype):
+    """In a pass, and in predictions; a model that converts them runs."""
+    torch.manual_seed(0)
+    model, x, y = NETWORKS[name](), normal(6, 1, 4, 4).abs().mul(9).float(), torch.arange(6) % 3
+    wrong = x.to(dtype)
+    said = pytest.raises(
+        TypeError, match=rf"{dtype}.*torch.float32.*x\.(to\(torch.float32\)|float\(\))"
+    )
+    for mode in ("auto", "expand"):
+        with said as raised:
+            kronecker_factors(model, [(wrong, y)], "classification", kfac_approx=mode)
+        assert "\n" not in str(raised.value)
+    with said:
+        kronecker_factors(Mapped(model), [{"x": wrong, "labels": y}], "classification")
+    converting = Mapped(model, converts=True)
+    found = kronecker_factors(converting, [{"x": wrong, "labels": y}], "classification")
+    expected = kronecker_factors(model, [(wrong.float(), y)], "classification")
+    last = list(expected.blocks)[-1]
+    assert_close(found.to_dense(f"inner.{last}"), expected.to_dense(last))
+    posterior = Posterior(model, "classification")
+    posterior.fit([(x, y)])
+    for predict in (
+        posterior.output_distribution,
+        lambda x: posterior.linearised_outputs(posterior.sample(2), x),
+        lambda x: posterior.network_outputs(posterior.sample(2), x),
+    ):
+        with said:
+            predict(wrong)
+
+
+@pytest.mark.parametrize(
+    "targets", [Y[:, None], nn.functional.one_hot(Y), nn.functional.one_hot(Y).double()]
+)
+def test_labels_of_another_shape_are_named_in_every_mode(targets):
+    messages = set()
+    for mode in ("auto", "expand", "reduce"):
+        with pytest.raises(
+            (ValueError, TypeError), match="likelihood 'classification' needs"
+        ) as raised:
+            kronecker_factors(network(), [(X, targets)], "classification", kfac_approx=mode)
+        messages.add(str(raised.value))
+    assert len(messages) == 1

@@ -15,6 +15,7 @@ from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
 from marglik.augmentation.ranges import RangeLearner, _random_parts, evidence_gradient
 from marglik.augmentation.transforms import Transform
+from tests.kfac_backend.block_checks import with_statistics
 from tests.marglik.plain_loop import learn
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
@@ -25,26 +26,30 @@ NETWORKS = {
     "flip": ([Flip(), Affine("rotate")], (4, 2, 4, 4)),
     "noise": ([Noise()], (4, 5)),
     "time": ([TimeShift()], (4, 2, 6)),
+    "batch norm": ([Affine()], (4, 2, 5, 5)),
 }
 
 
-def network(shape: tuple[int, ...]) -> nn.Module:
+def network(shape: tuple[int, ...], *norm: nn.Module) -> nn.Module:
     """Small, with convolutions where there are axes for them."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     if len(shape) == 4:
-        layers = [nn.Conv2d(shape[1], 3, 3, padding=1), nn.Tanh()]
+        layers = [nn.Conv2d(shape[1], 3, 3, padding=1), *norm, nn.Tanh()]
     elif len(shape) == 3:
         layers = [nn.Conv1d(shape[1], 3, 3), nn.Tanh()]
     else:
         layers = [nn.Linear(shape[1], 4), nn.Tanh()]
     features = nn.Sequential(*layers)(torch.zeros(shape))[0].numel()
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 3)).double()
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 3)).double()
+    with_statistics(model)
+    return model
 
 
 def augmented(name: str) -> tuple[LearnedAugmentation, list[tuple[Tensor, Tensor]]]:
     transforms, shape = NETWORKS[name]
-    model = LearnedAugmentation(network(shape), transforms).eval().double()
+    norm = [nn.BatchNorm2d(3)] if name == "batch norm" else []
+    model = LearnedAugmentation(network(shape, *norm), transforms).eval().double()
     with torch.no_grad():
         model.ranges.mul_(4.0)  # 0.2 of the largest
     return model, [(normal(*shape), torch.arange(shape[0]) % 3)]
@@ -52,8 +57,9 @@ def augmented(name: str) -> tuple[LearnedAugmentation, list[tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradient_of_the_evidence(name):
-    """In one of the modes; `test_factor_derivatives` has both."""
+    """In one of the modes; `test_factor_derivatives` has both. Training has left train mode."""
     model, data = augmented(name)
+    model.train()
     mode = ("expand", "reduce")[len(name) % 2]
     options = CurvatureOptions(kfac_approx=mode)
 
@@ -63,7 +69,7 @@ def test_gradient_of_the_evidence(name):
         return laplace
 
     ((found,),) = evidence_gradient(fitted(), [data], [model.ranges])
-    assert not model.ranges.requires_grad
+    assert not model.ranges.requires_grad and all(module.training for module in model.modules())
     expected, h = [], 1e-4
     for k in range(len(model.ranges)):
         values = []
@@ -187,6 +193,16 @@ def learned_angle(largest: float, epochs: int = 12) -> float:
     learner = PriorLearner("classification", CurvatureOptions(kfac_approx="reduce"))
     learn(model, optimizer, learner, loader, epochs)
     return model.ranges.item()
+
+
+@pytest.mark.filterwarnings("ignore:The training ended before its weight decays settled")
+def test_a_network_with_batch_norm_learns_its_ranges():
+    x, y = normal(24, 2, 5, 5), torch.arange(24) % 3
+    model = LearnedAugmentation(network((4, 2, 5, 5), nn.BatchNorm2d(3)), [Affine("rotate")])
+    before = model.double().ranges.clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    learn(model, optimizer, PriorLearner("classification"), [(x[:12], y[:12]), (x[12:], y[12:])], 2)
+    assert not torch.equal(model.ranges, before)
 
 
 def test_range_follows_the_data():

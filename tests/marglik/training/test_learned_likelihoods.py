@@ -214,6 +214,18 @@ def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
     assert evidence(xi) > evidence(start) + 1 and np.abs(np.log(start / xi)).max() > 0.2
 
 
+@pytest.mark.filterwarnings("ignore:The training ended before its weight decays settled")
+def test_a_network_with_batch_norm_learns_numbers(data):
+    x, y = data
+    torch.manual_seed(0)
+    layers = nn.Linear(D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    learner = PriorLearner("regression_per_output", epochs=4)
+    batches = [(x[:30], y[:30]), (x[30:], y[30:])]
+    OnlineTraining(model, torch.optim.SGD(model.parameters(), 0.01), batches, learner).run()
+    assert learner.posterior.likelihood == learner.likelihood != "regression_per_output"
+
+
 def test_training_learns_what_is_not_given():
     """Counts of r = 2 at log means that depend on x; a given r and a learner's fixed one stay."""
     generator = torch.Generator().manual_seed(0)
