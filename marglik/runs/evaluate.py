@@ -165,7 +165,7 @@ def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) 
     return build_from_spec(kind, spec, named=named, folder=Path(path))
 
 
-def _classes_in(spec: Any) -> Iterator[str]:
+def _classes_in(spec: Any) -> Iterator[str | None]:
     """The class of a specification, and that of the network inside it, as of `Standardised`."""
     while isinstance(spec, dict):
         yield spec.get("class_path")
