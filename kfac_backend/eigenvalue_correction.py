@@ -84,8 +84,10 @@ def corrected_factors(
         assignment=_inexact_layers(factors, model),
     )
     factors = factors.to(driver.device)
-    # The bases are those of the blocks that are corrected, whose layers have no exact rule.
+    # The bases are those of the blocks that are corrected, whose layers have no exact rule, and of
+    # those that the proof may find to be a layer's.
     names = {name for t in driver.assignment.all for name in t.parameters.values()}
+    names |= driver.assignment.unknown.keys()
     blocks = [block for name, block in factors.blocks.items() if name in names]
     bases = decompose_on_ranks(blocks, driver.ranks)
     driver.start(SecondMoments(bases, driver.device))
@@ -142,8 +144,11 @@ class SecondMoments(Sink):
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
         """Begin with moments of zero."""
+        names = {name for t in assignment.all for name in t.parameters.values()}
         spectra = {
-            n: (eigen, torch.zeros_like(eigen.spectrum())) for n, eigen in self._bases.items()
+            name: (eigen, torch.zeros_like(eigen.spectrum()))
+            for name, eigen in self._bases.items()
+            if name in names
         }
         self._gradients = LayerGradients(assignment, spectra)
         self._begin_part()

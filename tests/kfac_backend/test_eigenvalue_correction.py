@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from kfac_backend import (
@@ -18,10 +19,11 @@ from kfac_backend.eigenvalue_correction import SecondMoments
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER, basis, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case
-from tests.kfac_backend.networks import data, network
-from tests.random_numbers import normal
+from tests.kfac_backend.networks import data, network, random_model
+from tests.random_numbers import error, normal
 
 LIKELIHOODS = ("classification", "regression", "bernoulli")
+HEAD = nn.Linear(4, 2)
 
 
 def check(factors: KroneckerFactors, corrected: KroneckerFactors, exact: Mapping[str, Tensor]):
@@ -155,9 +157,9 @@ def test_little_memory_changes_nothing(product, monkeypatch):
         start(self, *args)
 
     monkeypatch.setattr(SecondMoments, "start", remember)
-    monkeypatch.setattr(eigenvalue_correction, "HELD", {"cpu": 1})
-    monkeypatch.setattr(eigenvalue_correction, "AT_ONCE", {"cpu": product})
-    monkeypatch.setattr(eigenvalue_correction, "LARGEST_PRODUCT", {"cpu": product})
+    monkeypatch.setattr(eigenvalue_correction, "HELD", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(eigenvalue_correction, "AT_ONCE", {"cpu": product, "cuda": product})
+    monkeypatch.setattr(eigenvalue_correction, "LARGEST_PRODUCT", {"cpu": product, "cuda": product})
     # The second in parts, as the first did not fit.
     batches = [(x[part], y[part]) for part in (slice(5), slice(5, 7))]
     found = corrected_factors(factors, model, batches)
@@ -188,3 +190,20 @@ def test_what_does_not_fit_is_said():
         corrected_factors(factors, model, [(x, y)], fisher="empirical")
     with pytest.raises(ValueError, match="it belongs to another model"):
         corrected_factors(factors, nn.Linear(2, 3), [(x, y)])
+
+
+def test_a_weight_that_a_function_uses():
+    """The proof finds only with the first batch that it is a layer's."""
+    layer = random_model(
+        lambda m, x: m.fc(m.first(x).tanh()), first=nn.Linear(3, 4, False), fc=HEAD
+    )
+    used = random_model(lambda m, x: m.fc(F.linear(x, m.weight).tanh()), fc=HEAD)
+    used.weight = nn.Parameter(layer.first.weight.detach().clone())
+    x, y = normal(6, 3), torch.arange(6) % 2
+    blocks = {}
+    for name, model in (("first.weight", layer), ("weight", used)):
+        factors = kronecker_factors(model, [(x, y)], "classification")
+        corrected = corrected_factors(factors, model, [(x, y)])
+        blocks[name] = corrected.to_dense(name)
+        assert error(blocks[name], factors.to_dense(name)) > 1e-3
+    assert_close(*blocks.values())
