@@ -67,7 +67,9 @@ def block_traces(
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
         if "weight" not in rule.names:
             return
-        some = slice(len(use.a) * min(N, EXAMPLES) // N)  # rows of the first examples
+        if len(use.a) % N:  # not the examples' rows
+            return
+        some = slice(len(use.a) // N * EXAMPLES)  # rows of the first examples
         rows = rule.inputs(use.a[some]), rule.weight_gradients(b[some])
         a, g = map(at_least_float32, rows)  # (G, n, R, d)
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
