@@ -120,11 +120,6 @@ def parts(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield x[start : start + size], y[start : start + size]
 
 
-def each_alone(x: Any) -> list[Any]:
-    """The examples of an input, each as a batch of its own."""
-    return [examples(x, slice(n, n + 1)) for n in range(num_examples(x) or 0)]
-
-
 def first_and_last(x: Any) -> Any:
     """The first and the last example of an input: in a sorted batch they differ most."""
     N = num_examples(x)
@@ -142,7 +137,7 @@ class Plan:
     channels_last: bool = False
     """Whether convolutions run in that memory format."""
     splits: bool = False
-    """Whether an example alone has the same output as in a batch, so that batches may be split."""
+    """Whether examples alone have the outputs that they have together, so that a few may run."""
 
 
 def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
@@ -163,15 +158,16 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
 
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     handles = [module.register_forward_hook(hook) for module in modules]
-    ends = first_and_last(x)
 
     def trial() -> Plan:
+        ends = first_and_last(x)
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), forked_random_numbers(model):
-            # An example alone, and beside another: where the outputs are the same for both,
-            # batches may be split. The largest activation of the ones alone tells how many fit
-            # into the cache.
-            alone = [call_with(model, {}, one) for one in each_alone(ends)]
+            # Each alone, and both together: where the outputs are the same, a few examples may run
+            # in the place of a batch. The largest activation of one tells how many fit into the
+            # cache.
+            ones = (examples(ends, slice(k, k + 1)) for k in range(min(N, 2)))
+            alone = [call_with(model, {}, one) for one in ones]
             by_example = max(sizes, default=0)
             both = call_with(model, {}, ends)
             channels_last = on_cpu and _takes_channels_last(model, ends, both)

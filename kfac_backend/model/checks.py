@@ -99,14 +99,14 @@ def check_dtypes(model: nn.Module, arguments: Iterable[Any], error: Exception) -
 
     Whether a model converts its inputs shows only when it runs.
     """
-    about_dtypes = "type" in str(error) or "not implemented for" in str(error)  # torch's words
+    words = "dtype", "scalar type", "Input type", "not implemented for"  # torch's
     parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
     tensors = [t for x in arguments for t in (x.values() if isinstance(x, Mapping) else [x])]
     dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)}
     # Beside numbers there may be tokens or masks; without any, one of these should be numbers.
     wrong = {dtype for dtype in dtypes if dtype.is_floating_point} - parameters
     wrong = wrong or (dtypes if not dtypes & parameters else set())
-    if not about_dtypes or not wrong or len(parameters) != 1:
+    if len(parameters) != 1 or not wrong or not any(said in str(error) for said in words):
         return
     (of_network,) = parameters
     names = " and ".join(sorted(map(str, wrong)))

@@ -74,6 +74,21 @@ def test_the_mode_with_the_better_trace(name):
     assert_same(factors, factors_of(model, [(x, y), (x[:1], y[:1])], expected))
 
 
+@pytest.mark.parametrize("classes", [3, 20])
+def test_a_whole_batch_has_the_traces_of_its_first_examples(classes):
+    """A model that takes no part of a batch has the same mode; of many outputs labels are drawn."""
+    model = images(nn.Flatten(), nn.Linear(36, classes))
+    x, y = normal(20, 2, 5, 5), torch.arange(20) % 3
+    assignment = CurvaturePass(model, "classification")._proof.assignment
+
+    def traces(which: slice) -> Tensor:
+        of_layers = block_traces(model, assignment, "classification", x[which], y[which])
+        return torch.stack(list(of_layers.values()))
+
+    assert_close(traces(slice(20)), traces(slice(8)))
+    assert not torch.allclose(traces(slice(20)), traces(slice(8, 16)), rtol=0.01)
+
+
 def test_ranks_decide_by_the_sum_of_their_traces():
     one, other = ({"a": torch.tensor(t)} for t in ([4.0, 3.0, 1.0], [20.0, 1.0, 18.0]))
     assert nearest_modes([one, {}]) == {"a": "expand", "*": "reduce"}
