@@ -207,6 +207,16 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be {what}, not {wrong}.")
 
 
+def check_keys(what: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise a ValueError that names the entries which a state to be loaded lacks."""
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(
+            f"The state of {what} lacks {', '.join(map(repr, missing))}: it is empty, of something "
+            "else, or only a part. Load what state_dict() returned, as a whole."
+        )
+
+
 def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:
     """Each layer's mode; the first pattern that fits its name counts.
 

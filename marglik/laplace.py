@@ -19,7 +19,7 @@ from torch.func import functional_call, jacrev
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.loss import check_targets, loss_sum
 from kfac_backend.model.batches import each_batch, split_batch, to_device
-from kfac_backend.options import CurvatureOptions, check_option
+from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.evidence import log_likelihood
 from marglik.posterior.posterior import (
@@ -333,21 +333,35 @@ class KronLaplace(Posterior):
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
         names = ("prior_precision", "sigma_noise", "mean")
+        names = *names, "structure"
         return {name: getattr(self, name) for name in names} | {"fit": self._fit_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the network at the same parameters.
 
         Raises:
-            ValueError: the network's parameters are others.
+            ValueError: the network's parameters are others, or in another precision; a state of
+                another structure, or that lacks entries. Nothing is changed then.
         """
-        here = parameter_vector(self.params).detach()
-        if here.shape != state["mean"].shape or not torch.equal(here, state["mean"].to(here)):
+        keys = "prior_precision", "sigma_noise", "mean", "structure", "fit"
+        check_keys("Laplace", state, keys)
+        if state["structure"] != self.structure:
+            raise ValueError(
+                f"The state has hessian_structure={state['structure']!r}, and this Laplace "
+                f"{self.structure!r}; make it with that of the state."
+            )
+        here, there = parameter_vector(self.params).detach(), state["mean"]
+        if here.dtype != there.dtype:
+            raise ValueError(
+                f"The state is of a model in {there.dtype}, and this one is in {here.dtype}; "
+                "convert the model first (model.to(dtype))."
+            )
+        if here.shape != there.shape or not torch.equal(here, there.to(here)):
             raise ValueError(
                 "The state is of other parameters than the model has; load them first."
             )
+        self._restore_fit(state["fit"])  # which refuses what is not whole
         self.prior_precision, self.sigma_noise = state["prior_precision"], state["sigma_noise"]
-        self._restore_fit(state["fit"])
 
     def _fit_state(self) -> dict[str, Any]:
         return self.fitted_factors().state_dict()
@@ -502,6 +516,7 @@ class JacobianLaplace(KronLaplace):
         return {name: getattr(self, name) for name in ("H", "loss", "n_data", "n_outputs", "mean")}
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
+        check_keys("Laplace's fit", state, self._fit_state())
         for name, value in state.items():
             setattr(self, name, value)
 

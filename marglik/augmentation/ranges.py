@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfac_backend.factor_derivatives import FactorGradientPass
 from kfac_backend.model.batches import split_batch
-from kfac_backend.options import CurvatureOptions
+from kfac_backend.options import CurvatureOptions, check_keys
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import derivatives_in_factors
@@ -128,6 +128,7 @@ class RangeLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, at the network's present ranges."""
         if self.modules:
+            check_keys("the learned ranges", state, ("state", "param_groups"))
             self._adam.load_state_dict(state)
 
 

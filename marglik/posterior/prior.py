@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.model.checks import check_module
-from kfac_backend.options import check_option, check_positive
+from kfac_backend.options import check_keys, check_option, check_positive
 from marglik.posterior.posterior import Posterior
 
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
@@ -193,11 +193,25 @@ class Hyperparameters:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, for the same groups, method and step size."""
+        """Restore what `state_dict` returned, for the same groups, method and step size.
+
+        Raises:
+            ValueError: a state that lacks entries, of other groups, or whose numbers were cast.
+        """
+        check_keys("the hyperparameters", state, ("log_delta", "log_sigma", "adam"))
+        check_keys("the hyperparameters' Adam", state["adam"], ("state", "param_groups"))
+        own = {"log_delta": self._log_delta, "log_sigma": self._log_sigma}
+        for name, value in own.items():
+            there, here = (f"{tuple(t.shape)} in {t.dtype}" for t in (state[name], value))
+            if there != here:
+                raise ValueError(
+                    f"The state's {name!r} is {there}, and {here} here. Load the state as it was "
+                    "saved, with the same groups."
+                )
+        self._adam.load_state_dict(state["adam"])  # which refuses other groups
         with torch.no_grad():
-            self._log_delta.copy_(state["log_delta"])
-            self._log_sigma.copy_(state["log_sigma"])
-        self._adam.load_state_dict(state["adam"])
+            for name, value in own.items():
+                value.copy_(state[name])
 
     def update(self, posterior: Posterior, steps: int) -> list[float]:
         """Take steps that raise the evidence; returns it (nats) before each step and at the end.

@@ -28,7 +28,7 @@ from kfac_backend.model.batches import Targets, split_batch, to_device
 from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.training_pass import MeanOver
-from kfac_backend.options import CurvatureOptions, check_option, check_positive
+from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import RangeLearner, evidence_gradient, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
@@ -711,7 +711,13 @@ class PriorLearner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; takes effect at the next `start`."""
+        """Continue from what `state_dict` returned; takes effect at the next `start`.
+
+        Raises:
+            ValueError: a state that lacks entries.
+        """
+        parts = "identity", "hyperparameters", "average", "ranges", "likelihood"
+        check_keys("PriorLearner", state, [*parts, *(name.strip("_") for name in self.STATE)])
         self._state = dict(state)
 
     def _identity(self) -> dict[str, Any]:
@@ -729,21 +735,22 @@ class PriorLearner:
             "loss_scale": self.loss_scale,
             "curvature_from": self._curvature_from,
             "num_data": self.num_data,
-            "parameters": {name: list(p.shape) for name, p in self._named.items()},
+            **{f"parameter '{n}'": f"{[*p.shape]}, {p.dtype}" for n, p in self._named.items()},
             **schedule,
             **{f"curvature.{k}": v for k, v in self.curvature.to_json().items()},
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        for name, value in self._identity().items():
-            if state["identity"].get(name) != value:
+        theirs, ours = state["identity"], self._identity()
+        for name in dict.fromkeys([*ours, *theirs]):
+            if theirs.get(name) != ours.get(name):
                 raise ValueError(
-                    f"The state of the prior is of another run: {name} is "
-                    f"{state['identity'].get(name)!r} there, {value!r} here. Continue with the "
-                    "same model, data and options, or start anew."
+                    f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
+                    f"there, {ours.get(name)!r} here. Continue with the same model, data and "
+                    "options, or start anew."
                 )
-        self.hyperparameters.load_state_dict(state["hyperparameters"])
         self._average.load_state_dict(state["average"], list(self._named.values()))
+        self.hyperparameters.load_state_dict(state["hyperparameters"])
         self._ranges.load_state_dict(state["ranges"])
         self.likelihood = likelihood_of(state["likelihood"])
         for name in self.STATE:

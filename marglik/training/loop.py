@@ -43,6 +43,7 @@ from kfac_backend.model.batches import Targets, each_batch, split_batch, to_devi
 from kfac_backend.model.calls import arguments, logits_of
 from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.optimizer import KFAC
+from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import kept_mode
 from marglik.prediction.suspicious_labels import TrainingProbabilities
@@ -459,8 +460,10 @@ class OnlineTraining:
         """Continue from what `state_dict` returned.
 
         Raises:
-            ValueError: the state of another run.
+            ValueError: the state of another run, or one that lacks entries.
         """
+        parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
+        check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
         self.learner.load_state_dict(state["learner"])
         self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []

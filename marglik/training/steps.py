@@ -20,6 +20,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from kfac_backend.model.batches import split_batch, to_device
 from kfac_backend.model.calls import arguments
+from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import kept_mode
 from marglik.training.loaders import Loader
@@ -152,9 +153,21 @@ class WeightAverage:
         return {"values": [value.clone() for value in self._values], "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        """Restore what `state_dict` returned, on the parameters' devices."""
+        """Restore what `state_dict` returned, on the parameters' devices.
+
+        Raises:
+            ValueError: a state that lacks entries, or whose numbers were cast.
+        """
+        check_keys("the average", state, ("values", "count"))
+        values = [*zip(state["values"], parameters)]  # noqa: B905  # none before it begins
+        for value, p in values:
+            if value.dtype != p.dtype:
+                raise ValueError(
+                    f"The state's averages are in {value.dtype}, and the parameters in {p.dtype}. "
+                    "Load the state as it was saved, with the same model and dtype."
+                )
         self.count = state["count"]
-        self._values = [v.to(p, copy=True) for v, p in zip(state["values"], parameters)]  # noqa: B905
+        self._values = [value.to(p, copy=True) for value, p in values]
 
 
 @torch.no_grad()

@@ -120,11 +120,32 @@ def test_known_faults_are_not_ours(structure, tmp_path):
         again = Laplace(model, "classification", subset, structure)
         again.load_state_dict(torch.load(tmp_path / "la.pt"))
         assert_close(again(x), la(x))
+        _check_refusals(again, structure, la.state_dict())
+        assert_close(again(x), la(x))
         trained = network()
         nn.init.zeros_(trained[2].weight)
         other = Laplace(trained, "classification", subset, structure)
         with pytest.raises(ValueError, match="of other parameters than the model has"):
             other.load_state_dict(torch.load(tmp_path / "la.pt"))
+
+
+def _check_refusals(la, structure, state):
+    """A state that is not whole, of another structure or of another precision changes nothing."""
+    before = la.prior_precision
+    state = {**state, "prior_precision": 7 * before}
+    others = [
+        ({}, "Laplace lacks 'prior_precision', 'sigma_noise', 'mean', 'structure', 'fit'"),
+        ({**state, "structure": "another"}, f"'another', and this Laplace '{structure}'"),
+        ({**state, "fit": {}}, "holds no Kronecker" if structure == "kron" else "fit lacks 'H'"),
+        ({**state, "mean": state["mean"].float()}, "in torch.float32, and this one is in torch.fl"),
+    ]
+    for key in state:
+        without = {name: value for name, value in state.items() if name != key}
+        others.append((without, f"Laplace lacks '{key}'"))
+    for wrong, message in others:
+        with pytest.raises(ValueError, match=message):
+            la.load_state_dict(wrong)
+        assert torch.equal(la.prior_precision, before)
 
 
 def test_the_last_layer_is_the_one_that_runs_last():

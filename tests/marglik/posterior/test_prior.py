@@ -87,6 +87,28 @@ def test_wrong_options(model, options, message):
         Hyperparameters(PriorGroups.from_model(model), **{"prior_precision": 1.0} | options)
 
 
+def test_a_state_of_other_groups_or_of_less_is_refused_and_changes_nothing(model):
+    layerwise, scalar = (
+        Hyperparameters(PriorGroups.from_model(model, structure), 2.0)
+        for structure in ("layerwise", "scalar")
+    )
+    state = Hyperparameters(PriorGroups.from_model(model), 1.0).state_dict()
+    for wrong, message in (
+        ({}, "hyperparameters lacks 'log_delta', 'log_sigma', 'adam'"),
+        ({**state, "adam": {}}, "hyperparameters' Adam lacks 'state', 'param_groups'"),
+        (scalar.state_dict(), r"'log_delta' is \(1,\) in torch.float64, and \(5,\) in"),
+        (
+            {**state, "log_delta": state["log_delta"].float()},
+            r"\(5,\) in torch.float32, and \(5,\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layerwise.load_state_dict(wrong)
+        assert_close(layerwise.prior_precision, 2 * torch.ones(5).double())
+    layerwise.load_state_dict(state)  # the control
+    assert_close(layerwise.prior_precision, torch.ones(5).double())
+
+
 def fitted(likelihood="classification", temperature=1.0):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()

@@ -215,6 +215,38 @@ def test_an_evidence_that_fell_is_named(spoilt):
 # --- its state ---
 
 
+def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
+    """One error that says what is missing, or what differs."""
+    model = network()
+    first = PriorLearner("classification", average="last")
+    learn(model, sgd(model), first, loader(), EPOCHS)
+    state = first.state_dict()
+    second = PriorLearner("classification", average="last")
+    with pytest.raises(ValueError, match="PriorLearner lacks 'identity', 'hyperparameters', "):
+        second.load_state_dict({})
+    for key in state:
+        with pytest.raises(ValueError, match=f"PriorLearner lacks '{key}'"):
+            second.load_state_dict({name: of for name, of in state.items() if name != key})
+    for part, key in (("hyperparameters", "log_delta"), ("hyperparameters", "adam"),
+                      ("average", "values")):  # fmt: skip
+        lacking = {name: of for name, of in state[part].items() if name != key}
+        second.load_state_dict({**state, part: lacking})
+        with pytest.raises(ValueError, match=f"lacks '{key}'"):
+            second.start(model, sgd(model), loader(), EPOCHS)
+    second.load_state_dict(state)  # the control
+    second.start(model, sgd(model), loader(), EPOCHS)
+
+    third = PriorLearner("classification", average="last")
+    third.load_state_dict(state)
+    double, (x, y) = network().double(), dataset().tensors
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is .*float32' there, .*float64' h"):
+        third.start(double, sgd(double), DataLoader(TensorDataset(x.double(), y), 8), EPOCHS)
+    cast = {"values": [p.detach().double() for p in model.parameters()], "count": 1}
+    third.load_state_dict({**state, "average": cast})
+    with pytest.raises(ValueError, match=r"averages are in torch.float64, .* in torch.float32"):
+        third.start(model, sgd(model), loader(), EPOCHS)
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [

@@ -305,6 +305,11 @@ def test_refusals():
     decaying = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match="weight decay of its own"):
         training(model=model, optimizer=decaying)
+    state = training().state_dict()
+    for lacking in ({}, *({k: v for k, v in state.items() if k != key} for key in state)):
+        missing = next(key for key in state if key not in lacking)
+        with pytest.raises(ValueError, match=f"OnlineTraining lacks .*'{missing}'"):
+            training().load_state_dict(lacking)
     linear = nn.Linear(4, 3).double()
     with pytest.raises(ValueError, match="hides its layers from K-FAC"):
         kfac = KFAC(linear, "classification", LR)
