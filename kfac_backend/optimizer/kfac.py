@@ -7,7 +7,7 @@ gradients is k times as long as each of them. Muon, too, has its momentum before
 orthogonalises (Jordan et al. 2024).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_backend.model.checks import check_module
-from kfac_backend.optimizer.preconditioner import KfacPreconditioner, PreconditionerOptions
-from kfac_backend.options import check_option
+from kfac_backend.optimizer.preconditioner import (
+    KfacPreconditioner,
+    PreconditionerOptions,
+    with_keywords,
+)
+from kfac_backend.optimizer.training_pass import MeanOver
+from kfac_backend.options import CurvatureOptions, check_keys, check_option
+from kfac_backend.ranks import ProcessGroupOption
 
 BaseOptimizer = Literal["sgd", "nadamw"]
 
@@ -29,7 +35,7 @@ class KFAC(Optimizer):
     Fabric. See `KfacPreconditioner` for what it asks of model and loss, and for other optimisers.
 
     ```python
-    optimizer = KFAC(model, "classification", lr=0.1, kfac_approx="reduce")
+    optimizer = KFAC(model, "classification", lr=0.1, damping=0.03, kfac_approx="reduce")
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -51,13 +57,23 @@ class KFAC(Optimizer):
         betas: of "nadamw".
         eps: of "nadamw".
         weight_decay: see ``base``.
-        params: the parameters, or groups of them, if not all trainable ones of the model.
-        options: how factors become a preconditioner.
-        preconditioning: the other arguments of `KfacPreconditioner`: ``curvature`` or single
-            options of it, ``exclude``, ``mean_over``, ``seed``, ``process_group``.
+        params: the model's parameters, or groups of them, if not all trainable ones. Others are not
+            touched; train them with another optimiser if you like. Take groups, not a second K-FAC
+            of the same model. As with any optimiser of torch, parameters that are unfrozen later
+            are trained once `add_param_group` has them; those that are frozen later stay as they
+            are.
+        options: how factors become a preconditioner; see `PreconditionerOptions`.
+        curvature: how factors are made; see `CurvatureOptions`.
+        exclude: names of parameters, or patterns of them, that are trained without preconditioning.
+        mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
+        seed: the seed of the labels that fisher="mc" draws.
+        process_group: the ranks that each have a part of a step's data; see `KfacPreconditioner`.
+        keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
+            those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
 
     Raises:
-        ValueError: an option that is not supported.
+        TypeError: a keyword that is not an option; it lists all.
+        ValueError: an option that is not supported, a parameter of another model.
     """
 
     def __init__(
@@ -74,10 +90,16 @@ class KFAC(Optimizer):
         weight_decay: float = 0.0,
         params: Any = None,
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
-        **preconditioning: Any,
+        curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
+        exclude: Sequence[str] = (),
+        mean_over: MeanOver = "terms",
+        seed: int = 0,
+        process_group: ProcessGroupOption = "default",
+        **keywords: Any,
     ) -> None:
         check_module(model)
         check_option("base", base, BaseOptimizer)
+        options, curvature = with_keywords(KFAC, options, curvature, keywords)
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         if base == "sgd":
@@ -90,7 +112,17 @@ class KFAC(Optimizer):
                 params, lr, betas, eps, weight_decay, decoupled_weight_decay=True
             )
         """The optimiser that takes the step; groups and state are its own."""
-        self.preconditioner = KfacPreconditioner(model, likelihood, options, **preconditioning)
+        self.preconditioner = KfacPreconditioner(
+            model,
+            likelihood,
+            options,
+            curvature,
+            params=_parameters(self.base),
+            exclude=exclude,
+            mean_over=mean_over,
+            seed=seed,
+            process_group=process_group,
+        )
         """The preconditioner, which replaces the gradients before the step."""
         super().__init__(self.base.param_groups, self.base.defaults)
         self._share()
@@ -105,6 +137,9 @@ class KFAC(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for p in _parameters(self.base):
+            if not p.requires_grad:  # else a gradient of before it was frozen would move it
+                p.grad = None
         if isinstance(self.base, torch.optim.SGD):
             self.preconditioner.check_gradients()  # before they are in the momentum
             self._add_momentum()
@@ -162,11 +197,20 @@ class KFAC(Optimizer):
         return max([*known, float(self.base.defaults["lr"])])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of torch's optimisers."""
+        """Train further parameters of the model; the next step makes new factors.
+
+        Raises:
+            ValueError: a tensor that is no parameter of the model.
+        """
         if "base" not in vars(self) or self.param_groups is not self.base.param_groups:
             super().add_param_group(param_group)  # in the constructor
-        else:
-            self.base.add_param_group(param_group)
+            return
+        self.base.add_param_group(param_group)
+        try:
+            self.preconditioner.add_params(self.param_groups[-1]["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimiser's state, and the preconditioner's under a key of its own."""
@@ -176,27 +220,56 @@ class KFAC(Optimizer):
         """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: a state of another optimiser, model or other options; nothing is changed
-                then.
+            ValueError: a state of another optimiser, model or other options, or one that lacks
+                entries or has numbers of another precision; nothing is changed then.
         """
         base = dict(state_dict)
-        own = base.pop("preconditioner", {})
-        missing = [key for group in base["param_groups"] for key in self.defaults.keys() - group]
-        if missing:
-            raise ValueError(
-                f"The state is of another base optimiser than {type(self.base).__name__}: it has "
-                f"no {missing[0]!r}. Pass the same `base`."
-            )
+        self._check_base(base)
+        own = base.pop("preconditioner")
         self.preconditioner.load_state_dict(own)  # which refuses what does not fit
         self.base.load_state_dict(base)
         # torch casts NAdam's product of momenta, a float32 number, to the parameter's dtype.
-        saved = [i for group in base["param_groups"] for i in group["params"]]
-        own_parameters = [p for group in self.base.param_groups for p in group["params"]]
-        for i, p in zip(saved, own_parameters, strict=True):
+        for i, p in zip(_parameters(base), _parameters(self.base), strict=True):
             if "mu_product" in base["state"].get(i, {}):
                 product = base["state"][i]["mu_product"].to("cpu", copy=True)
                 self.base.state[p]["mu_product"] = product
         self._share()
 
+    def _check_base(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless the state is whole, and fits the groups and the parameters."""
+        check_keys("KFAC", state, ("param_groups", "state", "preconditioner"))
+        groups, names = state["param_groups"], ["params", *self.defaults]
+        missing = [name for name in names if any(name not in group for group in groups)]
+        if missing:
+            raise ValueError(
+                f"The state is of another base optimiser than {type(self.base).__name__}: it has "
+                f"no {missing[0]!r}. Pass the same `base`."
+            )
+        theirs, ours = (
+            [len(g["params"]) for g in groups] for groups in (groups, self.param_groups)
+        )
+        if theirs != ours:
+            raise ValueError(
+                f"The state has {len(theirs)} groups of {theirs} parameters, and this optimiser "
+                f"{len(ours)} groups of {ours}. Make the same groups first (params, "
+                "add_param_group)."
+            )
+        for i, p in zip(_parameters(state), _parameters(self.base), strict=True):
+            for name, value in state["state"].get(i, {}).items():
+                if not torch.is_tensor(value) or not value.dim():  # a number, such as the step's
+                    continue
+                there, here = (f"{tuple(t.shape)} in {t.dtype}" for t in (value, p))
+                if there != here:
+                    raise ValueError(
+                        f"The state's {name!r} is {there}, and its parameter {here}. Load the "
+                        "state as it was saved, with the same model and dtype."
+                    )
+
     def _share(self) -> None:
         self.param_groups, self.state = self.base.param_groups, self.base.state
+
+
+def _parameters(optimizer: Optimizer | Mapping[str, Any]) -> list[Any]:
+    """The parameters of an optimiser, or their numbers in its state, group by group."""
+    groups = optimizer["param_groups"] if isinstance(optimizer, Mapping) else optimizer.param_groups
+    return [p for group in groups for p in group["params"]]

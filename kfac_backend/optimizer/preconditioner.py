@@ -4,8 +4,8 @@ Between ``loss.backward()`` and the optimiser's step it replaces each gradient g
 where F is the parameter's block of the K-FAC curvature of the mean loss.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -28,6 +28,8 @@ from kfac_backend.optimizer.damped_inverse import (
 from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
 from kfac_backend.options import (
     CurvatureOptions,
+    Options,
+    check_keys,
     check_option,
     check_positive,
 )
@@ -35,7 +37,7 @@ from kfac_backend.ranks import ProcessGroupOption, Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreconditionerOptions:
+class PreconditionerOptions(Options):
     """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
 
     The defaults were chosen on two small problems and compared with other optimisers on five
@@ -125,6 +127,8 @@ class KfacPreconditioner:
         curvature: how factors are made; fisher="mc" by default. If examples have several loss terms
             or the options name a label that does not count, terms with gradient zero are taken
             for such.
+        params: the parameters whose optimiser this is for, if not all of the model. The gradients
+            of all others are left as they are, and do not count in ``kl_clip``.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
         mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
@@ -134,10 +138,16 @@ class KfacPreconditioner:
             get the same result. Except for the labels that are drawn, it equals that of one process
             with all the data; for fisher="empirical" the average of the ranks' losses must then be
             the mean over all terms. Pass the model itself, not its wrapper.
-        keywords: single options of the curvature, in place of those of ``curvature``.
+        keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
+            those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
+
+    A parameter may be frozen or unfrozen between two steps: while it is frozen it has no block and
+    does not count, and after it is unfrozen the next step makes new factors.
 
     Raises:
-        ValueError: an option that is not supported, a pattern that fits no parameter.
+        TypeError: a keyword that is not an option; it lists all.
+        ValueError: an option that is not supported, a pattern that fits no parameter, a tensor in
+            ``params`` that is no parameter of the model.
         NotImplementedError: a layer with an option that its rule does not know; in the first
             forward pass, layers that hooks cannot follow.
     """
@@ -149,6 +159,7 @@ class KfacPreconditioner:
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
         curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
         *,
+        params: Iterable[nn.Parameter] | None = None,
         exclude: Sequence[str] = (),
         mean_over: MeanOver = "terms",
         seed: int = 0,
@@ -157,48 +168,34 @@ class KfacPreconditioner:
     ) -> None:
         check_module(model)
         check_option("mean_over", mean_over, MeanOver)
-        curvature = curvature.but(**keywords)
+        options, curvature = with_keywords(KfacPreconditioner, options, curvature, keywords)
         self.options = options
-        """As given."""
-        parameters = dict(model.named_parameters())
-        device = next(iter(parameters.values())).device if parameters else "cpu"
+        """How factors become a preconditioner."""
+        self._model, self._exclude = model, exclude
+        self._parameters = self._named(model.parameters() if params is None else params)
+        device = next((p.device for p in model.parameters()), "cpu")
         self._generator = torch.Generator(device).manual_seed(seed)
-        left_out = _matching(exclude, parameters)
         self._pass = TrainingPass(
             model,
             likelihood,
             curvature,
             self._generator,
-            left_out,
+            self._not_excluded(),
             mean_over,
             process_group,
         )
-        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        plain = [n for n in self._parameters if n not in self.names and n not in left_out]
-        if plain:
-            warnings.warn(
-                f"No K-FAC rule for {', '.join(plain)}: trained with the plain gradient. Exclude "
-                "them to say the same.",
-                stacklevel=2,
-            )
         self._step = 0
         self._damping: float | dict[str, float] = options.damping
         self._blocks: dict[str, KroneckerBlock] = {}
-        # The sum of the weights in the moving average, 1 − ρᵏ after k batches. Dividing by it
-        # corrects for the start at zero.
-        self._weight = 0.0
+        # The sum of each block's weights in the moving average, 1 − ρᵏ after k batches. Dividing by
+        # it corrects for the start at zero.
+        self._weights: dict[str, float] = {}
         self._inverses: dict[str, Inverse] = {}
-        # What a state must have in common with this preconditioner. It is taken before the first
-        # batch, which may show that a parameter has no block.
-        self._made_with = {
+        self._options_made_with = {
             "the likelihood": likelihood,
             "mean_over": mean_over,
             "damping_on": options.damping_on,
             **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature)},
-            **{
-                f"parameter '{n}'": f"{tuple(parameters[n].shape)}, {parameters[n].dtype}"
-                for n in self.names
-            },
         }
 
     @property
@@ -219,15 +216,10 @@ class KfacPreconditioner:
     @damping.setter
     def damping(self, damping: float | Mapping[str, float]) -> None:
         if isinstance(damping, Mapping):
-            missing = [name for name in self.names if name not in damping]
-            if missing:
-                raise ValueError(
-                    f"There is no damping for '{missing[0]}'; give one number, or one for each of "
-                    f"the {len(self.names)} preconditioned parameters (names)."
-                )
-            for name in self.names:
-                check_positive(f"damping['{name}']", damping[name])
-            self._damping = {name: float(damping[name]) for name in self.names}
+            _check_has_all(damping, self.names)
+            for name, value in damping.items():  # all: parameters may be unfrozen later
+                check_positive(f"damping['{name}']", value)
+            self._damping = {name: float(value) for name, value in damping.items()}
         else:
             check_positive("damping", damping)
             self._damping = float(damping)
@@ -267,23 +259,46 @@ class KfacPreconditioner:
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
-        if self._step % options.update_every == 0:
+        if self._step % options.update_every == 0 or self._blocks.keys() - self._inverses.keys():
             self._inverses = self._new_inverses()
         with torch.no_grad():
             self._precondition(lr)
         self._step += 1
-        self._pass.is_due = self._step % options.factor_every == 0
-        if self._pass.is_due and not options.ema_decay:
+        self._pass.is_scheduled = self._step % options.factor_every == 0
+        if self._pass.is_scheduled and not options.ema_decay:
             self._blocks = {}  # without a moving average the next factors replace them
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose forward passes do not belong to the training."""
-        was, self._pass.is_due = self._pass.is_due, False
-        try:
+        with self._pass.paused():
             yield
-        finally:
-            self._pass.is_due = was
+
+    def add_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Precondition further parameters of the model, from the next step on.
+
+        Raises:
+            ValueError: a tensor that is no parameter of the model.
+        """
+        self._parameters |= self._named(params)
+        self._pass.parameters = self._not_excluded()
+
+    def _named(self, params: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Name in the model -> parameter."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        params = list(params)
+        for p in params:
+            if id(p) not in names:
+                raise ValueError(
+                    f"A tensor of shape {tuple(p.shape)} is no parameter of the model "
+                    f"({type(self._model).__name__}). K-FAC trains one model: give it that model's "
+                    "own parameters, and train others with another optimiser."
+                )
+        return {names[id(p)]: p for p in params}
+
+    def _not_excluded(self) -> dict[str, nn.Parameter]:
+        left_out = _matching(self._exclude, dict(self._model.named_parameters()))
+        return {name: p for name, p in self._parameters.items() if name not in left_out}
 
     def detach(self) -> None:
         """Take all hooks off the model; `step` cannot be used from then on."""
@@ -302,9 +317,10 @@ class KfacPreconditioner:
         and for any number of ranks.
         """
         return {
-            "made_with": self._made_with,
+            "made_with": self._made_with(),
             "step": self._step,
-            "weight": self._weight,
+            "covered": sorted(self._pass.covered),
+            "weights": dict(self._weights),
             "damping": self._damping,
             "generator": self._generator.get_state(),
             "blocks": {
@@ -320,19 +336,13 @@ class KfacPreconditioner:
         The next steps are those of the uninterrupted run to the bit. The damping is the state's.
 
         Raises:
-            ValueError: a state of another model or other options; nothing is changed then.
+            ValueError: a state of another model or other options, or one that lacks entries or has
+                numbers of another precision; nothing is changed then.
         """
-        theirs = state.get("made_with", {})
-        for what in dict.fromkeys([*self._made_with, *theirs]):
-            if theirs.get(what) != self._made_with.get(what):
-                raise ValueError(
-                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
-                    f"there and {self._made_with.get(what)} here. Load it with the model and the "
-                    "options that it was saved with."
-                )
+        self._check_state(state)
         self._generator.set_state(state["generator"].cpu())
         device = self._generator.device
-        self._step, self._weight = int(state["step"]), float(state["weight"])
+        self._step, self._weights = int(state["step"]), dict(state["weights"])
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
         self._blocks = {
@@ -341,7 +351,36 @@ class KfacPreconditioner:
         }
         self._inverses = _copies(state["inverses"], device)
         self._pass.reset()
-        self._pass.is_due = self._step % self.options.factor_every == 0
+        self._pass.covered = frozenset(state["covered"])
+        self._pass.is_scheduled = self._step % self.options.factor_every == 0
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise the error of `load_state_dict` if the state does not fit."""
+        check_keys("KfacPreconditioner", state, self.state_dict())
+        theirs, ours = state["made_with"], self._made_with()
+        for what in dict.fromkeys([*ours, *theirs]):
+            if theirs.get(what) != ours.get(what):
+                raise ValueError(
+                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
+                    f"there and {ours.get(what)} here. Load it with the model and the options that "
+                    "it was saved with."
+                )
+        for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:
+            wanted = torch.promote_types(self._parameters[name].dtype, torch.float32)
+            for tensor in tensors.values():
+                if tensor.dtype != wanted:
+                    raise ValueError(
+                        f"The state's factors of '{name}' are in {tensor.dtype}, and those of this "
+                        f"model in {wanted}: the state was cast. Load it as it was saved."
+                    )
+
+    def _made_with(self) -> dict[str, str]:
+        """What a state must have in common with this preconditioner."""
+        of_parameters = {
+            f"parameter '{name}'": f"{tuple(p.shape)}, {p.dtype}"
+            for name, p in self._pass.parameters.items()
+        }
+        return self._options_made_with | of_parameters
 
     def _new_inverses(self) -> dict[str, Inverse]:
         """Parameter name -> the damped inverse of its block."""
@@ -352,6 +391,8 @@ class KfacPreconditioner:
         of_all = self.ranks.owners([block.cost for block in blocks.values()])
         owners = dict(zip(blocks, of_all, strict=True))
         own = [block for name, block in blocks.items() if owners[name] == self.ranks.rank]
+        if isinstance(damping, dict):
+            _check_has_all(damping, list(blocks))
         dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
         with torch.no_grad():
             found = damped_inverses(own, dampings, on, once)
@@ -363,21 +404,27 @@ class KfacPreconditioner:
         return inverses
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
-        """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place."""
-        rho = self.options.ema_decay
-        self._weight = rho * self._weight + 1 - rho
-        if not rho or not self._blocks:
-            self._blocks = new
-            return
-        assert set(new) == set(self._blocks)
-        # The stored average is divided by the sum of weights already. With this share of the new
-        # factors it stays so.
-        share = (1 - rho) / self._weight
-        kept, of_batch = (
-            [F for name in self._blocks for F, _ in blocks[name].named_factors()]
-            for blocks in (self._blocks, new)
-        )
-        torch._foreach_lerp_(kept, of_batch, share)
+        """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place.
+
+        Parameters that were unfrozen begin with ``new``, and those that were frozen are dropped.
+        """
+        rho, former = self.options.ema_decay, self._blocks
+        self._weights = {name: rho * self._weights.get(name, 0.0) + 1 - rho for name in new}
+        self._blocks = {
+            name: former.get(name, block) if rho else block for name, block in new.items()
+        }
+        by_weight = dict[float, list[str]]()
+        for name, block in new.items():
+            if self._blocks[name] is not block:
+                by_weight.setdefault(self._weights[name], []).append(name)
+        for weight, names in by_weight.items():
+            kept, of_batch = (
+                [F for name in names for F, _ in blocks[name].named_factors()]
+                for blocks in (self._blocks, new)
+            )
+            # The stored average is divided by the sum of weights already. With this share of the
+            # new factors it stays so.
+            torch._foreach_lerp_(kept, of_batch, (1 - rho) / weight)
 
     def check_gradients(self) -> None:
         """Raise a FloatingPointError that names a gradient with NaN or infinity."""
@@ -393,7 +440,8 @@ class KfacPreconditioner:
         raise diverging(f"The gradient of '{wrong}'")
 
     def _with_gradient(self) -> dict[str, Tensor]:
-        return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        named = self._parameters.items()
+        return {n: p.grad for n, p in named if p.requires_grad and p.grad is not None}
 
     def _precondition(self, lr: float | None) -> None:
         of_all, limit = self._with_gradient(), self.options.kl_clip
@@ -408,6 +456,42 @@ class KfacPreconditioner:
             products = torch.cat([product.flatten().float() for product in products])
             torch._foreach_mul_(natural, kl_clip_factor(products, lr, limit))
         torch._foreach_copy_(gradients, natural)
+
+
+def with_keywords(
+    owner: type,
+    options: PreconditionerOptions,
+    curvature: CurvatureOptions,
+    keywords: Mapping[str, Any],
+) -> tuple[PreconditionerOptions, CurvatureOptions]:
+    """The options with single ones changed by keywords of a class's constructor.
+
+    Raises:
+        TypeError: a keyword that is no option; it lists all that the constructor takes.
+    """
+    of_steps, of_curvature = ({f.name for f in fields(o)} for o in (options, curvature))
+    unknown = [name for name in keywords if name not in of_steps | of_curvature]
+    if unknown:
+        own = [
+            name
+            for name, p in inspect.signature(owner).parameters.items()
+            if p.kind is not p.VAR_KEYWORD and name not in ("model", "likelihood")
+        ]
+        known = own + [f.name for o in (options, curvature) for f in fields(o)]
+        raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(known)}.")
+    return (
+        options.but(**{name: v for name, v in keywords.items() if name in of_steps}),
+        curvature.but(**{name: v for name, v in keywords.items() if name in of_curvature}),
+    )
+
+
+def _check_has_all(damping: Mapping[str, float], names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in damping]
+    if missing:
+        raise ValueError(
+            f"There is no damping for '{missing[0]}'; give one number, or one for each of the "
+            f"{len(names)} preconditioned parameters (names)."
+        )
 
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:

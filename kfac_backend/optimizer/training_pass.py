@@ -1,7 +1,7 @@
 """Factors of a step of training, from the forward pass that the step itself makes.
 
 Life cycle of a `TrainingPass`. It registers two hooks at the model, which stay until
-`TrainingPass.detach`. In a step that needs new factors (``is_due``):
+`TrainingPass.detach`. In a step that needs new factors (`TrainingPass.is_due`):
 
 1. Before the model's forward pass, `_begin` makes the proof if it is missing, and enters a
    `Capture`, which registers hooks at the layers. Their inputs are added during the forward pass.
@@ -43,6 +43,7 @@ from kfac_backend.model.calls import (
 )
 from kfac_backend.model.capture import Capture
 from kfac_backend.model.checks import check_batch_norm, check_output
+from kfac_backend.model.proof import Proof
 from kfac_backend.model.rule_assignment import (
     Operations,
     RuleAssignment,
@@ -50,6 +51,7 @@ from kfac_backend.model.rule_assignment import (
     assign_rules,
 )
 from kfac_backend.optimizer.damped_inverse import diverging
+from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import backward_arithmetic, full_float32
 from kfac_backend.ranks import ProcessGroupOption
@@ -64,8 +66,8 @@ class TrainingPass(CurvaturePass):
     Parameters without a rule, and those whose uses no hook sees, are left out; they train with
     their plain gradients. A layer whose rows belong to unknown examples is an error.
 
-    Arguments are those of `KfacPreconditioner`; ``left_out`` has the parameters that need no
-    block.
+    Arguments are those of `KfacPreconditioner`; ``parameters`` are those that get a block while
+    they are trained, by name.
 
     BatchNorm may be in train mode, except with fisher="exact": vectors then go back through the
     batch's statistics, as the training's gradients do. A row n of a layer acts on the outputs m
@@ -84,19 +86,26 @@ class TrainingPass(CurvaturePass):
         likelihood: str,
         options: CurvatureOptions,
         generator: torch.Generator,
-        left_out: frozenset[str] = frozenset(),
+        parameters: Mapping[str, nn.Parameter] | None = None,
         mean_over: MeanOver = "terms",
         process_group: ProcessGroupOption = "default",
     ) -> None:
-        self._left_out = left_out
+        self.parameters = dict(model.named_parameters() if parameters is None else parameters)
+        """Name -> parameter that gets a block while it is trained (``requires_grad``)."""
         self._mean_over: MeanOver = mean_over
         self._now: _Forward | None = None
         self._probe = next(model.parameters(), None)
-        self.is_due = True
-        """Whether forward passes are to be seen."""
+        self._is_paused = False
+        self._assigned = frozenset[str]()  # what was trained when the present rules were assigned
+        self._named: set[str] = set()  # parameters without a rule that a warning has named
+        self._is_compared = False  # whether the loss was found to be the likelihood's, or not
+        self.is_scheduled = True
+        """Whether this step is one of those with new factors."""
         super().__init__(
             model, likelihood, options, generator=generator, process_group=process_group
         )
+        self.covered = self._assigned
+        """The parameters that were trained when factors were last made."""
         # torch.compile traces the hook, and would swallow an error that it raises itself.
         self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
@@ -120,6 +129,20 @@ class TrainingPass(CurvaturePass):
         super().reset()
 
     @property
+    def is_due(self) -> bool:
+        """Whether this step makes factors: it is scheduled, or unfrozen parameters have none."""
+        return self.is_scheduled or not self._trained() <= self.covered
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose forward passes are not seen."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @property
     def names(self) -> list[str]:
         """The parameters that get a block, in the model's order."""
         return self._proof.assignment.names
@@ -139,7 +162,8 @@ class TrainingPass(CurvaturePass):
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
                 "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
-                "one that was compiled from it) with gradients, and loss.backward(), before step()."
+                "one that was compiled from it) with gradients, and loss.backward(), before "
+                "step(). Two K-FACs of one model hide it from each other: give one all parameters."
             )
         number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
@@ -150,20 +174,33 @@ class TrainingPass(CurvaturePass):
             scale = number / self.ranks.size**2
         blocks = self._blocks(sums)
         self.reset()
+        self.covered = self._trained()
         # Not in place, since a weight and its bias may share one B.
         return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
 
+    def _trained(self) -> frozenset[str]:
+        """The parameters that are trained at present."""
+        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
+
     def _assign(self) -> RuleAssignment:
         """The layers with rules; parameters without one have no block."""
-        only = {
-            name
-            for name, p in self._model.named_parameters()
-            if p.requires_grad and p.dim() and not p.is_complex() and name not in self._left_out
-        }
+        trained = self._trained()
+        shapes = ((name, self.parameters[name]) for name in trained)
+        only = {name for name, p in shapes if p.dim() and not p.is_complex()}
         with restored(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)
-        return _only_with_hooks(assignment, assignment.unknown)
+        assignment = _only_with_hooks(assignment, assignment.unknown)
+        self._assigned = trained
+        without = trained.difference(assignment.names, self._named)
+        if without:
+            self._named |= without
+            warnings.warn(
+                f"No K-FAC rule for {', '.join(n for n in self.parameters if n in without)}: "
+                "trained with the plain gradient. Exclude them to say the same.",
+                stacklevel=2,
+            )
+        return assignment
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
@@ -171,11 +208,21 @@ class TrainingPass(CurvaturePass):
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
         is_itself = next(self._model.parameters()) is self._probe
-        if not self.is_due or not torch.is_grad_enabled() or not is_itself:
+        if self._is_paused or not torch.is_grad_enabled() or not is_itself or not self.is_due:
+            return
+        trained = self._trained()
+        if not trained:
             return
         self._finish()
         if self._now is not None:
             self._drop()
+        if self._assigned != trained:
+            if self._num_data:
+                raise RuntimeError(
+                    "Parameters were frozen or unfrozen between the batches of one step. Do it "
+                    "between two steps."
+                )
+            self._proof = Proof(self._model, self._assign())
         if torch.compiler.is_dynamo_compiling():
             self._refuse_compiled(type(self._model).__name__)
         with ExitStack() as stack:
@@ -263,6 +310,7 @@ class TrainingPass(CurvaturePass):
             raise diverging("The model's output")
         y = self._pseudo_targets(f, g, forward.mask)
         check_targets(f.detach(), y, self._likelihood, may_ignore=True)
+        self._compare(f, g)
         forward.is_seen = True
         self._count(f, y)
         if empirical:
@@ -270,6 +318,15 @@ class TrainingPass(CurvaturePass):
         with self._no_autocast(), backward_arithmetic(self._precision):
             forward.capture.backward(f, self._vectors(f, y), self._end_vector)
         self._finish()
+
+    def _compare(self, f: Tensor, g: Tensor) -> None:
+        """Warn if the loss is not the likelihood's, on the first batch that can tell."""
+        if self._is_compared:
+            return
+        why = why_not(f, g, self._likelihood, self._mean_over == "examples")
+        self._is_compared = why is not None
+        if why:
+            warnings.warn(why, stacklevel=2)
 
     def _finish(self) -> None:
         """Close the latest forward pass, if the backward pass has come to its output.
@@ -318,9 +375,8 @@ class TrainingPass(CurvaturePass):
         if self._proof.is_made(N) and mask is None:
             return
         x = detached(x, self._device)
-        self.is_due = False  # not to see the proof's own forward passes
         try:
-            with restored(self._model), full_float32():
+            with self.paused(), restored(self._model), full_float32():
                 self._model.eval()
                 if not self._proof.is_made(N):
                     self._proof.make(x, N)
@@ -336,8 +392,6 @@ class TrainingPass(CurvaturePass):
                 f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
                 "train with their plain gradients."
             ) from error
-        finally:
-            self.is_due = True
 
     def _leave_out_followed(self) -> None:
         """Leave out parameters whose uses the proof follows operation by operation."""
@@ -347,11 +401,13 @@ class TrainingPass(CurvaturePass):
             if "followed" in assignment.runs.get(tracked.layer, ()):
                 followed |= dict.fromkeys(tracked.parameters.values())
         if followed:
-            warnings.warn(
-                f"No hook sees the uses of {', '.join(followed)}: trained with the plain gradient. "
-                "Leave them out (exclude) to say the same.",
-                stacklevel=2,
-            )
+            if not self._named.issuperset(followed):
+                self._named.update(followed)
+                warnings.warn(
+                    f"No hook sees the uses of {', '.join(followed)}: trained with the plain "
+                    "gradient. Leave them out (exclude) to say the same.",
+                    stacklevel=2,
+                )
             self._proof.assignment = _only_with_hooks(assignment, followed)
 
     def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,5 +1,10 @@
 """`KFAC` is an optimiser of torch like any other, and trains."""
 
+import copy
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +14,7 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
+from kfac_backend.options import CurvatureOptions
 from tests.kfac_backend.networks import data, network
 from tests.kfac_backend.optimizer.test_preconditioner import dense_step
 from tests.random_numbers import error
@@ -229,3 +235,163 @@ def test_averaged_factors_are_not_those_of_the_first_batches_rows():
     expected = torch.linalg.eigvalsh(block.A).clamp(min=0)
     assert_close(block.factor_eigenvalues()[1], expected, rtol=1e-9, atol=1e-12)
     assert (expected > 1e-6).sum() > 8  # of more rows than one batch has
+
+
+STEADY = {"factor_every": 1, "update_every": 1, "ema_decay": 0.0, "kl_clip": 1e-3, "momentum": 0.0}
+"""Options of steps that depend on the present parameters and batch alone."""
+
+
+def kfac(model, **options):
+    return KFAC(model, "classification", 0.3, fisher="exact", **{**STEADY, **options})
+
+
+def loss_of(model):
+    x, y = data()
+    return F.cross_entropy(model(x), y)
+
+
+def one_step(optimizer, model, **zero):
+    optimizer.zero_grad(**zero)
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def assert_same(model, expected):
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def is_same(model, other):
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))  # noqa: B905
+
+
+@pytest.mark.parametrize("others", ["have an optimiser of their own", "are left alone"])
+@pytest.mark.parametrize("base", ["sgd", "nadamw"])
+def test_a_subset_trains_as_if_all_others_were_frozen(base, others):
+    """Gradients of the others are plain, also while they add up, and count nowhere."""
+    model, frozen, plain, whole = (network() for _ in range(4))
+    frozen[:8].requires_grad_(False)
+    part = [*model[8].parameters(), *model[10].parameters()]
+    optimizer, reference = kfac(model, base=base, params=part), kfac(frozen, base=base)
+    other = torch.optim.SGD(model[:8].parameters(), 0.1)
+    for _ in range(3):
+        for one in (frozen, plain, whole):
+            one.load_state_dict(model.state_dict())
+        if others != "are left alone":
+            other.zero_grad()
+            plain.zero_grad()
+        loss_of(plain).backward()
+        one_step(reference, frozen)
+        one_step(optimizer, model)
+        assert_same(model, frozen)
+        for p, q in zip(model[:8].parameters(), plain[:8].parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        if others != "are left alone":
+            other.step()
+    # The control: the others' gradients do count where they are trained, too.
+    alone = copy.deepcopy(frozen)
+    alone.load_state_dict(whole.state_dict())
+    one_step(kfac(whole), whole)
+    one_step(kfac(alone), alone)
+    assert error(whole[8].weight, alone[8].weight) > 1e-4
+
+
+@pytest.mark.parametrize("how", ["a group", "a flag"])
+def test_unfrozen_parameters_are_preconditioned_and_count_from_the_next_step_on(how):
+    """That step is the first of K-FAC over the whole model, though no new factors are due."""
+    model = network()
+    model[:8].requires_grad_(False)
+    params = None if how == "a group" else model.parameters()
+    optimizer = kfac(model, params=params, factor_every=5, update_every=5)
+    one_step(optimizer, model)
+    head, plain = copy.deepcopy(model), copy.deepcopy(model)
+    model[:8].requires_grad_(True)
+    if how == "a group":
+        optimizer.add_param_group({"params": model[:8].parameters()})
+    whole = copy.deepcopy(model)
+    one_step(optimizer, model)
+    one_step(kfac(whole), whole)
+    assert_same(model, whole)
+    # The control: plain gradients, as steps without factors of them would take.
+    one_step(kfac(head), head)
+    assert error(model[8].weight, head[8].weight) > 1e-4
+    loss_of(plain.requires_grad_(True)).backward()
+    step = model[0].weight - plain[0].weight
+    assert error(-0.3 * plain[0].weight.grad, step) > 0.5
+    assert set(optimizer.preconditioner.blocks) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layer", [0, 3, 8, 10])
+def test_a_layer_that_is_frozen_later_is_no_longer_part_of_it(layer):
+    """Neither its old gradient nor its momentum moves it."""
+    model = network()
+    optimizer = kfac(model)
+    one_step(optimizer, model)
+    model[layer].requires_grad_(False)
+    expected, trained = copy.deepcopy(model), copy.deepcopy(model)
+    one_step(optimizer, model)
+    one_step(kfac(expected), expected)
+    assert_same(model, expected)
+    one_step(kfac(trained.requires_grad_(True)), trained)  # the control
+    assert not is_same(trained, model)
+
+    model = network()
+    optimizer = kfac(model, momentum=0.9, weight_decay=0.1, factor_every=3)
+    one_step(optimizer, model)
+    model[layer].requires_grad_(False)
+    before = model[layer].weight.clone()
+    for _ in range(4):
+        one_step(optimizer, model, set_to_none=False)
+    assert torch.equal(model[layer].weight, before)
+    model[layer].requires_grad_(True)
+    one_step(optimizer, model)
+    assert not torch.equal(model[layer].weight, before)
+
+
+def test_freezing_within_a_step_and_tensors_of_other_models_are_named_errors():
+    model, other = network(), network()
+    with pytest.raises(ValueError, match=r"\(4, 2, 3, 3\) is no parameter of the model"):
+        KFAC(model, "classification", params=other.parameters())
+    optimizer = kfac(model, params=model[8:].parameters())
+    with pytest.raises(ValueError, match=r"\(4, 2, 3, 3\) is no parameter of the model"):
+        optimizer.add_param_group({"params": other.parameters()})
+    assert len(optimizer.param_groups) == 1
+    one_step(optimizer, model)
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    model[8].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="between the batches of one step"):
+        loss_of(model)
+
+
+def test_every_option_is_a_keyword():
+    """The same as in the objects, which keep what no keyword names."""
+    model = network()
+    options = PreconditionerOptions(damping=0.1, kl_clip=None)
+    curvature = CurvatureOptions(kfac_approx="reduce", fisher="mc", mc_samples=3)
+    found = KFAC(model, "classification", damping=0.1, kl_clip=None, kfac_approx="reduce",
+                 mc_samples=3).preconditioner  # fmt: skip
+    assert found.options == options
+    expected = KFAC(model, "classification", options=options, curvature=curvature).preconditioner
+    assert found.state_dict()["made_with"] == expected.state_dict()["made_with"]
+    also = KfacPreconditioner(model, "classification", options, curvature, damping=0.2)
+    assert also.options == replace(options, damping=0.2)
+    for part in (PreconditionerOptions(), curvature):
+        for field in fields(part):
+            KFAC(model, "classification", **{field.name: getattr(part, field.name)})
+
+
+@pytest.mark.parametrize("make", [KFAC, KfacPreconditioner])
+def test_a_wrong_name_lists_all_options(make):
+    with pytest.raises(TypeError, match=r"'dampng' is not an option; choose from ") as raised:
+        make(network(), "classification", dampng=0.1)
+    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
+    named = set(re.findall(r"`(\w+)=", page)) - {"use_reentrant", "reduction"}  # torch's
+    named |= {
+        f.name for options in (PreconditionerOptions, CurvatureOptions) for f in fields(options)
+    }
+    named |= {"exclude", "mean_over", "seed", "process_group"}
+    own = {"base"} if make is KfacPreconditioner else set()
+    listed = str(raised.value).split("choose from ")[1].rstrip(".").split(", ")
+    assert named - own <= set(listed)
+    assert {"lr", "momentum", "weight_decay"} <= set(listed) or make is KfacPreconditioner

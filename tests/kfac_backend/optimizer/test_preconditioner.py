@@ -110,6 +110,67 @@ def test_moving_average_with_the_correction_of_its_start():
             assert_close(block.A, sum(w * blocks[name].A for w, blocks in zip(weights, each)))  # noqa: B905
 
 
+def test_the_moving_average_of_what_is_unfrozen_begins_with_its_first_batch():
+    """The others' goes on; what is frozen for a batch begins anew; see the test above."""
+    model, (x, y) = network(), data(6)
+    conditioner = preconditioner(model, ema_decay=0.7)
+    batches = [(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
+    frozen = [(model[0], model[3]), (model[3],), (model[10],)]
+    for (x_i, y_i), layers in zip(batches, frozen, strict=True):
+        for layer in (model[0], model[3], model[10]):
+            layer.requires_grad_(layer not in layers)
+        model.zero_grad()
+        F.cross_entropy(model(x_i), y_i).backward()
+        conditioner.step()
+    model.requires_grad_(True)
+    each = [kronecker_factors(model, [batch], "classification").blocks for batch in batches]
+    since = {"0": [0.7, 1.0], "3": [1.0], "8": [0.49, 0.7, 1.0]}
+    assert {name.split(".")[0] for name in conditioner.blocks} == {"0", "1", "3", "4", "5", "8"}
+    for name, block in conditioner.blocks.items():
+        weights = torch.tensor(since.get(name.split(".")[0], since["8"])).double()
+        of_batches = list(zip(weights / weights.sum(), each[-len(weights) :], strict=True))
+        assert_close(block.B, sum(w * blocks[name].B / 2 for w, blocks in of_batches), msg=name)
+        if block.A is not None:
+            assert_close(block.A, sum(w * blocks[name].A for w, blocks in of_batches), msg=name)
+
+
+def test_gradients_that_a_frozen_layer_still_has_are_left_alone_and_do_not_count():
+    model, (x, y) = network(), data()
+    conditioner = preconditioner(model, kl_clip=1e-6)
+    preconditioned(model, conditioner, F.cross_entropy(model(x), y))
+    model[8].requires_grad_(False)
+    model.zero_grad()
+    stale = torch.ones_like(model[8].weight)
+    found = []
+    for gradient in (stale, None):
+        F.cross_entropy(model(x), y).backward()
+        model[8].weight.grad = None if gradient is None else gradient.clone()
+        conditioner.step(lr=0.1)
+        assert gradient is None or torch.equal(model[8].weight.grad, stale)
+        found.append(model[10].weight.grad.clone())
+        model.zero_grad()
+    assert torch.equal(*found)
+
+
+def test_damping_by_parameter_must_cover_what_is_unfrozen():
+    model, (x, y) = network(), data()
+    model[8].requires_grad_(False)
+    conditioner = preconditioner(model, damping_on="product")
+    lambdas = dict.fromkeys(conditioner.names, 0.1)
+    for damping, is_enough in (
+        (lambdas, False),
+        (lambdas | {"8.weight": 0.2, "8.bias": 0.2}, True),
+    ):
+        conditioner.damping = damping
+        model[8].requires_grad_(True)
+        F.cross_entropy(model(x), y).backward()
+        if is_enough:
+            conditioner.step()
+        else:
+            with pytest.raises(ValueError, match="no damping for '8.weight'"):
+                conditioner.step()
+
+
 def test_intervals():
     """Factors change in steps 0, 2, 4, 6 and inverses in steps 0, 3, 6."""
     model, (x, y) = network(), data()

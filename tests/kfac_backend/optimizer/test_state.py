@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.ranks import Ranks
@@ -65,6 +66,42 @@ def steps_that_differ(options) -> list[int]:
     return differ
 
 
+def test_resumes_to_the_bit_where_layers_are_frozen_and_unfrozen():
+    """Also right after the unfreezing: the next step makes factors for what has none."""
+
+    def thaw(optimizer, model):
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters()})
+
+    changes = {
+        2: thaw,
+        3: lambda _, model: model[2].requires_grad_(False),
+        5: lambda _, model: model[2].requires_grad_(True),
+    }
+
+    def run(state=None, at=0):
+        model, whole, optimizer = fresh()
+        optimizer.preconditioner.detach()
+        model[0].requires_grad_(False)
+        options = PreconditionerOptions(factor_every=4, update_every=4)
+        optimizer = KFAC(model, "classification", options=options)
+        saved = []
+        for step in range(STEPS):
+            if step in changes:
+                changes[step](optimizer, model)
+            if step == at and state is not None:
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+            saved.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+            if step >= at:
+                train(whole, optimizer, [step])
+        return saved, model.state_dict()
+
+    saved, end = run()
+    for step in range(1, STEPS):
+        assert same(run(saved[step], step)[1], end), step
+
+
 def of_half_the_cases() -> list[list[int]]:
     return [steps_that_differ(case) for case in CASES[::2]]
 
@@ -114,6 +151,33 @@ def of_plain_sgd(_):
     return torch.optim.SGD([nn.Parameter(torch.ones(2)) for _ in range(4)], 0.1).state_dict()
 
 
+def cast(state):
+    """Its numbers in float32, and all else as it was saved."""
+    return tree_map_only(
+        torch.Tensor, lambda t: t.float() if t.is_floating_point() and t.dim() else t, state
+    )
+
+
+def of_kfac(state, change):
+    return {**state, "preconditioner": change(state["preconditioner"])}
+
+
+def without(state, name):
+    return {key: value for key, value in state.items() if key != name}
+
+
+def in_two_groups(state):
+    """Its parameters and numbers in the groups that another optimiser would have."""
+    (group,) = state["param_groups"]
+    parts = [{**group, "params": part} for part in (group["params"][:2], group["params"][2:])]
+    return {**state, "param_groups": parts}
+
+
+def of_fewer(state):
+    (group,) = state["param_groups"]
+    return {**state, "param_groups": [{**group, "params": group["params"][:2]}]}
+
+
 REFUSED = {
     "another mode": (lambda _: trained(kfac_approx="reduce").state_dict(), "'reduce'"),
     "another damping": (
@@ -121,7 +185,25 @@ REFUSED = {
     ),
     "a wider network": (lambda _: trained(wide=9).state_dict(), r"\(9, 4\)"),
     "float32": (lambda _: trained(dtype=torch.float32).state_dict(), "float32"),
-    "plain SGD": (of_plain_sgd, "another optimiser or K-FAC: the likelihood is None there"),
+    "plain SGD": (of_plain_sgd, "KFAC lacks 'preconditioner': it is empty, of something else"),
+    "two groups": (in_two_groups, r"2 groups of \[2, 2\] parameters.*1 groups of \[4\]"),
+    "fewer parameters": (of_fewer, r"1 groups of \[2\] parameters.*1 groups of \[4\]"),
+    "momentum in float32": (
+        lambda state: {**cast(state), "preconditioner": state["preconditioner"]},
+        r"'momentum_buffer' is \(8, 4\) in torch.float32, and its parameter .* in torch.float64",
+    ),
+    "factors in float32": (
+        lambda state: of_kfac(state, cast), "'0.weight' are in torch.float32.*was cast",
+    ),
+    "nothing": (lambda _: {}, "lacks 'param_groups', 'state', 'preconditioner': it is empty"),
+    "no groups": (lambda state: without(state, "param_groups"), "lacks 'param_groups'"),
+    **{
+        f"no {key}": (
+            lambda state, key=key: of_kfac(state, lambda own: without(own, key)),
+            f"KfacPreconditioner lacks '{key}'",
+        )
+        for key in trained().preconditioner.state_dict()
+    },
     "another base": (lambda _: trained(base="nadamw").state_dict(), "another base optimiser"),
 }  # fmt: skip
 

@@ -287,7 +287,7 @@ def test_compiled_steps_change_no_number(what, compiling):
         model[2].compile(backend=compiling)
     curvature, runs = training_pass(model), []
     for step in range(6):
-        curvature.is_due = step % 2 == 0
+        curvature.is_scheduled = step % 2 == 0
         before = compiling.runs
         loss_of(model(x), y).backward()
         runs.append(compiling.runs - before)
@@ -314,7 +314,7 @@ def test_a_model_in_compiled_code_is_a_named_error(how, compiling):
         NotImplementedError, match=r"\(Sequential\) runs in code that torch.compile"
     ):
         called(normal(6, 3))
-    curvature.is_due = False
+    curvature.is_scheduled = False
     called(normal(6, 3))
 
 

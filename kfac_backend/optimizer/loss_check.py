@@ -1,0 +1,103 @@
+"""Whether the loss of a training is the one that K-FAC's likelihood stands for.
+
+A step of training knows neither targets nor loss, but the loss's gradient g at the outputs f. That
+of a cross-entropy is s (softmax(f) − e_y), that of its binary form s (σ(f) − y): the labels show in
+the signs, and the factor s is the same everywhere. What the curvature does not depend on is no
+mistake: soft labels and label smoothing, and any factor s of the loss but that of a sum.
+"""
+
+import torch
+from torch import Tensor
+
+from kfac_backend.likelihoods import Likelihood
+from kfac_backend.precision import at_least_float32
+
+TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 0.001}
+"""The largest relative error of a gradient that fits, by the dtype of the outputs."""
+SPREAD = 10
+"""The least standard deviation of outputs, in tolerances: where all are zero, different losses have
+gradients that are alike."""
+ROWS = 512
+"""Loss terms that are looked at."""
+
+
+def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> str | None:
+    """Why the loss is not the likelihood's: empty if it may be, None if this batch cannot tell.
+
+    A GPU is waited for.
+
+    Args:
+        f: outputs (N, ..., C).
+        g: the loss's gradient there.
+        likelihood: as K-FAC was given it.
+        of_examples: whether the loss should be a mean over examples, and not over their terms.
+    """
+    tolerance = TOLERANCES.get(f.dtype)
+    if tolerance is None:  # in float16 small gradients are zero
+        return ""
+    N = len(f)
+    f, g = (at_least_float32(t.detach()).flatten(0, -2) for t in (f, g))
+    counts = (g != 0).any(-1)  # not: terms whose label does not count
+    number = N if of_examples else int(counts.sum())
+    f, g = f[counts][:ROWS], g[counts][:ROWS]  # (M, C)
+    if g.numel() < 8 or f.std() < SPREAD * tolerance:
+        return None
+    # Step 1: the labels if this is a cross-entropy, and its gradient up to the factor s.
+    y = g.argmin(-1)
+    d = f.softmax(-1).scatter_add(-1, y[:, None], -torch.ones_like(f[:, :1]))
+    if f.shape[-1] > 1:
+        unsure = d.norm(dim=-1) > 1e-3  # where p_y rounds to 1, rounding is most of g
+        if not unsure.any():
+            return None
+        f, g, y, d = f[unsure], g[unsure], y[unsure], d[unsure]
+    forms = {"classification": d, "bernoulli": f.sigmoid() - (g < 0).to(f)}
+    # Step 2: another likelihood's gradient, or a factor that is not that of a mean.
+    for name, form in forms.items():
+        s = ((g * form).sum() / form.square().sum()).item()
+        if not s > 0 or (g - s * form).norm() > tolerance * g.norm():
+            continue
+        if name != likelihood.name:
+            return (
+                f"The loss's gradient at the outputs is that of likelihood {name!r}, and K-FAC was "
+                f"given {str(likelihood)!r}, which has another curvature. Pass {name!r}."
+            )
+        if number > 1 and abs(s - 1) < tolerance:
+            return (
+                f"The loss is a sum over {number} terms (reduction='sum'?), and K-FAC takes it to "
+                f"be their mean: damping, kl_clip and learning rate meet gradients {number} times "
+                "as long. Use the mean."
+            )
+        return ""
+    if likelihood.name != "classification":
+        return ""
+    # Step 3: no cross-entropy at all, or one that weighs the classes.
+    if g.sum(-1).abs().sum() > 0.1 * g.abs().sum():  # those of a softmax sum to 0
+        return (
+            "The loss's gradient at the outputs is not that of a cross-entropy of logits, and "
+            "K-FAC was given likelihood 'classification', which has another curvature. Pass the "
+            "likelihood of the loss; let the model return logits, not probabilities."
+        )
+    if _weighs_classes(g, d, y, tolerance):
+        return (
+            "The loss weighs the classes (weight=...), and the curvature of likelihood "
+            "'classification' counts them alike. Draw the classes as often as they are to count (a "
+            "WeightedRandomSampler), and use no weights."
+        )
+    return ""
+
+
+def _weighs_classes(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> bool:
+    """Whether the terms of each class have a factor of their own: g_n = s_y d_n."""
+    sure = d.norm(dim=-1) > 0.1  # in half precision the others are too rough
+    g, d, y = g[sure], d[sure], y[sure]
+    s = (g * d).sum(-1) / d.square().sum(-1)
+    if not ((g - s[:, None] * d).norm(dim=-1) <= tolerance * g.norm(dim=-1)).all():
+        return False
+    classes, y = y.unique(return_inverse=True)
+    if len(y) < len(classes) + 4:  # few of a class agree by chance
+        return False
+    zeros = s.new_zeros(len(classes))
+    least, largest = (
+        zeros.scatter_reduce(0, y, s, how, include_self=False) for how in ("amin", "amax")
+    )
+    return bool((largest - least <= tolerance * largest).all())

@@ -1,0 +1,123 @@
+"""A loss that is not the likelihood's is named once, and no other is."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kfac_backend.optimizer import KFAC, loss_check, training_pass
+from tests.kfac_backend.block_checks import randomize
+from tests.random_numbers import normal
+
+N, R, C = 24, 3, 4
+LABELS = torch.arange(N) % C
+SOFT, ONE_HOT = normal(N, C, seed=5).softmax(-1), F.one_hot(LABELS, C).double()
+OF_POSITIONS = (torch.arange(N * R) % C).where(torch.arange(N * R) % C != 1, -100)  # two do count
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0]).double()
+
+
+def softmax(f, **options):
+    return F.cross_entropy(f, LABELS, **options)
+
+
+def softmax_of_positions(f, **options):
+    return F.cross_entropy(f.flatten(0, 1), OF_POSITIONS, **options)
+
+
+def softmax_of_two(f, **options):
+    return F.cross_entropy(f[:, :2], LABELS % 2, **options)
+
+
+def sigmoid(f, y=ONE_HOT, **options):
+    return F.binary_cross_entropy_with_logits(f, y.to(f), **options)
+
+
+def weighted_examples(f):
+    return (softmax(f, reduction="none") * torch.linspace(1, 2, N)).mean()
+
+
+def squared(y):
+    return lambda f: F.mse_loss(f, y.to(f))
+
+
+CASES = {
+    # what K-FAC is given, the loss, and what the warning says
+    "mean": ("classification", softmax, None),
+    "a part of an accumulated mean": ("classification", lambda f: softmax(f) / 3, None),
+    "a scaled mean": ("classification", lambda f: 1024 * softmax(f), None),
+    "a sum": ("classification", lambda f: softmax(f, reduction="sum"), "a sum over 24 terms"),
+    "positions": ("classification", softmax_of_positions, None),
+    "a sum over positions": (
+        "classification", lambda f: softmax_of_positions(f, reduction="sum"), "a sum over 54 terms",
+    ),
+    "smoothing": ("classification", lambda f: softmax(f, label_smoothing=0.1), None),
+    "smoothing of two": ("classification", lambda f: softmax_of_two(f, label_smoothing=0.1), None),
+    "soft labels": ("classification", lambda f: F.cross_entropy(f, SOFT.to(f)), None),
+    "weighted examples": ("classification", weighted_examples, None),
+    "weighted classes": (
+        "classification", lambda f: softmax(f, weight=WEIGHTS.to(f)), "weighs the classes",
+    ),
+    "two weighted classes": (
+        "classification", lambda f: softmax_of_two(f, weight=WEIGHTS[2:].to(f)), "weighs the",
+    ),
+    "binary terms": ("classification", sigmoid, "Pass 'bernoulli'"),
+    "squared errors": ("classification", squared(ONE_HOT), "not that of a cross-entropy of logits"),
+    "probabilities": (
+        "classification", lambda f: -f[range(N), LABELS].abs().log().mean(), "not probabilities",
+    ),
+    "regression": ("regression", squared(normal(N, C)), None),
+    "regression on one-hot targets": ("regression", squared(ONE_HOT), None),
+    "regression on signs": ("regression", squared(2 * ONE_HOT - 1), None),
+    "a cross-entropy": ("regression", softmax, "Pass 'classification'"),
+    "a binary cross-entropy": ("regression", sigmoid, "Pass 'bernoulli'"),
+    "bernoulli": ("bernoulli", sigmoid, None),
+    "soft bernoulli": ("bernoulli", lambda f: sigmoid(f, SOFT), None),
+    "a sum of bernoulli": (
+        "bernoulli", lambda f: sigmoid(f, reduction="sum"), "a sum over 24 terms",
+    ),
+    "not bernoulli": ("bernoulli", softmax, "likelihood 'classification', and K-FAC was given"),
+    "counts": ("poisson", lambda f: F.poisson_nll_loss(f, ONE_HOT.to(f)), None),
+}  # fmt: skip
+
+
+def messages(model, shape, likelihood, loss, steps=2, enlarge_at=None):
+    """The warnings of some steps with new factors."""
+    optimizer = KFAC(model, likelihood, lr=1e-4, factor_every=1, update_every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            if step == enlarge_at:
+                randomize(model)
+            optimizer.zero_grad()
+            loss(model(normal(*shape, seed=step).to(model.weight))).backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_that_is_not_the_likelihoods_is_named_once(name, dtype):
+    likelihood, loss, words = CASES[name]
+    shape = (N, R, 3) if "positions" in name else (N, 3)
+    model = randomize(nn.Linear(3, 2 if "two" in name else C)).to(dtype)
+    found = messages(model, shape, likelihood, loss)
+    assert len(found) == (words is not None), found
+    assert not found or words in found[0]
+
+
+@pytest.mark.parametrize("name", ["a cross-entropy", "regression on signs"])
+def test_outputs_of_zero_tell_nothing_and_one_batch_that_does_is_enough(name, monkeypatch):
+    """At outputs of 0 these two have gradients of one form. A comparison waits for a GPU."""
+    likelihood, loss, words = CASES[name]
+    compared = []
+
+    def why_not(f, *of):
+        compared.append(loss_check.why_not(f, *of))
+        return compared[-1]
+
+    monkeypatch.setattr(training_pass, "why_not", why_not)
+    found = messages(randomize(nn.Linear(3, C), 0.0), (N, 3), likelihood, loss, 9, enlarge_at=4)
+    assert compared[:-1] == [None] * 4 and len(compared) == 5
+    assert found == ([] if words is None else compared[-1:])
