@@ -68,7 +68,8 @@ Blocks = list[str | Gallery | Confusion | Table | list[charts.Chart]]
 
 def _summary(runs: Sequence[Run]) -> Blocks:
     """Metrics, differences on the same examples, and what must be known to read them."""
-    blocks: Blocks = [summary_table(runs)] if of_evaluation_and_results(runs) else []
+    blocks: Blocks = [run.titled(seen) for run in runs if (seen := seen_in_words(run.evaluation))]
+    blocks += [summary_table(runs)] if of_evaluation_and_results(runs) else []
     for run in runs:
         title = run.titled("Learned minus plain network, on the same test examples")
         blocks += differences_table(title, run.results.get("differences", {}))
@@ -78,9 +79,7 @@ def _summary(runs: Sequence[Run]) -> Blocks:
         blocks += differences_table(
             title, {name: one["differences"] for name, one in found.items()}
         )
-    for run, evaluation in [(run, run.evaluation) for run in runs]:
-        if seen := seen_in_words(evaluation):
-            blocks.append(run.titled(seen))
+    for evaluation in [run.evaluation for run in runs]:
         if positions := evaluation.get("num_positions"):
             blocks.append(
                 f"Metrics are means over {positions:,} positions (tokens), the NLL in nats per "

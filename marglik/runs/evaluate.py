@@ -168,5 +168,5 @@ def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) 
 def _classes_in(spec: Any) -> Iterator[str | None]:
     """The class of a specification, and that of the network inside it, as of `Standardised`."""
     while isinstance(spec, dict):
-        yield spec.get("class_path")
+        yield str(spec.get("class_path"))
         spec = (spec.get("init_args") or {}).get("model")
