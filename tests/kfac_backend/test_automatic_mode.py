@@ -79,7 +79,7 @@ def test_a_whole_batch_has_the_traces_of_its_first_examples(classes):
     """A model that takes no part of a batch has the same mode; of many outputs labels are drawn."""
     model = images(nn.Flatten(), nn.Linear(36, classes))
     x, y = normal(20, 2, 5, 5), torch.arange(20) % 3
-    assignment = CurvaturePass(model, "classification")._proof.assignment
+    assignment = CurvaturePass(model, "classification").driver.assignment
 
     def traces(which: slice) -> Tensor:
         of_layers = block_traces(model, assignment, "classification", x[which], y[which])
