@@ -75,10 +75,11 @@ def begin_run(
     for name in ALL:
         if name != CHECKPOINT:
             (folder / name).unlink(missing_ok=True)
-    if not resume:
+    if resume:
+        remove_leftovers(folder)
+    else:
         remove_states(folder)
         checkpoint.mkdir(exist_ok=True)
-    remove_leftovers(folder)
     if options is not None:
         write_file(folder / CONFIG, options.encode())
 
@@ -134,9 +135,9 @@ def _names_of_states(folder: Path) -> list[str] | None:
 
 
 def remove_states(folder: Path) -> None:
-    """Remove the checkpoints of a run: files that `Checkpoints` has written, and emptied folders.
+    """Remove the checkpoints of a run, and what killed processes have left half-written.
 
-    Of a link nothing but itself is removed.
+    That is the files that `Checkpoints` has written, and emptied folders; of a link itself alone.
     """
     path = folder / CHECKPOINT
     if path.is_symlink():
@@ -152,6 +153,7 @@ def remove_states(folder: Path) -> None:
             states.rmdir()
     with suppress(OSError):
         path.rmdir()
+    remove_leftovers(folder)
 
 
 def write_json(path: Path, content: Any) -> str:
