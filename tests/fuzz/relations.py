@@ -156,7 +156,7 @@ def network_of(model: nn.Module) -> Network:
 # --- sums over batches ---
 
 
-@relation(30, batches=SEVERAL, approx=(*MODES, "head expand"), pads=(False, True, True))
+@relation(40, batches=SEVERAL, approx=MODES, pads=(True, True, True, False), layers=2)
 def batches_add_up(case: Case) -> None:
     """The factors of several batches are the sum of those of each batch alone."""
     made = case.build()
@@ -543,7 +543,8 @@ def samples_have_the_precision(case: Case) -> None:
     same("constants", change[:, ~moves], torch.zeros_like(change[:, ~moves]))
     P = torch.block_diag(*precision(posterior).values())
     noise = torch.randn(change.shape, generator=g, dtype=torch.float64)[:, moves]
-    same("lengths", torch.einsum("sp,pq,sq->s", change, P, change), noise.square().sum(1))
+    lengths = torch.einsum("sp,pq,sq->s", change, P, change)
+    same("lengths", lengths, noise.square().sum(1), rtol=1e-5)  # P may be ill-conditioned
 
 
 # --- one way of calling against another ---

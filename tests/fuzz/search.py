@@ -48,10 +48,12 @@ class Finding:
             f"{self.relation}({self.case!r})\n"
         )
 
-    def explains(self, relation: str, case: Case, error: str) -> bool:
-        """Whether another failure is this one with more around it."""
-        other = Finding(relation, case, error, "", 0.0)
-        return self.kind == other.kind and ingredients(self.case) <= ingredients(case)
+
+def is_known(other: Finding, findings: Iterable[Finding]) -> bool:
+    """Whether a failure is one of the findings with more around it, or of a kind found thrice."""
+    of_kind = [one for one in findings if one.kind == other.kind]
+    around = ingredients(other.case)
+    return len(of_kind) > 2 or any(ingredients(one.case) <= around for one in of_kind)
 
 
 def ingredients(described: Any) -> set[str]:
@@ -129,11 +131,12 @@ def search(
                 counts.refused[re.sub(r"'[^']*'|\d+", "_", str(refused))[:70]] += 1
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                if any(one.explains(relation.name, case, text) for one in known):
+                details = "".join(traceback.format_exception(error))
+                found = Finding(relation.name, case, text, details, now - start)
+                if is_known(found, known):
                     counts.known += 1
                     return
-                details = "".join(traceback.format_exception(error))
-                failures[case] = Finding(relation.name, case, text, details, now - start)
+                failures[case] = found
         if case in failures:  # one place, by which Hypothesis takes all failures for one
             last.append(failures[case])
             raise AssertionError(failures[case].error)

@@ -77,12 +77,12 @@ SIZES = {1: one_of(3, 4), 2: one_of(3, 2), 3: one_of(2)}
 def nets(draw: Any, pads: bool, mapping: bool, ruled: bool, most: int) -> Net:
     """A network of so many layers; one that averages copies takes no mappings."""
     axes = 1 if pads else draw(one_of(0, 1, 1, 2, 2, 3))
-    embeds = 0 < axes < 3 and draw(one_of(False, False, True))
-    pools = ["masked", "masked", "masked", "mean"] if pads else ["mean", "flatten", "mean"]
+    embeds = 0 < axes < 3 and draw(one_of(False, False, False, True))
+    pools = ["masked"] * 6 if pads else ["mean", "flatten", "mean"]
     pool = draw(one_of(*pools, "sum", None, "last")) if axes else "mean"
     return Net(
         draw(bodies(axes, pads, ruled, 0 if embeds else 1, most)),
-        tuple(draw(SIZES[axes]) for _ in range(axes)),
+        (4,) if pads else tuple(draw(SIZES[axes]) for _ in range(axes)),
         draw(one_of(2, 3)),
         draw(one_of(2, 3)),
         pool,
@@ -90,7 +90,7 @@ def nets(draw: Any, pads: bool, mapping: bool, ruled: bool, most: int) -> Net:
         embeds,
         embeds and draw(one_of(True, pads)),
         draw(one_of(None, None, "parameter", "embedding")) if axes == 1 else None,
-        pads and draw(one_of(False, True, True)),
+        pads and draw(one_of(True, True, True, False)),
         embeds and draw(one_of(False, False, True)),
         draw(FROZEN),
         0 if embeds or pads or mapping else draw(one_of(0, 0, 0, 2)),
@@ -103,7 +103,7 @@ SEEDS = st.integers(0, 99)
 
 @lru_cache
 def sizes(least: int, most: int, smallest: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.lists(st.integers(smallest, 4), min_size=least, max_size=most).map(tuple)
+    return st.lists(st.integers(smallest, 3), min_size=least, max_size=most).map(tuple)
 
 
 @st.composite
@@ -133,8 +133,9 @@ def cases(
     """
     padded, mapping = draw(one_of(*pads)), draw(yes_or_no)
     net = draw(nets(padded, mapping, ruled, layers))
+    trimmed = padded and draw(one_of(False, False, False, True))
     data = Data(
-        draw(sizes(*batches, smallest)), padded, padded and draw(yes_or_no), mapping,
+        draw(sizes(*batches, smallest)), padded, trimmed, mapping,
         draw(one_of("list", "reused", "iterator", "DataLoader")),
         draw(one_of(False, False, False, True)),
     )  # fmt: skip
