@@ -419,6 +419,10 @@ class KronLaplace(Posterior):
         self.restore(factors)
 
 
+OF_FIT = ("H", "loss", "n_data", "n_targets", "n_outputs", "mean", "n_params")
+"""What a fit of `JacobianLaplace` has found, besides which entries have a posterior."""
+
+
 class JacobianLaplace(KronLaplace):
     """The same with the GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), its diagonal, or its largest eigenpairs.
 
@@ -602,11 +606,10 @@ class JacobianLaplace(KronLaplace):
         return (rows - (rows @ H.mT) @ right).to(J)
 
     def _fit_state(self) -> dict[str, Any]:
-        names = ("H", "loss", "n_data", "n_targets", "n_outputs", "mean", "n_params")
-        return {name: getattr(self, name) for name in names} | {"chosen": self._indices()}
+        return {name: getattr(self, name) for name in OF_FIT} | {"chosen": self._indices()}
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
-        check_keys("Laplace's fit", state, self._fit_state())
+        check_keys("Laplace's fit", state, [*OF_FIT, "chosen"])
         for name, value in state.items():
             setattr(self, name, value)
 

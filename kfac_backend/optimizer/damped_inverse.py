@@ -109,7 +109,8 @@ def _decomposed(
     # Both factors share the damping so that each has the same relative one: π balances their scales
     # (Martens & Grosse 2015, section 6.3).
     pi = 1.0 if A is None else _balance(B, A)
-    pi = pi * (block.num_parameters / max(block.numel, 1)) ** 0.5  # d_out without constants
+    if block.num_parameters < block.numel:  # d_out without constants
+        pi = pi * (block.num_parameters / block.numel) ** 0.5
     of_A, of_B = (f"{block.name}, A", f"{block.name}, B") if clip else (None, None)
     failed: list[Tensor] = []
     L_A = None if A is None else _root(A, damping**0.5 * pi, of_A, failed)

@@ -26,6 +26,7 @@ ALIKE = {
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
     "BatchNorm3d", "SyncBatchNorm", "InstanceNorm3d", "adaptive softmax",
     "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
+    "Bilinear of what one layer computes",
 }  # fmt: skip
 
 pytestmark = [
