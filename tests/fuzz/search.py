@@ -50,7 +50,7 @@ class Finding:
         )
 
     def is_among(self, findings: Sequence["Finding"]) -> bool:
-        """Whether this is one of the findings with more around it, or there are many of its kind."""
+        """Whether this is one of the findings with more around it, or there are many alike."""
         alike = [other for other in findings if other.kind == self.kind]
         own = ingredients(self.case)
         return len(alike) >= ALIKE or any(ingredients(other.case) <= own for other in alike)
