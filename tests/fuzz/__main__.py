@@ -31,27 +31,28 @@ def main() -> int:
     counts = {name: Counts() for name in names}
     findings: list[Finding] = []
     start = time.perf_counter()
-    until, seed = start + options.seconds, options.seed
+    until, number = start + options.seconds, options.seed
     while time.perf_counter() < until:
         for name in names:
-            before = time.perf_counter() - start
-            finding = search(RELATIONS[name], counts[name], seed, EXAMPLES, findings, until)
-            if finding is not None:
-                findings.append(finding)
-                after = before + finding.seconds
-                print(f"--- finding {len(findings)}, after {after:.0f} s, seed {seed}")
-                print(finding.traceback if options.verbose else "", finding.script, flush=True)
-        seed += 1
+            found = search(RELATIONS[name], counts[name], number, EXAMPLES, findings, until)
+            if found is not None:
+                findings.append(found)
+                after = time.perf_counter() - start
+                print(f"--- finding {len(findings)}, after {after:.0f} s, seed {number}")
+                print(found.script, flush=True)
+                if options.verbose:
+                    print(found.details, flush=True)
+        number += 1
     print(
-        f"{'relation':38} {'cases':>6} {'refused':>8} {'seconds':>8} {'findings':>9} {'again':>6}"
+        f"{'relation':30} {'cases':>6} {'refused':>8} {'seconds':>8} {'findings':>9} {'again':>6}"
     )
-    for name, count in counts.items():
-        refused = sum(count.refused.values()) / max(count.tried, 1)
-        own = sum(finding.relation == name for finding in findings)
-        numbers = f"{count.tried:6} {refused:8.0%} {count.seconds:8.0f} {own:9} {count.again:6}"
-        print(f"{name:38} {numbers}")
-        for reason, times in count.refused.most_common(8) if options.verbose else ():
-            print(f"    {times:5}  {reason}")
+    for name, of in counts.items():
+        refused, own = sum(of.refused.values()), sum(f.relation == name for f in findings)
+        share = f"{refused / max(of.tried, 1):.0%}"
+        print(f"{name:30} {of.tried:6} {share:>8} {of.seconds:8.0f} {own:9} {of.known:6}")
+        if options.verbose:
+            for reason, times in of.refused.most_common(8):
+                print(f"    {times:5}  {reason}")
     return 1 if findings else 0
 
 

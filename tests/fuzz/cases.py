@@ -360,14 +360,14 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Case(Described):
-    """All that a relation is tried on; ``choice`` decides what the relation leaves open."""
+    """All that a relation is tried on; ``dice`` decides what the relation leaves open."""
 
     net: Net = Net()
     data: Data = Data()
     likelihood: str = "classification"
     options: Pass = Pass()
     seed: int = 0
-    choice: int = 0
+    dice: int = 0
 
     @property
     def counts(self) -> bool:
@@ -403,9 +403,9 @@ class Case(Described):
         if ignored:
             y.flatten()[1::3] = -100
         batches = [self._batch(*parts) for parts in split(self.data.sizes, x, y, mask)]
-        of_batches = check_runs(network, batches)
+        found = check_runs(network, batches)
         if self.net.pool is None and self.net.space:  # as long as the outputs of their batch
-            batches = list(map(cut_targets, batches, of_batches))
+            batches = list(map(cut_targets, batches, found))
         model: nn.Module = network
         if self.net.copies:
             model = LearnedAugmentation(network, [Noise()], self.net.copies, {"noise": 0.4})
@@ -495,9 +495,9 @@ def check_runs(model: nn.Module, batches: list[Any]) -> list[Tensor]:
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        of_batches = [outputs(model, batch) for batch in batches]
-        torch.autograd.grad(of_batches[0].sum(), parameters, allow_unused=True)
-        return of_batches
+        found = [outputs(model, batch) for batch in batches]
+        torch.autograd.grad(found[0].sum(), parameters, allow_unused=True)
+        return found
     except (RuntimeError, ValueError) as error:
         raise Impossible(str(error)) from error
 
@@ -536,14 +536,14 @@ class Reused:
     def __iter__(self) -> Iterator[Any]:
         memory: dict[Any, Tensor] = {}
 
-        def copied(key: Any, t: Tensor) -> Tensor:
+        def lent(key: Any, t: Tensor) -> Tensor:
             return memory.setdefault((key, t.shape), torch.empty_like(t)).copy_(t)
 
         for batch in self.batches:
             if isinstance(batch, dict):
-                yield {key: copied(key, t) for key, t in batch.items()}
+                yield {key: lent(key, t) for key, t in batch.items()}
             else:
-                yield tuple(copied(i, t) for i, t in enumerate(batch))
+                yield tuple(lent(i, t) for i, t in enumerate(batch))
             for tensor in memory.values():
                 tensor.fill_(math.nan if tensor.is_floating_point() else 1)
 

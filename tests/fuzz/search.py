@@ -5,8 +5,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -17,23 +17,22 @@ from tests.fuzz.relations import Refused, Relation
 
 SHRINKING = 20.0
 """Seconds after which a failing case is small enough."""
-ALIKE = 3
-"""Findings of one relation and one error, beyond which more are no news."""
-SIZES = ("seed", "choice", "sizes", "space", "width", "outputs")
+SIZES = ("seed", "dice", "sizes", "space", "width", "outputs")
 """Fields that do not make a finding another one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failing case; that of `search` is the smallest."""
+    """The smallest case that a search has found."""
 
     relation: str
     case: Case
     error: str
     """The error's type and its first line."""
-    traceback: str
+    details: str
+    """The traceback."""
     seconds: float
-    """From the start of the search to the first failing case."""
+    """After which the first failing case was found."""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -49,24 +48,25 @@ class Finding:
             f"{self.relation}({self.case!r})\n"
         )
 
-    def is_among(self, findings: Sequence["Finding"]) -> bool:
-        """Whether this is one of the findings with more around it, or there are many alike."""
-        alike = [other for other in findings if other.kind == self.kind]
-        own = ingredients(self.case)
-        return len(alike) >= ALIKE or any(ingredients(other.case) <= own for other in alike)
+
+def is_known(other: Finding, findings: Iterable[Finding]) -> bool:
+    """Whether a failure is one of the findings with more around it, or of a kind found thrice."""
+    of_kind = [one for one in findings if one.kind == other.kind]
+    around = ingredients(other.case)
+    return len(of_kind) > 2 or any(ingredients(one.case) <= around for one in of_kind)
 
 
 def ingredients(described: Any) -> set[str]:
     """What a case is made of, without its sizes."""
-    names = {described.kind} if isinstance(described, Layer) else set()
+    found = {described.kind} if isinstance(described, Layer) else set()
     for f in fields(described):
         value = getattr(described, f.name)
         if f.name in (*SIZES, "kind") or value == f.default:
             continue
-        for entry in value if isinstance(value, tuple) else [value]:
-            inner = ingredients(entry) if is_dataclass(entry) else {f"{f.name}={entry}"}
-            names |= {f"{type(described).__name__}.{name}" for name in inner}
-    return names
+        for one in value if isinstance(value, tuple) else [value]:
+            inner = ingredients(one) if is_dataclass(one) else {f"{f.name}={one}"}
+            found |= {f"{type(described).__name__}.{name}" for name in inner}
+    return found
 
 
 @dataclass
@@ -75,8 +75,7 @@ class Counts:
 
     tried: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    again: int = 0
-    """Failures that are findings already."""
+    known: int = 0
     seconds: float = 0.0
 
 
@@ -84,8 +83,7 @@ def run(relation: Relation, case: Case) -> None:
     """Try a relation on a case, with random numbers of its own.
 
     Raises:
-        Impossible: torch does not run the case.
-        Refused: the product does not take it.
+        Refused: the product does not take the case.
         Exception: the relation does not hold.
     """
     torch.manual_seed(0)
@@ -99,18 +97,18 @@ def search(
     counts: Counts,
     number: int,
     examples: int,
-    findings: Sequence[Finding] = (),
+    known: Iterable[Finding] = (),
     until: float = float("inf"),
 ) -> Finding | None:
-    """The smallest failing case among those that are drawn by a seed; None if there is none.
+    """The smallest failing case among so many that are drawn by a seed; None if there is none.
 
     Args:
         relation: what should hold.
         counts: to which the cases are added.
         number: the seed; it decides all that is drawn.
         examples: most cases that are drawn.
-        findings: what is no news.
-        until: when the search ends, as of `time.perf_counter`.
+        known: findings whose cases, with more around them, are no news.
+        until: the time at which the search ends, as by `time.perf_counter`.
     """
     start = time.perf_counter()
     failures: dict[Case, Finding] = {}
@@ -118,9 +116,12 @@ def search(
 
     def holds(case: Case) -> None:
         now = time.perf_counter()
-        first = next(iter(failures.values()), None)
-        is_over = now > until if first is None else now > start + first.seconds + SHRINKING
-        if case not in failures and not is_over:
+        if failures and now > start + next(iter(failures.values())).seconds + SHRINKING:
+            if case not in failures:
+                return  # no smaller ones are looked for
+        elif not failures and now > until:
+            return
+        if case not in failures:
             counts.tried += 1
             try:
                 run(relation, case)
@@ -130,26 +131,31 @@ def search(
                 counts.refused[re.sub(r"'[^']*'|\d+", "_", str(refused))[:70]] += 1
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                trace = "".join(traceback.format_exception(error))
-                finding = Finding(relation.name, case, text, trace, now - start)
-                if finding.is_among(findings):
-                    counts.again += 1
-                else:
-                    failures[case] = finding
+                details = "".join(traceback.format_exception(error))
+                found = Finding(relation.name, case, text, details, now - start)
+                if is_known(found, known):
+                    counts.known += 1
+                    return
+                failures[case] = found
         if case in failures:  # one place, by which Hypothesis takes all failures for one
             last.append(failures[case])
             raise AssertionError(failures[case].error)
 
-    test = settings(
+    tried = given(relation.strategy)(holds)
+    tried = settings(
         max_examples=examples, database=None, deadline=None, print_blob=False,
-        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
-        report_multiple_bugs=False, phases=(Phase.generate, Phase.shrink),
-        verbosity=Verbosity.quiet,
-    )(seed(number)(given(relation.strategy)(holds)))  # fmt: skip
+        suppress_health_check=list(HealthCheck),  # pyright: ignore
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink), verbosity=Verbosity.quiet,
+    )(seed(number)(tried))  # fmt: skip
     try:
-        test()
-    except AssertionError:  # the last one is that of the smallest case
-        return replace(last[-1], seconds=next(iter(failures.values())).seconds)
+        tried()
+    except AssertionError:
+        first = next(iter(failures.values()))
+        smallest = last[-1]
+        return Finding(
+            smallest.relation, smallest.case, smallest.error, smallest.details, first.seconds
+        )
     finally:
         counts.seconds += time.perf_counter() - start
     return None

@@ -25,7 +25,7 @@ OF_OUTPUTS = (
 """Those whose curvature does not depend on the targets, as K-FAC's steps need."""
 SYMMETRIC = ("classification", "regression", "bernoulli", "poisson", "student_t", "known_noise")
 """Those that treat all outputs alike."""
-CHOICES = st.integers(0, 11)
+DICE = st.integers(0, 11)
 
 
 @lru_cache(None, typed=True)
@@ -77,7 +77,7 @@ SIZES = {1: one_of(3, 4), 2: one_of(3, 2), 3: one_of(2)}
 def nets(draw: Any, pads: bool, mapping: bool, ruled: bool, most: int) -> Net:
     """A network of so many layers; one that averages copies takes no mappings."""
     axes = 1 if pads else draw(one_of(0, 1, 1, 2, 2, 3))
-    embeds = 0 < axes < 3 and draw(one_of(False, False, True))
+    embeds = 0 < axes < 3 and draw(one_of(False, False, False, True))
     pools = ["masked"] * 6 if pads else ["mean", "flatten", "mean"]
     pool = draw(one_of(*pools, "sum", None, "last")) if axes else "mean"
     return Net(
@@ -115,7 +115,7 @@ def cases(
     pads: tuple[bool, ...] = (False, True),
     batches: tuple[int, int] = (1, 3),
     smallest: int = 1,
-    layers: int = 3,
+    layers: int = 4,
     ruled: bool = False,
 ) -> Case:
     """A case with these likelihoods and options.
@@ -148,4 +148,4 @@ def cases(
     )
     if net.head_tied:  # with an output for each token
         likelihoods = tuple(name for name in likelihoods if "ordinal" not in name)
-    return Case(net, data, draw(one_of(*likelihoods)), options, draw(SEEDS), draw(CHOICES))
+    return Case(net, data, draw(one_of(*likelihoods)), options, draw(SEEDS), draw(DICE))
