@@ -99,7 +99,7 @@ def check_dtypes(model: nn.Module, arguments: Iterable[Any], error: Exception) -
 
     Whether a model converts its inputs shows only when it runs.
     """
-    words = "dtype", "scalar type", "Input type", "not implemented for"  # torch's
+    words = "dtype", "scalar type", "Input type", "must have the type", "not implemented for"
     parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
     tensors = [t for x in arguments for t in (x.values() if isinstance(x, Mapping) else [x])]
     dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)}
