@@ -136,7 +136,13 @@ def _run(command: str | None, arguments: list[str]) -> None:
     brief = bool({"-h", "--help"} & {*arguments}) and "all" not in arguments and command == "train"
     parser, own = _parsers(command, brief)
     with _yaml_without_aliases():
-        options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
+        try:
+            options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
+        except RecursionError:  # which newer versions of jsonargparse report themselves
+            raise ValueError(
+                "The nesting depth of a file of options is beyond Python's limit; write its "
+                "options with less nesting."
+            ) from None
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
     # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
