@@ -27,16 +27,16 @@ ShiftLabels = bool | Literal["auto"]
 class Options:
     """What options have in common: each object checks itself, and a changed one is a new one."""
 
-    def but(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """These options with some of them changed.
 
         Raises:
             TypeError: a name that is not an option; it lists the options.
         """
-        known = [field.name for field in fields(self)]
-        unknown = [name for name in changes if name not in known]
+        names = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in names]
         if unknown:
-            raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(known)}.")
+            raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
         return replace(self, **changes)
 
 
@@ -232,7 +232,7 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
         assert kfac_approx != "auto"
         return dict.fromkeys(names, kfac_approx)
     modes: dict[str, Mode] = {}
-    used: set[str] = set()
+    matched: set[str] = set()
     for name in names:
         fitting = [pattern for pattern in kfac_approx if fnmatchcase(name, pattern)]
         if not fitting:
@@ -241,8 +241,8 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
                 "or '*' at the end for all others."
             )
         modes[name] = kfac_approx[fitting[0]]
-        used.add(fitting[0])
-    unused = [pattern for pattern in kfac_approx if pattern not in used and pattern != "*"]
+        matched.add(fitting[0])
+    unused = [pattern for pattern in kfac_approx if pattern not in matched and pattern != "*"]
     if unused:
         raise ValueError(
             f"The pattern '{unused[0]}' of kfac_approx fits no layer that earlier patterns leave; "

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.func import jacrev
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.engine.batches import Targets, detached, each_batch, split_batch
+from kfac_backend.engine.calls import call_with, plain_attention
+from kfac_backend.engine.checks import check_finite
+from kfac_backend.engine.padding import padding_rows
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
-from kfac_backend.model.batches import Targets, detached, each_batch, split_batch
-from kfac_backend.model.calls import call_with, plain_attention
-from kfac_backend.model.checks import check_finite
-from kfac_backend.model.padding import padding_rows
 from kfac_backend.options import CurvatureOptions, PassOptions, check_keys, check_option
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
@@ -106,7 +106,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         else:
             shared = _with_others_frozen(model, names)
     kind = KronLaplace if hessian_structure == "kron" else JacobianLaplace
-    curvature = CurvatureOptions(kfac_approx="expand").but(**options)
+    curvature = CurvatureOptions(kfac_approx="expand").replace(**options)
     if kind is JacobianLaplace:
         for name, default in vars(PassOptions()).items():
             if options.get(name, default) != default:

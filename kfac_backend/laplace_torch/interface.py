@@ -58,7 +58,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         fisher = "empirical"
         if isinstance(self, laplace.curvature.GGNInterface):
             fisher = "mc" if self.stochastic else "exact"
-        self.options = CurvatureOptions(kfac_approx="expand").but(
+        self.options = CurvatureOptions(kfac_approx="expand").replace(
             **{"dict_key_y": dict_key_y} | kwargs,
             fisher=fisher,
             mc_samples=getattr(self, "num_samples", 1),

@@ -29,22 +29,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.loss import IGNORED, check_targets
-from kfac_backend.model.automatic_mode import automatic_mode
-from kfac_backend.model.batches import counting, detached, mask_of
-from kfac_backend.model.calls import (
+from kfac_backend.engine.automatic_mode import automatic_mode
+from kfac_backend.engine.batches import counting, detached, mask_of
+from kfac_backend.engine.calls import (
     explicit_forwards,
     logits_of,
     num_examples,
-    restored,
+    preserve_state,
     uncompiled,
 )
-from kfac_backend.model.capture import Capture
-from kfac_backend.model.checks import check_batch_norm, check_output
-from kfac_backend.model.driver import Driver
-from kfac_backend.model.factor_sums import FactorSums, assemble_blocks, check_memory
-from kfac_backend.model.proof import Proof
-from kfac_backend.model.rule_assignment import Operations, RuleAssignment, assign_rules
+from kfac_backend.engine.capture import Capture
+from kfac_backend.engine.checks import check_batch_norm, check_output
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
+from kfac_backend.loss import IGNORED, check_targets
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
@@ -196,7 +196,7 @@ class TrainingPass:
         trained = self._trained()
         shapes = ((name, self.parameters[name]) for name in trained)
         only = {name for name, p in shapes if p.dim() and not p.is_complex()}
-        with restored(self._model):
+        with preserve_state(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)
         assignment = _only_with_hooks(assignment, assignment.unknown)
@@ -261,7 +261,7 @@ class TrainingPass:
             forward.capture.listens = True
         for tracked in driver.assignment.own_parameters:
             (name,) = tracked.parameters.values()
-            stack.enter_context(_lent(tracked.layer, copies[name]))
+            stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
         # `_end` must run after the layers' hooks. Where the model is itself a layer, that hook was
         # registered later. Moving `_end` keeps its handle, where registering it anew would not.
@@ -366,7 +366,7 @@ class TrainingPass:
             return
         x = detached(x, driver.device)
         try:
-            with self.paused(), restored(self._model), full_float32():
+            with self.paused(), preserve_state(self._model), full_float32():
                 self._model.eval()
                 if not proof.is_made(N):
                     proof.make(x, N)
@@ -468,17 +468,17 @@ class _ModelHook:
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
-    def __call__(self, model: nn.Module, *seen: Any) -> None:
+    def __call__(self, model: nn.Module, *values: Any) -> None:
         """Call the function with the arguments of a forward hook, without the model."""
         if self._call is not None:
-            self._call(*seen)
+            self._call(*values)
 
     def __reduce__(self) -> tuple:
         return (_ModelHook, ())
 
 
 @contextmanager
-def _lent(layer: Any, copies: Tensor) -> Iterator[None]:
+def _temporary_parameter(layer: Any, copies: Tensor) -> Iterator[None]:
     """A context in which the copies take the place of a module's own parameter."""
     parameters, own = layer.holder._parameters, layer.value
     parameters[layer.name] = copies
@@ -492,5 +492,5 @@ def _input(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The input of a call of the model: its one argument, or a mapping of tensors by name."""
     if len(args) == 1 and not kwargs:
         return args[0]
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return {name: value for name, value in bound.items() if isinstance(value, Tensor)}

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfac_backend.engine.batches import Targets, split_batch
 from kfac_backend.extras import extra
-from kfac_backend.model.batches import Targets, split_batch
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.training.learner import PriorLearner

@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from kfac_backend.engine.batches import Targets, split_batch, to_device
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.model.batches import Targets, split_batch, to_device
-from kfac_backend.model.calls import forked_random_numbers
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode

@@ -31,10 +31,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kfac_backend.engine.batches import Targets
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets, counted_terms
-from kfac_backend.model.batches import Targets
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.engine.batches import Targets, each_batch, examples, split_batch, to_device
+from kfac_backend.engine.calls import call_with, num_examples
+from kfac_backend.engine.checks import check_finite, check_module
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import Targets, each_batch, examples, split_batch, to_device
-from kfac_backend.model.calls import call_with, num_examples
-from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
@@ -288,10 +288,10 @@ def predict_all(
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    targets = targets.but(**keywords)
+    targets = targets.replace(**keywords)
     model = getattr(predict, "model", None)
     if model is None and targets.shift_labels == "auto":
-        targets = targets.but(shift_labels=False)
+        targets = targets.replace(shift_labels=False)
     likelihood: str = getattr(predict, "likelihood", "classification")
     targets_of = Targets(likelihood, targets)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from kfac_backend.engine.batches import split_batch
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.batches import split_batch
 from kfac_backend.options import TargetOptions
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import differences, of_examples

@@ -21,10 +21,10 @@ from torch import distributed as dist
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.engine.batches import Targets
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets
-from kfac_backend.model.batches import Targets
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data.batches import split_batches
 from marglik.data.splits import DataSource, Splits, described, tensors_in

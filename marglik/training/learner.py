@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import Targets, split_batch, to_device
+from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
+from kfac_backend.engine.checks import check_module
+from kfac_backend.engine.padding import padding_rows
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import Targets, split_batch, to_device
-from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
-from kfac_backend.model.checks import check_module
-from kfac_backend.model.padding import padding_rows
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
@@ -178,7 +178,7 @@ class PriorLearner:
                     f"those of Schedule ({', '.join(of_schedule)}) and those of CurvatureOptions "
                     f"({', '.join(of_curvature)})."
                 )
-        curvature = curvature.but(**{k: v for k, v in options.items() if k in of_curvature})
+        curvature = curvature.replace(**{k: v for k, v in options.items() if k in of_curvature})
         curvature.check(likelihood)
         check_option("mean_over", mean_over, MeanOver)
         check_option("curvature_from", curvature_from, CurvatureFrom)
@@ -766,7 +766,7 @@ class PriorLearner:
         """
         hyper, options = self.hyperparameters, self.curvature
         if self._draws_labels and not is_last:
-            options = options.but(fisher="mc", mc_samples=1)
+            options = options.replace(fisher="mc", mc_samples=1)
         former = self.posterior
         self.posterior = posterior = Posterior(
             self._model,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.model.batches import split_batch
+from kfac_backend.engine.batches import split_batch
 from kfac_backend.ranks import Ranks
 
 Loader = Iterable[Any]

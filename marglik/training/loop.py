@@ -38,14 +38,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
+from kfac_backend.engine.batches import Targets, each_batch, split_batch, to_device
+from kfac_backend.engine.calls import arguments, logits_of
+from kfac_backend.engine.checks import check_module, check_output
 from kfac_backend.loss import check_targets, counted_terms, loss_sum
-from kfac_backend.model.batches import Targets, each_batch, split_batch, to_device
-from kfac_backend.model.calls import arguments, logits_of
-from kfac_backend.model.checks import check_module, check_output
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import kept_mode
+from marglik.eval_mode import preserve_mode
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
@@ -249,7 +249,7 @@ class OnlineTraining:
 
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)
-        with bar, kept_mode(self.model), ExitStack() as stack:
+        with bar, preserve_mode(self.model), ExitStack() as stack:
             stack.callback(self.learner.detach)  # its hooks, also after an exception
             bar.update(self._epoch)
             while self.learner.ended_epochs < epochs:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from kfac_backend.model.batches import split_batch, to_device
-from kfac_backend.model.calls import arguments
+from kfac_backend.engine.batches import split_batch, to_device
+from kfac_backend.engine.calls import arguments
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import kept_mode
+from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader
 
 NEW_NORM = 0.02
@@ -294,7 +294,7 @@ def renew_batch_norm(
         return
     momenta = [norm.momentum for norm in norms]
     device = next(model.parameters()).device
-    with kept_mode(model):
+    with preserve_mode(model):
         model.train()
         for norm in norms:
             norm.reset_running_stats()

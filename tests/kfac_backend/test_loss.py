@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 from kfac_backend import likelihoods
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.engine.batches import Targets
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import IGNORED, check_targets, loss_sum
-from kfac_backend.model.batches import Targets
 from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
 

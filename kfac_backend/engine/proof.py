@@ -32,12 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Run, SharedAxes, current_rows
-from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.model.batches import Plan, counting, examples, make_plan
-from kfac_backend.model.calls import (
+from kfac_backend.engine.batches import Plan, counting, examples, make_plan
+from kfac_backend.engine.calls import (
     DtypesInUse,
     attempt,
     call_with,
@@ -46,12 +42,16 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     noise_like,
     num_examples,
-    restored,
+    preserve_state,
 )
-from kfac_backend.model.capture import Capture, Sink, rows_of
-from kfac_backend.model.checks import check_inputs, is_out_of_memory
-from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
-from kfac_backend.precision import held
+from kfac_backend.engine.capture import Capture, Sink, rows_of
+from kfac_backend.engine.checks import check_inputs, is_out_of_memory
+from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers.rows import Run, SharedAxes, current_rows
+from kfac_backend.layers.rule import summed_gradients
+from kfac_backend.precision import temporary_setting
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -149,7 +149,7 @@ class Proof:
         """
         assignment = self.assignment
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
-        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
+        if assignment.operations.names or assignment.diagonal or kinds & {"several", "followed"}:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
@@ -233,29 +233,31 @@ class Proof:
                 if again or not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
-                from kfac_backend.model.operations import follow
+                from kfac_backend.engine.operations import follow
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
             # Step 5: which rows are constants, where any can be.
             of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
             if not again and (assignment.diagonal or of_layers.count(None) < len(of_layers)):
-                from kfac_backend.model.padding import padding_rows
+                from kfac_backend.engine.padding import padding_rows
 
                 assignment = replace(assignment, padding=padding_rows(self._model, x))
         # Step 6: no layer mixes examples, with everything in place that the steps before found.
         if not self._independence_verified and (N is None or N > 1):
             x, numbers = with_first_again(x, self.plan.splits) if by_example else (x, None)
-            own = [name for t in assignment.own_parameters for name in t.parameters.values()]
-            if own:
-                verify_gradients(self._model, assignment, x, dict.fromkeys(own, no_copies(own)))
+            own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
+            if own_names:
+                verify_gradients(
+                    self._model, assignment, x, dict.fromkeys(own_names, no_copies(own_names))
+                )
             while True:
                 try:
                     self._independence_verified, runs = verify_independence(
                         self._model, assignment, x, numbers, ignored
                     )
                     break
-                # "folded" was a guess from the number of rows. Without it the rows may still be
+                # "several" was a guess from the number of rows. Without it the rows may still be
                 # independent, in another order; then only their examples are unknown.
                 except _Mixed as mixed:
                     assignment = _without_folds(assignment, mixed)
@@ -341,7 +343,7 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
 
     With the shape of a row. It is None where the model says whose rows they are.
     """
-    found: list[Any] = []
+    all_rows: list[Any] = []
     number: Counter[TrackedLayer] = Counter()
 
     def record(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -352,19 +354,19 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
         kind = kinds[min(number[tracked], len(kinds) - 1)]
         number[tracked] += 1
         if current_rows() is not None:
-            found.append(None)
+            all_rows.append(None)
         elif isinstance(kind, SharedAxes):  # the whole input is each example's
             copied = kind.with_first or a.dim() > kind.number
-            found.append((tracked.name, 1, a.shape[1:] if copied else a.shape))
+            all_rows.append((tracked.name, 1, a.shape[1:] if copied else a.shape))
         else:
-            found.append((tracked.name, len(a) / N, a.shape[1:]))
+            all_rows.append((tracked.name, len(a) / N, a.shape[1:]))
 
     handles = [
         tracked.layer.register_forward_pre_hook(partial(record, tracked), with_kwargs=True)
         for tracked in assignment.layers
     ]
     try:
-        yield found
+        yield all_rows
     finally:
         for handle in handles:
             handle.remove()
@@ -386,13 +388,13 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
     """
     runs = dict(assignment.runs)
     kinds = runs.get(mixed.tracked.layer, ())
-    if "folded" not in kinds:
+    if "several" not in kinds:
         raise NotImplementedError(str(mixed)) from None
     # The experts of one array are all routed alike.
     names = set(mixed.tracked.parameters.values())
     for layer in [t.layer for t in assignment.layers if names & set(t.parameters.values())]:
         kinds = runs.get(layer, ("examples",))
-        runs[layer] = tuple("examples" if kind == "folded" else kind for kind in kinds)
+        runs[layer] = tuple("examples" if kind == "several" else kind for kind in kinds)
     return replace(assignment, runs=runs)
 
 
@@ -454,11 +456,13 @@ class _Uses(Capture):
         # lead to parameters that something else has used since.
         if a.requires_grad:
             self.found_outside(a, f"the input of layer {tracked}")
-        own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
-        known = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
-        if known:  # one rule must match all runs of the layer
+        parameters = {local: self._parameters[name] for local, name in tracked.parameters.items()}
+        candidates = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
+        if candidates:  # one rule must match all runs of the layer
             tolerance = self.dtypes.tolerance
-            self.rules[tracked] = _matching_rules(tracked, known, own, a, output, tolerance)
+            self.rules[tracked] = _matching_rules(
+                tracked, candidates, parameters, a, output, tolerance
+            )
         return output.detach()
 
 
@@ -514,7 +518,7 @@ def verify_uses(
 def _matching_rules(
     tracked: TrackedLayer,
     rules: list[type[Rule]],
-    own: dict[str, Tensor],
+    parameters: dict[str, Tensor],
     a: Tensor,
     output: Any,
     tolerance: float,
@@ -542,7 +546,7 @@ def _matching_rules(
     some = slice(2 if tracked.built_in else len(a))
     u[some.stop :] = 0.0
     should = torch.autograd.grad(
-        output, list(own.values()), u.view_as(output), retain_graph=True, allow_unused=True
+        output, list(parameters.values()), u.view_as(output), retain_graph=True, allow_unused=True
     )
     if None in should:
         return []
@@ -557,7 +561,7 @@ def _matching_rules(
             return False  # the rule is not for such inputs
         return all(
             close(gradient.flatten(), does[local].to(gradient), tolerance)
-            for local, gradient in zip(own, should, strict=True)
+            for local, gradient in zip(parameters, should, strict=True)
         )
 
     return [kind for kind in rules if obeys(kind)]
@@ -620,7 +624,7 @@ def verify_independence(
     reached = _ReachedRows()
     with Capture(model, assignment, reached) as capture:
         f = capture.forward(x)
-        for tracked in capture.not_folded:
+        for tracked in capture.not_divisible:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if f.dim() < 2 or not torch.isfinite(f).all():
             return False, {}  # reported by name, with the targets
@@ -638,11 +642,11 @@ def verify_independence(
         ):
             u = u * ~ignored[numbers][..., None]
         splits = [numbers == 0]
-        if capture.folds:
-            # That rows are folded was guessed from their number. The first example against the rest
-            # would not notice rows that are swapped among the rest, as if they were chosen by their
-            # values. So each bit of the examples' indices splits them into two halves, and any two
-            # examples lie in different halves for at least one bit.
+        if capture.has_row_groups:
+            # That an example's rows follow one another was guessed from their number. The first
+            # example against the rest would not notice rows that are swapped among the rest, as if
+            # they were chosen by their values. So each bit of the examples' indices splits them
+            # into two halves, and any two examples lie in different halves for at least one bit.
             order = torch.arange(len(f), device=f.device)
             splits += [(order >> bit & 1).bool() for bit in range((len(f) - 1).bit_length())]
         for first in splits:
@@ -748,24 +752,24 @@ def find_runs(
         seen_of_two = _runs_and_shapes(model, assignment, twins, backward=False)
         return twins, _runs_and_shapes(model, assignment, one), seen_of_two
 
-    found = attempt(trial)
-    if isinstance(found, Exception):  # a model that needs a whole batch
+    recorded = attempt(trial)
+    if isinstance(recorded, Exception):  # a model that needs a whole batch
         return assignment, {}
-    twins, (runs, shapes), (_, shapes_of_two) = found
-    # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``folded`` is the
-    # answer, ``runs`` has no folded rows and is what copies of shared outputs are tried with.
+    twins, (runs, shapes), (_, shapes_of_two) = recorded
+    # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``kinds_of`` is the
+    # answer, ``runs`` has no kind "several" and is what copies of shared outputs are tried with.
     shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
-    folded = {tracked: list(kinds) for tracked, kinds in runs.items()}
-    for tracked, seen in shapes.items():
+    kinds_of = {tracked: list(kinds) for tracked, kinds in runs.items()}
+    for tracked, sizes in shapes.items():
         of_two = shapes_of_two.get(tracked, [])
-        for number, (shape, twice) in enumerate(zip(seen, of_two, strict=False)):
+        for number, (shape, twice) in enumerate(zip(sizes, of_two, strict=False)):
             # The shape is None where `examples_of_rows` gives the examples.
             if shape is None or twice is None or runs[tracked][number] == "constant":
                 continue
-            if shape == twice and len(seen) == len(of_two):
+            if shape == twice and len(sizes) == len(of_two):
                 shared[tracked, number] = shape
             elif len(shape) and shape[0] > 1 and twice[0] == 2 * shape[0]:
-                folded[tracked][number] = "folded"
+                kinds_of[tracked][number] = "several"
     # Step 2: try to copy the outputs of shared runs for each example.
     # A first axis of size one may be a batch axis or an axis with a single position. Its size does
     # not tell, so both are tried: with the wrong one the model's output changes.
@@ -773,12 +777,12 @@ def find_runs(
         for (tracked, number), shape in shared.items():
             with_first = first and len(shape) > 0 and shape[0] == 1
             kind = SharedAxes(with_first, len(shape))
-            runs[tracked][number] = folded[tracked][number] = kind
+            runs[tracked][number] = kinds_of[tracked][number] = kind
         if _takes_copies(model, _with_runs(assignment, runs), twins):
-            return _with_runs(assignment, folded), {}
+            return _with_runs(assignment, kinds_of), {}
     # Step 3: neither fits, as for a table that is indexed before it meets the examples.
     for tracked, number in shared:
-        folded[tracked][number] = "followed"
+        kinds_of[tracked][number] = "followed"
     layers = dict.fromkeys(tracked for tracked, _ in shared)
     message = (
         f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
@@ -787,7 +791,7 @@ def find_runs(
         "(N, ...), or freeze it (requires_grad_(False))."
     )
     names = [name for tracked in layers for name in tracked.parameters.values()]
-    return _with_runs(assignment, folded), dict.fromkeys(names, message)
+    return _with_runs(assignment, kinds_of), dict.fromkeys(names, message)
 
 
 class _InputShapes(Sink):
@@ -800,8 +804,8 @@ class _InputShapes(Sink):
         """Add a run's shape."""
         declared = use.rows is not None and not use.rows.of_positions
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
-        known = None if declared or not use.a.numel() else torch.Size(shape)
-        self.shapes.setdefault(tracked, []).append(known)
+        counted = None if declared or not use.a.numel() else torch.Size(shape)
+        self.shapes.setdefault(tracked, []).append(counted)
 
 
 def _runs_and_shapes(
@@ -852,7 +856,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
 def _without_cudnn() -> AbstractContextManager[None]:
     """CuDNN off: its recurrent layers have no derivative in eval mode."""
     cudnn = torch.backends.cudnn
-    return held(lambda: cudnn.enabled, lambda on: setattr(cudnn, "enabled", on), False)
+    return temporary_setting(lambda: cudnn.enabled, lambda on: setattr(cudnn, "enabled", on), False)
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -863,7 +867,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
     names = {id(p): name for name, p in model.named_parameters()}
-    known = {name for t in assignment.all for name in t.parameters.values()}  # by rules
+    of_rules = {name for t in assignment.all for name in t.parameters.values()}  # by rules
     messages = {
         d: {
             names[id(p)]: f"Layer '{d.name}' ({type(d.layer).__name__}) computes something other "
@@ -871,11 +875,11 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             "parts). Register parts for its class (register_rule), or freeze it "
             "(requires_grad_(False))."
             for p in d.layer.parameters()
-            if names[id(p)] in known
+            if names[id(p)] in of_rules
         }
         for d in divided
     }
-    with restored(model):
+    with preserve_state(model):
         model.eval()  # in train mode the two forwards would draw different dropout masks
         try:
             every = dict(ChainMap(*messages.values()))
@@ -953,23 +957,23 @@ def verify_gradients(
                 forked_random_numbers(model),
             ):
                 g = capture.forward(x)
-                same = close(f.detach(), g.detach(), used.tolerance)
-                if same:
+                equal = close(f.detach(), g.detach(), used.tolerance)
+                if equal:
                     capture.backward(g, [u])
-                return same
+                return equal
 
-        same = attempt(trial)  # a forward may fail in any way on a tensor of another shape
-        if isinstance(same, NotImplementedError):
-            raise same
-        if isinstance(same, Exception):
-            raise Refusal(messages) from same
+        equal = attempt(trial)  # a forward may fail in any way on a tensor of another shape
+        if isinstance(equal, NotImplementedError):
+            raise equal
+        if isinstance(equal, Exception):
+            raise Refusal(messages) from equal
         should = [None] * len(leaves)
         if f.requires_grad:
             should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
     wrong = {}
     for (name, leaf), gradient in zip(leaves.items(), should, strict=True):
         expected = torch.zeros_like(leaf) if gradient is None else gradient
-        if not same or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
+        if not equal or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
             wrong[name] = messages[name]
     if wrong:
         raise Refusal(wrong)

@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
-from kfac_backend.model.calls import (
+from kfac_backend.engine.calls import (
     attempt,
     call_with,
     close,
@@ -28,7 +25,10 @@ from kfac_backend.model.calls import (
     own_loss,
     takes_labels,
 )
-from kfac_backend.model.checks import warn_of_probabilities
+from kfac_backend.engine.checks import warn_of_probabilities
+from kfac_backend.layers.rows import counted_positions
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
@@ -366,16 +366,16 @@ class Targets:
             # model's own loss would end the process.
             if isinstance(attempt(fits), Exception):
                 return None  # reported by name, in the pass itself
-            own = own_loss(model, x, y)
-        if own is None:
+            own_output = own_loss(model, x, y)
+        if own_output is None:
             return False
         # Step 2: the model's own loss against ours, with these labels and with shifted ones.
-        f, loss = own
+        f, loss = own_output
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
             return None  # reported by name, in the pass itself
-        ways = {False: y} | ({True: _shifted(y)} if may_shift else {})
+        labels_of_shift = {False: y} | ({True: _shifted(y)} if may_shift else {})
         means, fitting = [], []
-        for shifts, labels in ways.items():
+        for shifts, labels in labels_of_shift.items():
             ours = float(loss_sum(at_least_float32(f), labels, self._likelihood))
             terms = max(int(num_counted_terms(f, labels, self._likelihood)), 1)
             means.append(f"{ours / terms:.6g}")

@@ -22,16 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.fisher import warn_of_many_passes
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import (
-    IGNORED,
-    check_targets,
-    counted_terms,
-    loss_sum,
-    num_counted_terms,
-)
-from kfac_backend.model.batches import (
+from kfac_backend.engine.batches import (
     Targets,
     counting,
     detached,
@@ -42,9 +33,9 @@ from kfac_backend.model.batches import (
     split_batch,
     splits_by_example,
 )
-from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
-from kfac_backend.model.capture import Capture, Sink
-from kfac_backend.model.checks import (
+from kfac_backend.engine.calls import call_with, forked_random_numbers, in_channels_last
+from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.checks import (
     LateChecks,
     check_finite,
     check_inputs,
@@ -52,8 +43,17 @@ from kfac_backend.model.checks import (
     out_of_memory,
     total_memory,
 )
-from kfac_backend.model.proof import Proof
-from kfac_backend.model.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.fisher import warn_of_many_passes
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.loss import (
+    IGNORED,
+    check_targets,
+    counted_terms,
+    loss_sum,
+    num_counted_terms,
+)
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     FASTER,
@@ -193,8 +193,8 @@ class Driver:
             num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
             padding=self.assignment.padding,
         )  # fmt: skip
-        same = {"the likelihood": self.likelihood, "the options": repr(self.options)}
-        sums = sum_over_ranks(sums, self.ranks, self.model, same)
+        must_agree = {"the likelihood": self.likelihood, "the options": repr(self.options)}
+        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree)
         # Advance the common generator, so that the next pass draws other labels.
         if self.fisher.draws and self.ranks.size > 1:
             common = self._common_generator()
@@ -297,7 +297,7 @@ class Driver:
     def _add_example_gradients(self, x: Any, y: Tensor) -> None:
         """Hand over the gradients in parameters without a rule, which no hook sees."""
         # Loaded only where such parameters are.
-        from kfac_backend.model.example_gradients import gradients_of_examples
+        from kfac_backend.engine.example_gradients import gradients_of_examples
 
         with torch.no_grad(), forked_random_numbers(self.model):
             f = call_with(self.model, {}, x)
@@ -400,7 +400,7 @@ class Driver:
         Called without data at the end of a pass that had none.
         """
         # Loaded only where the mode is not given.
-        from kfac_backend.model.automatic_mode import (
+        from kfac_backend.engine.automatic_mode import (
             EXAMPLES,
             automatic_mode,
             block_traces,

@@ -18,25 +18,30 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.model.checks import check_dtypes, check_output, is_out_of_memory
-from kfac_backend.model.rule_assignment import RuleAssignment
-from kfac_backend.precision import held
+from kfac_backend.engine.checks import check_dtypes, check_output, is_out_of_memory
+from kfac_backend.engine.rule_assignment import RuleAssignment
+from kfac_backend.precision import temporary_setting
 
 T = TypeVar("T")
 
 
-def restoration(*modules: nn.Module) -> Callable[[], None]:
+def state_restorer(*modules: nn.Module) -> Callable[[], None]:
     """A function that gives modules the modes, hooks, forwards and parameter objects they have now.
 
     For what is below these modules, too. It restores no values.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks")  # and what belongs to them
     before: list[tuple[dict, dict]] = []  # a dictionary, and its present entries
-    for own in (vars(m) for root in modules for m in root.modules()):
-        before.append((own, {key: own[key] for key in ("training", "forward") if key in own}))
-        hooks = [value for key, value in own.items() if key.startswith(kinds)]
+    for attributes in (vars(m) for root in modules for m in root.modules()):
+        before.append(
+            (
+                attributes,
+                {key: attributes[key] for key in ("training", "forward") if key in attributes},
+            )
+        )
+        hooks = [value for key, value in attributes.items() if key.startswith(kinds)]
         # Not those of TorchScript's modules, which are no dictionaries and cannot change.
-        entries = [d for d in (own.get("_parameters"), *hooks) if isinstance(d, dict)]
+        entries = [d for d in (attributes.get("_parameters"), *hooks) if isinstance(d, dict)]
         before += [(d, d.copy()) for d in entries]
 
     def restore() -> None:
@@ -51,9 +56,9 @@ def restoration(*modules: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def restored(*modules: nn.Module) -> Iterator[None]:
-    """A context after which modules are what they were before, see `restoration`."""
-    restore = restoration(*modules)
+def preserve_state(*modules: nn.Module) -> Iterator[None]:
+    """A context after which modules are what they were before, see `state_restorer`."""
+    restore = state_restorer(*modules)
     try:
         yield
     finally:
@@ -267,8 +272,8 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     if len(named) == 1:  # whatever it is called
         return (x,), {}
     takes_any = _takes_anything(parameters)
-    known = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
-    return ((), known) if known else ((x,), {})
+    keywords = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
+    return ((), keywords) if keywords else ((x,), {})
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
@@ -285,7 +290,7 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
 def _no_fused_path() -> AbstractContextManager[None]:
     """PyTorch's fused inference path off: it would run a transformer's layers without hooks."""
     mha = torch.backends.mha
-    return held(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)
+    return temporary_setting(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)
 
 
 def uncompiled() -> AbstractContextManager[None]:
