@@ -182,7 +182,10 @@ def _called(
         if module.training:
             for local, buffer in module.named_buffers(recurse=False):
                 state[path + local] = buffer.clone()
-    with _no_fused_path(), uncompiled():
+    # PyTorch's fused inference path would run a transformer's layers without hooks.
+    mha = torch.backends.mha
+    fused = mha.get_fastpath_enabled, mha.set_fastpath_enabled
+    with temporary_setting(*fused, False), uncompiled():
         try:
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         except (RuntimeError, ValueError) as error:
@@ -195,7 +198,7 @@ def _copied(value: Any) -> Any:
     if hasattr(value, "clone"):  # tensors, which keep their graph, and graphs
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
+        return map_entries(_copied, value)
     if type(value) in (list, tuple):
         return type(value)(_copied(entry) for entry in value)
     if hasattr(value, "to") and hasattr(value, "__dict__"):  # a user's object of tensors
@@ -258,6 +261,19 @@ def num_examples(x: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+class Arguments(dict[Any, Any]):
+    """Several arguments of a model's call: positional ones by their number, others by their name.
+
+    A mapping of another kind may also be a model's one argument, see `arguments`.
+    """
+
+
+def map_entries(function: Callable[[Any], Any], x: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A mapping with the function's value of each entry; arguments remain `Arguments`."""
+    entries = {key: function(value) for key, value in x.items()}
+    return Arguments(entries) if isinstance(x, Arguments) else entries
+
+
 def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments by which a model takes an input.
 
@@ -265,6 +281,9 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     arguments. Entries that the forward does not name are left out, and so are "labels", from which
     such models would compute a loss.
     """
+    if isinstance(x, Arguments):
+        positions = [key for key in x if isinstance(key, int)]
+        return tuple(x[key] for key in positions), {k: x[k] for k in x if k not in positions}
     if not isinstance(x, Mapping):
         return (x,), {}
     parameters = _parameters(model)
@@ -285,12 +304,6 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
     kinds = {p.kind for p in parameters}
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _no_fused_path() -> AbstractContextManager[None]:
-    """PyTorch's fused inference path off: it would run a transformer's layers without hooks."""
-    mha = torch.backends.mha
-    return temporary_setting(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)
 
 
 def uncompiled() -> AbstractContextManager[None]:

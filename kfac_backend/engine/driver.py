@@ -22,17 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import (
-    Targets,
-    counting,
-    detached,
-    each_batch,
-    examples,
-    mask_of,
-    parts,
-    split_batch,
-    splits_by_example,
-)
+from kfac_backend.engine.batches import detached, each_batch, examples, parts, splits_by_example
 from kfac_backend.engine.calls import call_with, forked_random_numbers, in_channels_last
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.checks import (
@@ -45,15 +35,9 @@ from kfac_backend.engine.checks import (
 )
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.engine.task import Task, counting
 from kfac_backend.fisher import warn_of_many_passes
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import (
-    IGNORED,
-    check_targets,
-    counted_terms,
-    loss_sum,
-    num_counted_terms,
-)
+from kfac_backend.loss import IGNORED, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     FASTER,
@@ -102,9 +86,10 @@ class Driver:
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of the data each."""
         self.model, self.options = model, options
-        self.likelihood = likelihood_of(likelihood)
         self.fisher = options.make_fisher()
-        self.targets = Targets(likelihood, options)
+        self.task = Task(likelihood, options)
+        """What the batches mean."""
+        self.likelihood = self.task.likelihood
         self._generator = generator
         self.proof = Proof(model, assignment or assign_rules(model, options.unsupported))
         """What is known of the model and its layers."""
@@ -147,7 +132,7 @@ class Driver:
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
         """Add all batches of some data; errors are those of `add`."""
         for batch in each_batch(data, description, progress):
-            x, y = split_batch(batch, self.options.dict_key_y)
+            x, y = self.task.split(batch)
             if self.precision == "auto" and self.num_data >= LONG_PASS:
                 self.precision = self._fitting_precision(x, y)
             self.add(x, y)
@@ -172,7 +157,7 @@ class Driver:
                 self.kfac_approx = kfac_approx  # not decided by the examples that happen to fit
                 raise out_of_memory(self.model, self.device, len(y), fitting)
             if self._late.is_time():
-                self._late.read(self.model, self.check_targets)
+                self._late.read(self.model, self.task.check)
         self.failed = False
 
     def finish(self) -> PassSums:
@@ -183,7 +168,7 @@ class Driver:
         self.check_whole()
         # If a check or the sum over ranks fails now, the pass must begin again.
         self.failed = bool(self.num_data)
-        self._late.read(self.model, self.check_targets)
+        self._late.read(self.model, self.task.check)
         if self.kfac_approx == "auto":
             self._decide_mode()
         blocks, others = self.sink.sums() if self.num_data else ({}, {})
@@ -208,10 +193,6 @@ class Driver:
                 "The last batch of this curvature pass failed, and a part of it is in the sums. "
                 "Call reset() and begin with the first batch."
             )
-
-    def check_targets(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error unless targets fit outputs."""
-        check_targets(f, y, self.likelihood, may_ignore=self.targets.may_ignore)
 
     # ---- One part of a batch, step by step.
 
@@ -253,7 +234,7 @@ class Driver:
     def vectors(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
         """The Fisher's vectors at outputs and targets."""
         return self.fisher.vectors(
-            self.likelihood, f, y, self._labels, may_ignore=self.targets.may_ignore
+            self.likelihood, f, y, self._labels, may_ignore=self.task.may_ignore
         )
 
     def count(self, f: Tensor, y: Tensor) -> None:
@@ -265,7 +246,7 @@ class Driver:
     def _part(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
         self.begin_part()
-        mask = mask_of(x, self.options.dict_key_mask)
+        mask = self.task.mask(x)
         capture = self.capture()
         with self.sink.part():
             with counting(mask), capture:
@@ -274,12 +255,12 @@ class Driver:
                 # Steady batches are checked on the device, and the result is read later. The first
                 # of its form is checked before the first backward pass: an error is cheap now.
                 if not isinstance(y, Tensor) or not self._late.see(x, f, y):
-                    self.check_targets(f, y)
+                    self.task.check(f, y)
                     check_finite(self.model, f, x)
                 elif self.likelihood.name == "classification":
                     # A label out of range, which is reported later, must not stop a GPU now.
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
-                self.targets.look_at(f)
+                self.task.look_at(f)
                 if not self.num_data:
                     warn_of_many_passes(self.fisher, self.likelihood, f)
                 capture.check_examples(len(f), hides=mask is not None)
@@ -328,7 +309,7 @@ class Driver:
         """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
             # First the targets, since the proof must know which loss terms count.
-            y = self.targets(self.model, x, y)
+            y = self.task.targets(self.model, x, y)
             self._verify(x, y)
             if self.kfac_approx == "auto":
                 self._decide_mode(x, y)
@@ -376,8 +357,7 @@ class Driver:
     def _verify(self, x: Any, y: Any) -> None:
         """Make what is missing of the proof."""
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        holds, key = self.proof.holds_for_masks, self.options.dict_key_mask
-        mask = None if holds else mask_of(x, key)
+        mask = None if self.proof.holds_for_masks else self.task.mask(x)
         if self.proof.is_made(N) and mask is None:
             return
         counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
@@ -436,7 +416,7 @@ class Driver:
         if memory is not None and 3 * self.sink.num_bytes() > memory:
             return "float32"
         x, y = detached(x, self.device), detached(y, self.device)
-        y = self.targets(self.model, x, y)
+        y = self.task.targets(self.model, x, y)
         if self.proof.plan.splits:
             x, y = examples(x, slice(TRIED_EXAMPLES)), y[:TRIED_EXAMPLES]
 

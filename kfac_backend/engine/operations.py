@@ -57,11 +57,11 @@ from kfac_backend.engine.rule_assignment import (
     TrackedLayer,
     followed,
 )
-from kfac_backend.engine.stacked import by_matrix
 from kfac_backend.layers import FunctionalLayer, Rule, Use
 from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.embedding import EmbeddingRule
+from kfac_backend.layers.stacked import by_matrix
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 
 

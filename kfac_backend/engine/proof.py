@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import Plan, counting, examples, make_plan
+from kfac_backend.engine.batches import Plan, examples, make_plan
 from kfac_backend.engine.calls import (
     DtypesInUse,
     attempt,
@@ -47,6 +47,7 @@ from kfac_backend.engine.calls import (
 from kfac_backend.engine.capture import Capture, Sink, rows_of
 from kfac_backend.engine.checks import check_inputs, is_out_of_memory
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.engine.task import counting
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows

@@ -196,7 +196,7 @@ class KfacPreconditioner:
             "the likelihood": likelihood,
             "mean_over": mean_over,
             "damping_on": options.damping_on,
-            **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature)},
+            **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature) if f.repr},
         }
 
     @property

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.automatic_mode import automatic_mode
-from kfac_backend.engine.batches import counting, detached, mask_of
+from kfac_backend.engine.batches import detached
 from kfac_backend.engine.calls import (
     explicit_forwards,
     logits_of,
@@ -44,7 +44,8 @@ from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
-from kfac_backend.loss import IGNORED, check_targets
+from kfac_backend.engine.task import counting
+from kfac_backend.loss import IGNORED
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
@@ -105,7 +106,7 @@ class TrainingPass:
             process_group=process_group,
             assignment=self._assign(),
         )
-        self._driver.targets.may_ignore = True  # which ones do not count, gradients will show
+        self._driver.task.may_ignore = True  # which ones do not count, gradients will show
         check_memory(self._driver.assignment, options, self._driver.device)
         self.reset()
         self.covered = self._assigned
@@ -251,7 +252,7 @@ class TrainingPass:
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
         driver.begin_part()
-        mask = mask_of(x, driver.options.dict_key_mask)
+        mask = driver.task.mask(x)
         forward = _Forward(driver.capture(in_training=True), mask)
         stack.enter_context(explicit_forwards(driver.assignment))
         stack.enter_context(counting(forward.mask))
@@ -310,7 +311,7 @@ class TrainingPass:
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
         y = self._pseudo_targets(f, g, forward.mask)
-        check_targets(f.detach(), y, driver.likelihood, may_ignore=True)
+        driver.task.check(f.detach(), y)
         self._compare(f, g)
         forward.is_seen = True
         driver.count(f, y)
@@ -361,7 +362,7 @@ class TrainingPass:
     def _prove(self, x: Any) -> None:
         """Prove, in eval mode, that the hooks see all; see `Proof`."""
         N, driver, proof = num_examples(x), self._driver, self._driver.proof
-        mask = None if proof.holds_for_masks else mask_of(x, driver.options.dict_key_mask)
+        mask = None if proof.holds_for_masks else driver.task.mask(x)
         if proof.is_made(N) and mask is None:
             return
         x = detached(x, driver.device)

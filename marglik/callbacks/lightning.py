@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_backend.engine.batches import Targets, split_batch
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
@@ -113,9 +113,9 @@ class MarginalLikelihood(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
         if f is not None and trainer.lightning_module.automatic_optimization:
-            options = self.learner.curvature
-            x, y = split_batch(batch, options.dict_key_y)
-            y = Targets(self.learner.likelihood, options)(network, x, y)
+            task = Task(self.learner.likelihood, self.learner.curvature)
+            x, y = task.split(batch)
+            y = task.targets(network, x, y)
             self.learner.compare_loss(loss / scale, f, y)
 
     def on_exception(

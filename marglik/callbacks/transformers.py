@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from kfac_backend.engine.batches import Targets, split_batch, to_device
+from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.options import CurvatureOptions
@@ -136,8 +137,9 @@ class MarginalLikelihood(TrainerCallback):
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        x, y = split_batch(dict(batch), self.learner.curvature.dict_key_y)
-        y = Targets(self.learner.likelihood, self.learner.curvature)(model, x, y)
+        task = Task(self.learner.likelihood, self.learner.curvature)
+        x, y = task.split(dict(batch))
+        y = task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
             try:
                 loss: Any = self._trainer.compute_loss(model, dict(batch))

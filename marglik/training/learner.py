@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import Targets, split_batch, to_device
+from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.checks import check_module
 from kfac_backend.engine.padding import padding_rows
+from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.optimizer.training_pass import MeanOver
@@ -285,7 +286,7 @@ class PriorLearner:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self.num_data = count_on_ranks(loader, self._ranks)
+        self.num_data = count_on_ranks(loader, self._ranks, self.curvature)
         """N, the number of examples of all ranks."""
         self.hyperparameters = self._given or self._make_hyperparameters(
             PriorGroups.from_model(model, self._structure),
@@ -328,18 +329,16 @@ class PriorLearner:
         Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
         mean_over="terms" it reads all targets, since already the first step needs their number.
         """
-        targets, terms, examples = Targets(self.likelihood, self.curvature), 0, 0
+        task, terms, examples = Task(self.likelihood, self.curvature), 0, 0
         device = next(self._model.parameters()).device
         self._vectors = 1
         self._padding: dict[str, int] = {}  # rows that are constants, and so have no decay
         with forked_random_numbers(self._model), eval_mode(self._model), torch.no_grad():
             for index, batch in enumerate(self._loader):
-                # A copy, since a model may change its input in place.
-                x, labels = split_batch(
-                    deepcopy(to_device(batch, device)) if index == 0 else batch,
-                    self.curvature.dict_key_y,
-                )
-                y = targets(self._model, x, labels)
+                x, labels = task.split(batch)
+                if index == 0:  # a copy, since a model may change its input in place
+                    x, labels = deepcopy(to_device(x, device)), to_device(labels, device)
+                y = task.targets(self._model, x, labels)
                 counted = counted_terms(y, self.likelihood)
                 terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
                 examples += len(y)
@@ -668,9 +667,8 @@ class PriorLearner:
             self._average.add(parameters)
             self._average.write(parameters)
             self._steps_at_update = None
-            key = self.curvature.dict_key_y
             with forked_random_numbers(self._model):
-                renew_batch_norm(self._model, self._loader, key, self._ranks)
+                renew_batch_norm(self._model, self._loader, self.curvature, self._ranks)
             self._average = WeightAverage()
         self.kept_epoch = self._epoch
         schedule = self.schedule
@@ -896,10 +894,10 @@ def update_prior(
         FloatingPointError: the evidence is not finite.
     """
     ranks, device = posterior.ranks, posterior.params[0].device
-    num_data = count_examples(data) if num_data is None else num_data
+    num_data = count_examples(data, posterior.options) if num_data is None else num_data
     start = _now(device)
     with own_random_numbers(ranks):
-        own = data if ranks.size == 1 else WithExamples(data, posterior.options.dict_key_y)
+        own = data if ranks.size == 1 else WithExamples(data, posterior.options)
         posterior.fit(own, progress_bar=progress)
     # The weight decays T·δ/N of the steps and the evidence must be of the same N.
     if posterior.n_data != num_data:
@@ -981,8 +979,8 @@ def likelihood_step(
     outputs, device = [], posterior.params[0].device
     with torch.no_grad(), eval_mode(posterior.model):
         for batch in data:
-            x, y = split_batch(to_device(batch, device), posterior.options.dict_key_y)
-            args, kwargs = arguments(posterior.model, x)
+            x, y = split_batch(batch, posterior.options)
+            args, kwargs = arguments(posterior.model, to_device(x, device))
             outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
     of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]
