@@ -296,6 +296,8 @@ class Capture:
         """Whether rows of the last forward pass were taken for several of each example."""
         self.not_divisible: list[TrackedLayer] = []
         """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+        self.masked: set[TrackedLayer] = set()
+        """Layers of whose rows a mask of positions hides some."""
         self.listens = False
         """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
         the graph, which the training's own backward pass uses, too."""
@@ -522,6 +524,8 @@ class Capture:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
         # Step 2: whose example each row is, if row n is not example n.
         rows = rows_of(tracked, a)
+        if rows is not None and rows.of_positions and not rows.all_count:
+            self.masked.add(tracked)
         # Not within a mask of positions: it would have to be grouped in the same way.
         if run == "several" and current_rows() is None and N:
             rows = consecutive_rows(len(a), N, a.device)

@@ -267,6 +267,9 @@ class Driver:
                 self.forward_done()
                 self.propagate(capture, f, y)
                 capture.check_runs()
+                masked = capture.masked
+            if masked - self.proof.masked:  # hidden rows in layers that had none before
+                self.proof.make_for_masks(x, mask, self._ignored(y))
             with self._no_autocast():
                 self.sink.part_done(f, y)
         if self.assignment.diagonal and self.sink.takes_example_gradients:
@@ -360,8 +363,7 @@ class Driver:
         mask = None if self.proof.holds_for_masks else self.task.mask(x)
         if self.proof.is_made(N) and mask is None:
             return
-        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
-        ignored = None if counted is None else ~counted
+        ignored = self._ignored(y)
         if not self.proof.is_made(N):
             check_inputs(x)
             self.proof.make(x, N, ignored)
@@ -373,6 +375,11 @@ class Driver:
             x, mask = examples(x, which), mask[which]
             ignored = None if ignored is None else ignored[which]
         self.proof.make_for_masks(x, mask, ignored)
+
+    def _ignored(self, y: Any) -> Tensor | None:
+        """Which labels do not count; None for other targets."""
+        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
+        return None if counted is None else ~counted
 
     def _decide_mode(self, x: Any = None, y: Any = None) -> None:
         """Decide kfac_approx="auto" by the first batch of each rank; collective.

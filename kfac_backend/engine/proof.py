@@ -73,7 +73,9 @@ class Proof:
         self._structure: tuple[list[Any], list[Any]] | None = None  # when all was proved
         self._uses_verified = self._independence_verified = False
         self.holds_for_masks = False
-        """Whether `make_for_masks` has proved its part."""
+        """Whether `make_for_masks` has proved its part, for the layers in ``masked``."""
+        self.masked: set[TrackedLayer] = set()
+        """Layers some of whose rows a mask hid in that proof."""
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
@@ -98,6 +100,7 @@ class Proof:
         if self._structure[1] != _structure(self._model)[1]:
             return False
         self._uses_verified = self._independence_verified = self.holds_for_masks = False
+        self.masked = set()
         return True
 
     def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
@@ -197,18 +200,21 @@ class Proof:
                 "which run whole."
             )
 
-    def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
+    def make_for_masks(self, x: Any, mask: Tensor | None, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
 
+        The mask is given, or the model has one of its own.
+
         Then their gradients are zero and add nothing to B, so that it is enough to leave their
-        inputs out of A. One batch whose mask hides any is enough. It comes after `make`, whose
-        layers and runs it takes.
+        inputs out of A. One batch whose mask hides any is enough, for the layers that the mask fits
+        there: a model may trim a batch to its longest sequence, so that the mask fits its layers in
+        other batches alone. It comes after `make`, whose layers and runs it takes.
 
         ``ignored`` marks loss terms (N, ...) that do not count.
         """
         with counting(mask):
-            verify_independence(self._model, self.assignment, x, ignored=ignored)
-        self.holds_for_masks = True
+            *_, masked = verify_independence(self._model, self.assignment, x, ignored=ignored)
+        self.holds_for_masks, self.masked = True, self.masked | masked
 
     def _prove(self, x: Any, N: int | None, ignored: Tensor | None, again: bool = False) -> None:
         """Prove all steps; ``again`` those that other numbers in the parameters could change."""
@@ -254,7 +260,7 @@ class Proof:
                 )
             while True:
                 try:
-                    self._independence_verified, runs = verify_independence(
+                    self._independence_verified, runs, masked = verify_independence(
                         self._model, assignment, x, numbers, ignored
                     )
                     break
@@ -264,6 +270,7 @@ class Proof:
                     assignment = _without_folds(assignment, mixed)
             if not by_example:  # `find_runs` could not tell them
                 assignment = _with_runs(assignment, runs)
+            self.masked = self.masked | masked
         # Only now, so that a check that raises leaves the assignment as it was.
         self.assignment = assignment
         self._uses_verified = True
@@ -604,7 +611,7 @@ def verify_independence(
     x: Any,
     numbers: Tensor | None = None,
     ignored: Tensor | None = None,
-) -> tuple[bool, dict[TrackedLayer, list[Run]]]:
+) -> tuple[bool, dict[TrackedLayer, list[Run]], set[TrackedLayer]]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     The gradient of the first example's output must reach only that example's rows, and the gradient
@@ -616,7 +623,8 @@ def verify_independence(
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
-        finite. And what the layers' runs are, as far as that is known: see `Capture.runs`.
+        finite. What the layers' runs are, as far as that is known: see `Capture.runs`. And the
+        layers of whose rows a mask hides some.
 
     Raises:
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
@@ -628,7 +636,7 @@ def verify_independence(
         for tracked in capture.not_divisible:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if f.dim() < 2 or not torch.isfinite(f).all():
-            return False, {}  # reported by name, with the targets
+            return False, {}, set()  # reported by name, with the targets
         if numbers is None or len(numbers) != len(f):
             numbers = torch.arange(len(f))
         numbers = numbers.to(f.device)  # for objects of the user's they were made on the CPU
@@ -656,12 +664,12 @@ def verify_independence(
             # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that
             # are not finite raise an error with the layer's name later.
             if not reached.finite:
-                return False, {}
+                return False, {}, set()
             for (tracked, use), rows in reached.rows.items():
                 if len(rows) == 2:  # otherwise one of the two gradients did not reach this run
                     _check_apart(tracked, use, rows[0], rows[1], first)
             reached.rows.clear()
-    return len(f) > 1, capture.runs
+        return len(f) > 1, capture.runs, capture.masked
 
 
 def _check_apart(

@@ -245,15 +245,15 @@ class TrainingPass:
         ``stack`` closes what was entered if anything fails here. Otherwise the contexts
         move to the `_Forward`, which closes them after the forward pass.
         """
-        self._prove(x)
         driver = self._driver
+        mask = driver.task.mask(x)
+        self._prove(x, None if driver.proof.holds_for_masks else mask)
         if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
         driver.begin_part()
-        mask = driver.task.mask(x)
-        forward = _Forward(driver.capture(in_training=True), mask)
+        forward = _Forward(driver.capture(in_training=True), mask, x)
         stack.enter_context(explicit_forwards(driver.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
@@ -287,6 +287,9 @@ class TrainingPass:
             return
         forward.capture.end()
         forward.capture.check_examples(len(f), hides=forward.mask is not None)
+        if forward.capture.masked - self._driver.proof.masked:  # hidden rows where were none before
+            self._prove(forward.x, forward.mask)
+        forward.x = None
         self._driver.forward_done(in_training=True)
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
@@ -359,10 +362,9 @@ class TrainingPass:
                 "one step. Run it under torch.no_grad(), or with paused()."
             )
 
-    def _prove(self, x: Any) -> None:
-        """Prove, in eval mode, that the hooks see all; see `Proof`."""
+    def _prove(self, x: Any, mask: Tensor | None) -> None:
+        """Prove, in eval mode, that the hooks see all, and the mask's part; see `Proof`."""
         N, driver, proof = num_examples(x), self._driver, self._driver.proof
-        mask = None if proof.holds_for_masks else driver.task.mask(x)
         if proof.is_made(N) and mask is None:
             return
         x = detached(x, driver.device)
@@ -447,6 +449,7 @@ class _Forward:
 
     capture: Capture
     mask: Tensor | None
+    x: Any
     context: ExitStack = field(default_factory=ExitStack)
     """The contexts that the forward pass runs in."""
     f: Tensor | None = None
