@@ -27,10 +27,6 @@ def preconditioner(model, likelihood="classification", *, exclude=(), **options)
     )
 
 
-def mean_squared(f, y):
-    return 0.5 * (f - y).square().sum(-1).mean()
-
-
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
