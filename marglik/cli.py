@@ -402,14 +402,15 @@ def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
 def _fill_in_sizes(options: Any) -> None:
     """Give the network the sizes of the data where the options leave them at None."""
     from marglik.data import DataSource
-    from marglik.runs.build import build_from_spec, sizes_of
+    from marglik.runs.build import sizes_of
+    from marglik.specification import build_from_spec
 
     sizes = options.model.get("init_args") or {}
     names = ("in_features", "num_classes", "in_channels", "image_size")
     missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
-        found = sizes_of(data.load())
+        found = sizes_of(data.load(), options.likelihood)
         for name in missing:
             sizes[name] = found.get(name)
 

@@ -1,6 +1,6 @@
 """Data in files: tensors in safetensors or npz, and rows of a table in CSV or Parquet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,27 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from marglik.data.splits import DataSource, Splits, check_fraction, divided
+from marglik.data.splits import (
+    DataSource,
+    Splits,
+    check_fraction,
+    divided,
+    pixel_statistics,
+)
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 OPTIONAL = ("x_validation", "y_validation")
 
 
 class TensorFile(DataSource):
-    """Inputs and targets from a safetensors or npz file, for regression or several labels at once.
+    """Inputs and targets from a safetensors or npz file: images, or tensors of any kind.
 
     The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with
     ``y_validation`` if there is a validation set. The first axis of each is the examples; other
-    axes and dtypes are free, but numbers of an npz file become float32, as networks are. Values are
-    used as they are, so standardise them before saving. Write the file with
+    axes and dtypes are free, but numbers of an npz file become float32, as networks are. Inputs in
+    uint8 with axes (N, C, H, W) are images: they are normalised by the training pixels, and may be
+    augmented. Other values are used as they are, so standardise them before saving. Write the file
+    with
     ``safetensors.torch.save_file({"x_train": x, ...}, path)`` or ``numpy.savez(path, x_train=x,
     ...)``. Nothing is unpickled, so that a file of unknown origin runs no code.
 
@@ -70,7 +78,17 @@ class TensorFile(DataSource):
             for split in ("train", "validation", "test")
         )
         assert train is not None and test is not None
-        return Splits(train, validation, test, self.name)
+        splits, x = Splits(train, validation, test, self.name), train[0]
+        if x.dtype != torch.uint8 or x.dim() != 4:
+            return splits
+        _, C, _, W = x.shape
+        if C not in (1, 3) and W in (1, 3):
+            raise ValueError(
+                f"'{self.path}': x_train has shape {tuple(x.shape)}, which looks like images with "
+                "their channels last; images are (N, C, H, W). Save x.transpose(0, 3, 1, 2)."
+            )
+        mean, std = pixel_statistics(x)
+        return replace(splits, mean=mean, std=std)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class Splits:
 
     Args:
         train: inputs x (N, ...), or N graphs, and targets y (N, ...) to train on. Images are uint8
-            pixels (N, C, H, W), neither augmented nor normalised, with labels int64 (N,).
+            pixels (N, C, H, W), neither augmented nor normalised.
         validation: the same for validation, disjoint from the training examples, or None.
         test: the same for testing; nothing is chosen by it.
         name: name of the data in tables and figures.
@@ -135,12 +135,10 @@ class Splits:
         return replace(self, **parts, target_scale=scale)
 
     def _check_images(self) -> None:
-        x, y = self.train
-        mean, std = self.mean or (), self.std or ()
-        if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 4 or y.dim() != 1:
+        x, mean, std = self.train[0], self.mean or (), self.std or ()
+        if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 4:
             raise ValueError(
-                f"{self.name} has examples of {described(x)}; images are uint8 pixels (N, C, H, W) "
-                "with a label each."
+                f"{self.name} has examples of {described(x)}; images are uint8 pixels (N, C, H, W)."
             )
         if not len(mean) == len(std) == x.shape[1] or not all(s > 0 for s in std):
             raise ValueError(

@@ -18,9 +18,10 @@ from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import evaluate, predictives_of
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
-from marglik.runs.build import build_from_spec, check_model, device_of
+from marglik.runs.build import check_model, device_of
 from marglik.runs.config import Accelerator, check_seed
 from marglik.runs.results import calibration_in_units, evaluation_in_units
+from marglik.specification import build_from_spec
 from marglik.storage.run_folder import (
     ENSEMBLE,
     EVALUATION,

@@ -32,7 +32,6 @@ from marglik.prediction.predictive import Predictive, PredictiveConfig, map_pred
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
     build_fabric,
-    build_from_spec,
     check_model,
     with_learned_augmentation,
     with_standardised_columns,
@@ -46,6 +45,7 @@ from marglik.runs.results import (
     posterior_results,
     suspicious_results,
 )
+from marglik.specification import build_from_spec
 from marglik.storage.checkpoint import Checkpoints, check_same_run, leaves
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_folder import (

@@ -301,4 +301,3 @@ def test_confidence_threshold_from_few_answers():
         right = torch.from_numpy(generator.random(1000)) < c
         covered.append((c >= confidence_threshold(c, right, risk=0.02)).double().mean().item())
     assert np.mean(np.array(covered) == 0) < 0.5 and np.mean(covered) > 0.1  # were .92 and .03
-
