@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.options import TargetOptions
 from marglik.graphs import Graphs
+
+if TYPE_CHECKING:
+    from marglik.data.tables import TableEncoding
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -30,6 +33,10 @@ class DataSource(ABC):
     def load_undivided(self) -> "Splits | None":
         """All examples as test data, of a source that is divided at random; of others None."""
         return None
+
+    def encoded_as(self, record: dict[str, Any]) -> "DataSource":
+        """The same data as the recorded data was encoded; a table has such an encoding."""
+        return self
 
     def load_test(self) -> tuple[Pair, str]:
         """Return the test examples and the name of the data, as for out-of-distribution data.
@@ -54,7 +61,7 @@ class Splits:
             labels, or the number of classes is unknown.
         ignore_index: label of targets that do not count, such as those of padding; None if all
             count.
-        columns: names of the columns of a table; None for other data.
+        table: how the rows of a table became inputs; None for other data.
         target_scale: mean and standard deviation by which targets of a table are standardised.
         mean: of images, by which they are normalised: the mean of the training pixels per channel,
             in 0..255. None for other data.
@@ -72,7 +79,7 @@ class Splits:
     name: str
     classes: tuple[str, ...] | None = None
     ignore_index: int | None = None
-    columns: tuple[str, ...] | None = None
+    table: "TableEncoding | None" = None
     target_scale: tuple[float, float] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

@@ -189,7 +189,7 @@ def with_standardised_columns(
     model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[nn.Module, Provenance]:
     """For a table, the network in a `Standardised` by the training part, and how it is built."""
-    if splits.columns is None:
+    if splits.table is None:
         return model, provenance
     x = tensors_in(splits.train)[0].double()  # in float32, sums of large numbers overflow
     std = torch.where((x == x[0]).all(0), 1.0, x.std(0, correction=0))
