@@ -96,7 +96,7 @@ class Splits:
                     "input needs one target."
                 )
             for which, values, trained_on in zip("xy", pair, self.train, strict=True):
-                _check_values(f"{self.name}: {which}_{split}", values)
+                check_values(f"{self.name}: {which}_{split}", values)
                 # A network that takes one split's examples must take the others', too.
                 if described(values) != described(trained_on):
                     raise ValueError(
@@ -191,7 +191,8 @@ def take(part: Pair, which: Tensor) -> Pair:
     return x[which], y[which]
 
 
-def _check_values(name: str, values: Inputs) -> None:
+def check_values(name: str, values: Inputs) -> None:
+    """Raise a ValueError if examples are empty or not finite."""
     if isinstance(values, Graphs):
         try:
             values.check()

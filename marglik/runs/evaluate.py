@@ -89,8 +89,8 @@ def evaluate_run(
 
     # Step 1: network, posterior and data, as the folder says or as given.
     record = read_posterior(path)
-    network = _object(path, model, record, "model", nn.Module)
-    source = _object(path, data, record["data"] or {}, "source", DataSource)
+    network = saved_object(path, model, record, "model", nn.Module)
+    source = saved_object(path, data, record["data"] or {}, "source", DataSource)
     splits = as_trained(data_to_evaluate(source, record["data"]), record["data"])
     if output is None and record["data"] and not is_own_test(splits, record["data"]):
         raise ValueError(
@@ -149,7 +149,7 @@ def _calibrate(
     }
 
 
-def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
+def saved_object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
     """The network or data: as given, or as the folder's record says how to build it.
 
     A class that is given by its name alone gets the arguments of the record, if that names it, too.
