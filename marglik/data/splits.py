@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from kfac_backend.extras import extra
 from kfac_backend.options import TargetOptions
+from marglik.data.encoding import TableEncoding
 from marglik.graphs import Graphs
-
-if TYPE_CHECKING:
-    from marglik.data.tables import TableEncoding
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -79,7 +77,7 @@ class Splits:
     name: str
     classes: tuple[str, ...] | None = None
     ignore_index: int | None = None
-    table: "TableEncoding | None" = None
+    table: TableEncoding | None = None
     target_scale: tuple[float, float] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from kfac_backend.extras import extra
 from kfac_backend.files import write_file
 from kfac_backend.likelihoods import Likelihood
+from marglik.data.encoding import TableEncoding
 from marglik.data.splits import check_values
-from marglik.data.tables import TableEncoding
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
