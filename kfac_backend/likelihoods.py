@@ -66,6 +66,8 @@ class Likelihood(str):
     """Whether Λ depends on the data's targets."""
     has_probit: ClassVar[bool] = True
     """Whether link "probit" approximates the mean of the probabilities."""
+    has_label_noise: ClassVar[bool] = False
+    """Whether ``noise`` is the share of labels that were drawn at random."""
     is_count: ClassVar[bool] = False
     """Whether the numbers are whole."""
     learned: ClassVar[dict[str, Any]] = {}
@@ -323,7 +325,7 @@ class Classification(_Labels):
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
         """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
-        if not self.options:
+        if self._weights is None and not self._smoothing:
             return vector
         C, eps = vector.shape[-1], self._smoothing
         w = vector.new_ones(C) if self._weights is None else self._weights.to(vector)
@@ -432,6 +434,79 @@ class Classification(_Labels):
     def log_probabilities(self, f: Tensor) -> Tensor:
         """The log softmax of f."""
         return torch.log_softmax(f, -1)
+
+
+class NoisyClassification(Classification):
+    """A class index that was replaced, with probability ε, by one drawn from all C classes.
+
+    p(y|f) = q_y = (1 − ε) p_y + ε/C with p = softmax(f), and ℓ = −log q_y ≤ log(C/ε): a label that
+    contradicts all others is given up instead of being fitted. If a share w of the labels was
+    changed to another class, ε = w C/(C − 1). Λ is the Fisher information, Σ_c s_c s_cᵀ with s_c =
+    (1 − ε) p_c (e_c − p)/√q_c; at ε = 0 it is that of `Classification`. Predictions are of the true
+    class, p. Source: the "random label" model of Angluin & Laird 1988 (Machine Learning 2).
+
+    Args:
+        noise: ε in [0, 1).
+        weights: of the classes, w; the loss of label y counts w_y times.
+    """
+
+    name = "noisy_classification"
+    has_label_noise = True
+    learned: ClassVar[dict[str, Any]] = {"noise": 0.1}
+
+    def __init__(self, noise: float = 0.1, weights: Sequence[float] | None = None) -> None:
+        """Check the noise."""
+        super().__init__(weights)
+        number = _finite(noise)
+        if number is None or not 0 <= number < 1:
+            raise ValueError(f"noise in [0, 1) is needed, not {noise!r}")
+        self.numbers["noise"] = number
+
+    def num_vectors(self, C: int) -> int:
+        """One for each class."""
+        return C
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """The loss −log q_y, w_y times; 0 where y is `IGNORED`."""
+        counts = y != IGNORED
+        label = y.long().where(counts, 0)[..., None]
+        log_q = self.recorded(torch.log_softmax(f, -1)).gather(-1, label)
+        if self._weights is not None:
+            log_q = log_q * self._weights.to(f)[label]
+        return -log_q.where(counts[..., None], 0.0)
+
+    def recorded(self, log_p: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms C"]:
+        """Log q, of the label as it would be recorded, from log p of the true class."""
+        return with_label_noise(log_p, self.numbers["noise"].to(log_p), log_p.shape[-1])
+
+    def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """The columns s_c."""
+        p, scale = self._scaled(f)
+        for c in range(f.shape[-1]):
+            column = -p * scale[..., c, None]
+            column[..., c] += scale[..., c]
+            yield self._with_weight(column, y)
+
+    def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The draw Σ_c s_c ε_c."""
+        p, scale = self._scaled(f)
+        scaled = scale * _normal(f, generator)
+        return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
+
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The gradient −(1 − ε) p_ŷ (e_ŷ − p)/q_ŷ with labels ŷ drawn from q."""
+        p = torch.softmax(f, -1)
+        eps = self.numbers["noise"].to(f)
+        q = (1 - eps) * p + eps / f.shape[-1]
+        labels = _drawn(q.flatten(0, -2), generator).view(*f.shape[:-1], 1)
+        share = (1 - eps) * p.gather(-1, labels) / q.gather(-1, labels)
+        return self._with_weight((p * share).scatter_add(-1, labels, -share), y)
+
+    def _scaled(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities p, and (1 − ε) p_c/√q_c; where p underflows the root is 0, not 0/0."""
+        p, eps = torch.softmax(f, -1), self.numbers["noise"].to(f)
+        p = p.clamp(min=torch.finfo(p.dtype).tiny)
+        return p, (1 - eps) * p / ((1 - eps) * p + eps / f.shape[-1]).sqrt()
 
 
 class Ordinal(Diagonal, _Labels):
@@ -875,7 +950,15 @@ class Weighted(Likelihood):
         """Predict as the other likelihood does."""
         self.of = of = likelihood_of(of)
         for name in (
-            *("kind", "has_sigma", "has_probit", "is_count", "num_vectors", "predicted"),
+            *(
+                "kind",
+                "has_sigma",
+                "has_probit",
+                "has_label_noise",
+                "is_count",
+                "num_vectors",
+                "predicted",
+            ),
             *("log_probabilities", "moments", "log_density", "cdf"),
             *("numbers", "least", "to_learn"),
         ):
@@ -1000,6 +1083,14 @@ def _finite(value: Any, is_list: bool = False) -> Tensor | None:
         return None
     is_right = numbers.dim() == is_list and numbers.numel() and not isinstance(value, bool)
     return numbers if is_right and numbers.isfinite().all() else None
+
+
+def with_label_noise(log_p: Tensor, noise: Tensor, num_classes: int) -> Tensor:
+    """Log((1 − ε) p + ε/C) of log probabilities, each of one of C classes, without underflow."""
+    if not noise.requires_grad and not noise:
+        return log_p
+    noise = noise + torch.finfo(noise.dtype).tiny  # the logarithm of 0 has no derivative
+    return torch.logaddexp(log_p + torch.log1p(-noise), noise.log() - math.log(num_classes))
 
 
 def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
