@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
@@ -104,7 +104,7 @@ class CalibratedPredictive(ModelPredictive):
 class HeldOut:
     """What calibration needs to know about held-out data, for M loss terms."""
 
-    likelihood: str
+    likelihood: Likelihood
     f: Float[Tensor, "M C"]
     """The network's outputs."""
     spread: Float[Tensor, "M C *other"] | Float[Tensor, "M S C"]
@@ -186,25 +186,25 @@ class HeldOut:
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ, ε), or of (s, σ) for regression."""
-        f, of, weights = self.f, likelihood_of(self.likelihood), None
+        f, likelihood, weights = self.f, self.likelihood, None
         none, variance = torch.zeros_like(f), torch.zeros_like(f)
         sampled = none[None]  # (S, M, C)
         # Samples, or variances where there is a closed form.
         if self.is_sampled:
             sampled = self.spread.movedim(1, 0)
-        elif of.kind == "numbers" or (link == "probit" and of.has_probit):
+        elif likelihood.kind == "continuous" or (link == "probit" and likelihood.has_probit):
             variance = variances_of(self.spread)
         else:
-            sampled, weights = deviations(self.spread, of, noise)
+            sampled, weights = deviations(self.spread, likelihood, noise)
 
         def loss(scale: Tensor | None, sharp: Tensor, label_noise: Tensor | None) -> Tensor:
-            temperature, sigma = (1.0, sharp) if of.kind == "numbers" else (sharp, sharp)
+            temperature, sigma = (1.0, sharp) if likelihood.kind == "continuous" else (sharp, sharp)
             if scale is None:
                 outputs, of_outputs = f[None], none
             else:
                 outputs, of_outputs = f + scale.sqrt() * sampled, scale * variance
             found = negative_log_scores(
-                outputs / temperature, of_outputs / temperature**2, self.targets, of, sigma,
+                outputs / temperature, of_outputs / temperature**2, self.targets, likelihood, sigma,
                 None if scale is None else weights, label_noise,
             )  # fmt: skip
             return found.sum() / len(f)
@@ -216,7 +216,7 @@ def collected(
     outputs_and_spread: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]],
     batches: Iterable[Any],
     model: torch.nn.Module,
-    likelihood: str,
+    likelihood: Likelihood,
     options: TargetOptions,
     samples: int | None,
     ranks: Ranks,
@@ -428,7 +428,7 @@ def fit_sharpness(held_out: HeldOut) -> Calibration:
 
 def _least_of_map(held_out: HeldOut, loss: Loss, scale: float = 0.0) -> tuple[float, list[float]]:
     """The least at a fixed s, over log τ, and for classes over the noise's coordinate, too."""
-    has_noise = likelihood_of(held_out.likelihood).kind == "classes"
+    has_noise = held_out.likelihood.kind == "classes"
     starts = [[_log_noise(noise)] for noise in NOISES] if has_noise else [[]]
     return min(_least(held_out, loss, [_own(held_out), *start], scale) for start in starts)
 
@@ -445,18 +445,18 @@ def _numbers(values: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _own_noise(held_out: HeldOut) -> float:
     """The likelihood's own ε."""
-    likelihood = likelihood_of(held_out.likelihood)
-    return float(likelihood.numbers["noise"]) if likelihood.has_label_noise else 0.0
+    likelihood = held_out.likelihood
+    return float(likelihood.parameters["noise"]) if likelihood.has_label_noise else 0.0
 
 
 def _own(held_out: HeldOut) -> float:
     """Log σ of the posterior, or log τ = 0: where nothing is calibrated."""
-    return math.log(held_out.sigma_noise) if likelihood_of(held_out.likelihood).has_sigma else 0.0
+    return math.log(held_out.sigma_noise) if held_out.likelihood.has_sigma else 0.0
 
 
 def _calibration(held_out: HeldOut, scale: float, values: Sequence[float]) -> Calibration:
     sharp, label_noise = _numbers(torch.tensor(values, dtype=torch.float64))
-    if likelihood_of(held_out.likelihood).has_sigma:
+    if held_out.likelihood.has_sigma:
         return Calibration(scale, 1.0, sharp.item())
     return Calibration(
         scale, sharp.item(), None, 0.0 if label_noise is None else label_noise.item()
@@ -482,10 +482,10 @@ def _least(
         from scipy.optimize import minimize  # here, since it takes long to import
 
     own, M = _own(held_out), len(held_out.f)
-    likelihood, of_sharpness = likelihood_of(held_out.likelihood), LOG_SHARPNESS
+    likelihood, of_sharpness = held_out.likelihood, LOG_SHARPNESS
     has_noise = likelihood.kind == "classes"
     has_scale = len(start) > 1 + has_noise
-    if likelihood.kind == "numbers" and not likelihood.has_sigma:
+    if likelihood.kind == "continuous" and not likelihood.has_sigma:
         of_sharpness = 0.0, 0.0  # neither τ nor σ: these outputs are no logits
     bounds = [LOG_SCALES] * has_scale + [(own + of_sharpness[0], own + of_sharpness[1])]
     bounds += [(0.0, _log_noise(LARGEST_NOISE))] * has_noise
