@@ -508,13 +508,13 @@ class NoisyClassification(_Softmax):
     class, p. Source: the "random label" model of Angluin & Laird 1988 (Machine Learning 2).
 
     Args:
-        noise: ε in [0, 1).
+        noise: ε in [0, 1); 0 where it is neither given nor learned.
         weights: of the classes, w; the loss of label y counts w_y times.
     """
 
     name = "noisy_classification"
     has_label_noise = True
-    noise: Any = parameter(0.1, above=-math.inf)
+    noise: Any = parameter(0.0, start=0.1, above=-math.inf)
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:

@@ -74,6 +74,8 @@ and 300 held-out examples, and checked on five others; see docs/calibration.md."
 PRIOR_OF_NOISE, SMALL_NOISE = 2.0, 1e-3
 """Of the prior p(ε) ∝ (ε + `SMALL_NOISE`)^−`PRIOR_OF_NOISE`, see docs/label-noise.md."""
 LARGEST_NOISE = 0.95
+WRONG_LABELS = 0.03
+"""Share of wrong held-out labels from which a likelihood that knows of none gives a hint."""
 NOISES = (0.0, 0.1, 0.4)
 """From which the search starts, as the NLL may have a valley at ε = 0 and another."""
 STARTS = (1.0, 0.1, 0.01)
@@ -358,6 +360,14 @@ def calibrations_of(
         if fit.calibration.covariance_scale == 0:
             _logger.warning("%s: %s", label, fit.calibration.in_words)
     fits = ranks.gather(fits)[0]  # to the bit
+    C = held_out.f.shape[-1]
+    wrong = max(fit.map_calibration.label_noise for fit in fits.values()) * (C - 1) / C
+    if posterior.likelihood.name == "classification" and wrong > WRONG_LABELS and ranks.rank == 0:
+        _logger.warning(
+            "about %.0f %% of the held-out labels look wrong; likelihood noisy_classification "
+            "expects that in training, too, see docs/label-noise.md.",
+            100 * wrong,
+        )
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits
 

@@ -169,7 +169,11 @@ def predictives_of(
         ranks: the ranks that predict together.
     """
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
-    found: dict[str, Predictive] = {"MAP": map_predictive(model, likelihood, sigma)}
+    first = configs[0] if configs else PredictiveConfig()
+    noise = first.label_noise(likelihood, None)
+    found: dict[str, Predictive] = {
+        "MAP": map_predictive(model, likelihood, sigma, label_noise=noise)
+    }
     for config in configs:
         fit, label = remembered_calibration(laplace, config), config.label
         if fit is None:
@@ -177,11 +181,14 @@ def predictives_of(
         else:
             scaled = fit.map_calibration
             found["MAP, temperature-scaled"] = map_predictive(
-                model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature
-            )
+                model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature,
+                config.label_noise(likelihood, scaled),
+            )  # fmt: skip
         generator = torch.Generator(laplace.mean.device).manual_seed(seed)
         found[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
-    return found if ensemble is None else found | {ensemble.label: ensemble}
+    if ensemble is not None:
+        found[ensemble.label] = ensemble.predicting(first.labels)
+    return found
 
 
 def compared(

@@ -137,6 +137,8 @@ def train(
     # Step 1: all that can be wrong with options, data and network is found before any work.
     gains = ["learned weight decays"] if prior.method != "fixed" else []
     gains += ["learned invariances"] if run.augmentation == "learned" else []
+    if gains and "noise" in likelihood_of(likelihood).to_learn():
+        gains += ["label noise"]
     gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
     if run.baseline and not gains:
         raise ValueError(
@@ -366,6 +368,9 @@ class Training:
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True)
+        held_out = None
+        if self.splits.validation is not None:
+            held_out = self._batches("validation", self.predictive.batch_size)
         schedule = prior.schedule(run.epochs)
         if plain:
             schedule = replace(schedule, updates=0, average=None, clip=None)
@@ -396,6 +401,7 @@ class Training:
             first.replay() if first is not None else learner,
             scheduler=scheduler,
             fabric=self.fabric,
+            held_out=held_out,
             compile_mode=run.compile,
             on_record=log.write if log else None,
             progress=run.progress,
@@ -428,7 +434,8 @@ class Training:
 
     def _calibrated(self, models: list[nn.Module], sigma: float, seconds: float) -> Ensemble:
         """Networks that predict together, calibrated on the validation set if there is one."""
-        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds)
+        labels = self.predictive.labels
+        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds, labels=labels)
         if self.predictive.is_calibrated and self.splits.validation is not None:
             batches = self._batches("validation", self.predictive.batch_size)
             ensemble.calibrate(
@@ -501,6 +508,8 @@ class Training:
             scores: of the learned network, see `evaluate`.
             gains: what the plain network does without, in words.
         """
+        if self.likelihood.to_learn() and self.likelihood.has_label_noise:
+            self = replace(self, likelihood=likelihood_of("classification"))
         try:
             plain = self.train(model.to(self.fabric.device), checkpoints, plain=True)
         except FloatingPointError as error:

@@ -282,6 +282,12 @@ class PriorLearner:
         self._optimizers = optimizers_of(optimizer, self._named)
         self._ranks = Ranks() if ranks is None else ranks
         check_shards(loader, self._ranks)
+        if self._to_learn and self.likelihood.has_label_noise and held_out is None:
+            raise ValueError(
+                f"Likelihood '{self._asked}' learns the share of wrong labels from labels that the "
+                "network is not trained on. Pass held_out=batches, a tenth of the data, or give "
+                "the share: 'noisy_classification(noise=0.2)'."
+            )
         self._model, self._loader, self._held_out = model, loader, held_out
         self.schedule = replace(self.schedule, epochs=epochs)
         if epochs is None and self.schedule.average == "last":
