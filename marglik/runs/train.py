@@ -28,7 +28,13 @@ from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import Scores, compared, evaluate, predictives_of
-from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
+from marglik.prediction.links import Calibration
+from marglik.prediction.predictive import (
+    Predictive,
+    PredictiveConfig,
+    label_noise_of,
+    map_predictive,
+)
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
     build_fabric,
@@ -233,6 +239,8 @@ def train(
     results = identity | posterior_results(learned.laplace, prior.weight_decay, splits)
     training.calibrate(learned.laplace)
     fit = learned.laplace.calibrations.get(predictive.label)
+    calibration = fit and Calibration(**fit["map_calibration"])
+    noise = label_noise_of(learned.laplace.likelihood, calibration)
     ensemble = None
     if run.members > 1:
         ensemble = training.ensemble(model, learned, provenance.model, states)
@@ -248,7 +256,7 @@ def train(
         "held_out": held_out,
         "calibration": fit and {"predictive": predictive.label} | calibration_in_units(fit, splits),
         "num_positions": found["num_positions"],
-        "suspicious_labels": suspicious_results(learned, splits, kept),
+        "suspicious_labels": suspicious_results(learned, splits, kept, noise),
         **augmentation_results(model, splits),
         # Training counts in full, though resumed; the rest is this process's.
         "seconds": learned.seconds + ready - start + time.perf_counter() - trained,
@@ -483,6 +491,7 @@ class Training:
             predictives,
             self.splits,
             likelihood,
+            labels=self.predictive.labels,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,

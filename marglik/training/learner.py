@@ -640,6 +640,7 @@ class PriorLearner:
         """Learn the share of wrong labels at the present parameters."""
         if not self._to_learn or not self.likelihood.has_label_noise:
             return
+        assert self._held_out is not None  # `start` checks it
         self.likelihood = held_out_label_noise(
             self.likelihood, self._model, self._held_out, self.curvature, self._ranks
         )
