@@ -889,16 +889,14 @@ def train(
     made: Built, optimizer: Optimizer, learner: PriorLearner, first: int = 1, last: int = EPOCHS
 ) -> None:
     """The epochs of a training loop as users write it, after the learner's start."""
-    for epoch in range(first, last + 1):
+    for _ in range(first, last + 1):
         made.model.train()
         for batch in made.batches:
             optimizer.zero_grad()
             loss_of(made, batch, learner.likelihood).backward()
-            learner.add_to_gradients()
             optimizer.step()
-        learner.end_of_epoch(epoch)
     if last == EPOCHS:
-        learner.end_of_training()
+        learner.finish()
 
 
 def start(made: Built, optimizer: Optimizer, learner: PriorLearner) -> None:
@@ -943,7 +941,8 @@ def all_ways_train_alike(case: Case) -> None:
         marglik_training, made.model, made.batches, made.likelihood,
         optimizer_cls=SGD, optimizer_kwargs={"lr": 0.01},
         scheduler_cls=torch.optim.lr_scheduler.ConstantLR, scheduler_kwargs={"factor": 1.0},
-        n_epochs=EPOCHS, n_hypersteps=2, marglik_frequency=1, average=learner.schedule.average,
+        n_epochs=EPOCHS, n_hypersteps=2, marglik_frequency=1,
+        average=learner.options.schedule.average,
         dict_key_x="x", **{name: getattr(made.options, name) for name in names},
     )  # fmt: skip
     same_posteriors(found, expected)

@@ -1,4 +1,4 @@
-"""A training loop as users write it, with the learner's calls."""
+"""A training loop as users write it, with the learner's two lines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,16 +24,14 @@ def learn(
 ) -> PriorLearner:
     """Train from the first epoch to the last; returns the learner."""
     prior.start(model, optimizer, data, epochs)
-    for epoch in range(1, epochs + 1):
+    for _ in range(epochs):
         for x, y in data:
             model.train()
             optimizer.zero_grad()
             loss(model(x), y).backward()
-            prior.add_to_gradients()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
             after_step()
-        prior.end_of_epoch(epoch)
-    prior.end_of_training()
+    prior.finish()
     return prior

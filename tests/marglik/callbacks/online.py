@@ -43,5 +43,5 @@ def assert_fitted_where_the_network_is(prior, net, updates):
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert torch.equal(prior.posterior.mean, weights)
     assert len(prior.learner.evidences) == updates
-    learned = prior.learner.hyperparameters.prior_precision
+    learned = prior.learner.state.hyperparameters.prior_precision
     assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)

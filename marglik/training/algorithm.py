@@ -1,0 +1,264 @@
+"""Algorithm 1 of Immer et al. 2021 (arXiv:2104.04975), as functions over a problem and a state.
+
+    state = start(problem, hyperparameters)
+    for epoch in 1, 2, ..., epochs:
+        for batch in data:
+            loss(batch).backward()
+            penalty(problem, state)          # adds the prior's gradient T·δ/N · θ
+            optimizer.step()
+        end_of_epoch(problem, state, epoch)  # where due: curvature, evidence, steps on log δ
+    finish(problem, state)                   # the average of θ, and the last update at it
+
+`PriorLearner` is the face that users see. Whatever departs from plain evidence is in
+`marglik.training.decay_policy`, when updates happen in `marglik.training.schedule`.
+
+On several ranks of `torch.distributed` every function is collective. The loop must average
+gradients over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data
+with the same number of examples in each batch: only then is that average the gradient of the mean
+over all examples.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.model.calls import forked_random_numbers
+from marglik.augmentation.ranges import RangeLearner, ranges_of
+from marglik.posterior.posterior import Posterior, parameter_vector
+from marglik.posterior.prior import Hyperparameters, update_prior
+from marglik.training.decay_policy import Measures
+from marglik.training.learned_numbers import likelihood_step
+from marglik.training.loaders import WithExamples
+from marglik.training.random_state import own_random_numbers
+from marglik.training.schedule import AVERAGED_SHARE
+from marglik.training.state import LearnerState, Problem
+from marglik.training.steps import WeightAverage, add_penalty, renew_batch_norm
+
+_logger = logging.getLogger(__name__)
+
+
+def start(
+    problem: Problem,
+    hyperparameters: Hyperparameters,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    sums_terms: bool = False,
+) -> LearnerState:
+    """The state before the first step; completes the problem by what its data says.
+
+    Args:
+        problem: what is trained.
+        hyperparameters: δ of each group, and σ; they become a part of the state.
+        loss: see `PriorLearner.start`.
+        sums_terms: see `PriorLearner.start`.
+    """
+    likelihood = problem.options.likelihood
+    if problem.options.learns and (to_learn := likelihood.to_learn()):
+        likelihood = likelihood.but(**to_learn)
+    state = LearnerState(
+        hyperparameters,
+        likelihood,
+        RangeLearner(problem.model),
+        [WeightAverage(part.parameters) for part in problem.parts],
+        [0 for _ in problem.parts],
+        Measures(sorted(problem.named), [None for _ in problem.parts]),
+    )
+    problem.look_at_data(likelihood, sums_terms, loss)
+    state.set_decays(problem)
+    return state
+
+
+def penalty(
+    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
+) -> Tensor:
+    """Add the prior's gradient to those of an optimiser's parameters; returns ½ Σ wd ‖θ‖².
+
+    Once before each of its steps, after the backward passes and after gradients were clipped: what
+    the loop clips is the gradient of the data.
+
+    Args:
+        problem: what is trained.
+        state: counts the step.
+        scale: what the loss was multiplied with, as gradient scalers do.
+        part: the optimiser's place in the list.
+    """
+    own, policy = problem.parts[part], problem.options.policy
+    if problem.options.schedule.is_averaged(state.epoch + 1):
+        state.averages[part].add()  # what the steps before this one have come to
+    state.steps[part] += 1
+    policy.observe(problem, state, own)
+    rows = {i: problem.padding[n] for i, n in enumerate(own.names) if n in problem.padding}
+    decays = policy.stable_decays(state, own)
+    value = add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    policy.limit_gradients(state, own, scale)
+    return value
+
+
+def is_due(problem: Problem, epoch: int) -> bool:
+    """Whether `end_of_epoch` makes an update; after the last epoch `finish` does."""
+    schedule = problem.options.schedule
+    return schedule.is_due(epoch) and epoch != schedule.epochs
+
+
+def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
+    """Update the prior if an update is due; returns the numbers to log, by name.
+
+    Args:
+        problem: what is trained.
+        state: changed in place, but not by an error: the call can then be made again.
+        epoch: number of the epoch that has ended, from 1; one that has ended before, as after a
+            resume, is ignored.
+
+    Raises:
+        FloatingPointError: the evidence is not finite.
+    """
+    if epoch <= state.epoch:
+        return {}
+    with state.unchanged_by_errors(problem.model):
+        state.epoch, state.measures.clipped = epoch, 0
+        if epoch in problem.replayed:
+            delta, sigma, likelihood = problem.replayed[epoch]
+            state.likelihood = likelihood_of(likelihood)
+            state.hyperparameters.set(delta, sigma)
+            state.set_decays(problem)
+        return update(problem, state) if is_due(problem, epoch) else {}
+
+
+def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
+    """Raise the evidence at the present parameters; returns the numbers to log."""
+    hyper, schedule = state.hyperparameters, problem.options.schedule
+    before = hyper.prior_precision
+    evidences = fit(problem, state, schedule.steps, is_last)
+    problem.options.policy.compare_update(problem, state, before)
+    state.updated_at = state.steps[-1]
+    state.set_decays(problem)
+    state.evidences.append(evidences[-1])
+    state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
+    best = state.best
+    if schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
+        state.best = {
+            "evidence": evidences[-1],
+            "epoch": state.epoch,
+            "model": deepcopy(problem.model.state_dict()),
+            "prior_precision": hyper.prior_precision,
+            "sigma_noise": hyper.sigma_noise,
+            "likelihood": str(state.likelihood),
+        }
+    record = state.record
+    numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
+    numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
+    if ranges := ranges_of(problem.model):
+        record["ranges"] = ranges
+    numbers |= {f"range/{name}": value for name, value in ranges.items()}
+    if "sigma_noise" in record:
+        numbers["sigma_noise"] = record["sigma_noise"]
+    return numbers
+
+
+def fit(problem: Problem, state: LearnerState, steps: int, is_last: bool = False) -> list[float]:
+    """A posterior at the present parameters, and steps on its evidence; returns the evidences.
+
+    The last one has the curvature that was asked for, and not a cheaper one.
+    """
+    hyper, options, data = state.hyperparameters, problem.options, problem.loader
+    curvature = options.curvature
+    if problem.draws_labels and not is_last:
+        curvature = curvature.but(fisher="mc", mc_samples=1)
+    if problem.ranks.size > 1:
+        data = WithExamples(data, curvature.dict_key_y)
+    former = state.posterior
+    state.posterior = posterior = Posterior(
+        problem.model,
+        state.likelihood,
+        curvature,
+        prior_precision=hyper.groups.of_tensors(hyper.prior_precision),
+        sigma_noise=hyper.sigma_noise,
+        temperature=options.temperature,
+        process_group=problem.ranks.process_group,
+    )
+    if former is not None:
+        posterior.passes = former.passes
+    # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
+    # on what the loop has drawn.
+    with forked_random_numbers(problem.model):
+        torch.manual_seed(state.epoch)
+        with own_random_numbers(problem.ranks):
+            evidences, state.record = update_prior(
+                hyper, posterior, data, problem.num_data, steps, progress=problem.progress
+            )
+        if not is_last:  # the last posterior is that of the ranges as they are
+            state.ranges.learn(posterior, problem.loader, problem.num_data)
+        to_learn = options.likelihood.to_learn() if options.learns and steps else {}
+        if to_learn:
+            state.likelihood, sigma = likelihood_step(posterior, problem.loader, to_learn)
+            if hyper.learn_sigma_noise:
+                hyper.set(hyper.prior_precision, sigma)
+    # The last posterior is that of the numbers as they are.
+    return fit(problem, state, 0, is_last) if to_learn and is_last else evidences
+
+
+def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
+    """Take the average, and update the prior there; returns the numbers to log.
+
+    A training may end within an epoch, early, or with other parameters than its last ones (those
+    of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
+    trained, the posterior is fitted without changing the weight decays. After an error, as of the
+    data, it can be called again.
+
+    Raises:
+        FloatingPointError: the evidence is not finite.
+    """
+    schedule, policy = problem.options.schedule, problem.options.policy
+    # Step 1: the average takes the place of the last step's parameters, if it has become one.
+    made, averaged = state.steps[-1], state.averages[-1].count
+    if averaged and averaged >= AVERAGED_SHARE / 2 * made:
+        for average in state.averages:
+            average.add()
+            average.write()
+        state.updated_at = None
+        with forked_random_numbers(problem.model):
+            key = problem.options.curvature.dict_key_y
+            renew_batch_norm(problem.model, problem.loader, key, problem.ranks)
+        _logger.info("the parameters are their mean over the last %d of %d steps", averaged, made)
+    elif schedule.averages and made and state.epoch < (schedule.epochs or 0):
+        warnings.warn(
+            f"The training ended after {made} steps, in epoch {state.epoch} of {schedule.epochs}: "
+            f"the parameters are those of the last step, not the mean over the last third of the "
+            "steps. If gradients are accumulated, pass start(..., steps_per_epoch=...).",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    state.averages = [WeightAverage(part.parameters) for part in problem.parts]
+    state.kept_epoch = state.epoch
+    if not schedule.updates:
+        return {}
+    # Step 2: the last update, or else a posterior, at the parameters that are there now. They are
+    # compared by value, as the loop may have loaded others since; and an update at them, perhaps
+    # before a resume, is not made again.
+    numbers: dict[str, float] = {}
+    here, posterior = parameter_vector(problem.named.values()), state.posterior
+    with state.unchanged_by_errors(problem.model):
+        is_fitted = posterior is not None and torch.equal(here, posterior.mean)
+        is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
+        learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
+        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
+            numbers = update(problem, state, is_last=True)
+        elif not is_fitted or problem.draws_labels:
+            if is_updated:
+                state.evidences.pop()  # the same update's, of drawn labels or before a resume
+            state.evidences.append(fit(problem, state, 0, is_last=True)[-1])
+        # Step 3: back to the best update, if that is asked for.
+        if state.best is not None and state.best["evidence"] > state.evidences[-1]:
+            problem.model.load_state_dict(state.best["model"])
+            state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
+            state.likelihood = likelihood_of(state.best["likelihood"])
+            state.kept_epoch = state.best["epoch"]
+            state.evidences.append(fit(problem, state, 0, is_last=True)[-1])
+    policy.warn_at_the_end(problem, state)
+    return numbers

@@ -1,0 +1,87 @@
+"""The numbers of a likelihood, such as degrees of freedom, that the evidence learns."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from kfac_backend.likelihoods import Likelihood
+from kfac_backend.model.batches import split_batch, to_device
+from kfac_backend.model.calls import arguments, logits_of
+from marglik.augmentation.ranges import evidence_gradient
+from marglik.eval_mode import eval_mode
+from marglik.posterior.posterior import Posterior
+from marglik.training.loaders import Loader
+
+
+def likelihood_step(
+    posterior: Posterior, data: Loader, names: Collection[str]
+) -> tuple[Likelihood, Tensor]:
+    """A step of numbers ξ of the likelihood on the evidence at fixed θ and δ; and σ.
+
+    The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
+    outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
+    the data, and the sum is maximised, within a factor e of the present ξ. A fixed point is a
+    stationary point of the evidence: of the noise of an output MacKay's σ² = SSE/(N − T γ).
+
+    Args:
+        posterior: fitted.
+        data: batches of all its data.
+        names: of the numbers, keys of `Likelihood.numbers`.
+    """
+    factors, T = posterior.fitted_factors(), posterior.temperature
+    likelihood, sigma = factors.likelihood, posterior.sigma_noise.double().cpu()
+    assert isinstance(likelihood, Likelihood)
+    # Leaves with an entry for each output, where there are several, which the pass reads.
+    present = [
+        xi.expand(posterior.n_outputs).clone() if xi.dim() else xi.clone()
+        for xi in (likelihood.numbers[name] for name in names)
+    ]
+    least = [likelihood.least.get(name, 0.0) for name in names]
+
+    def put(values: Sequence[Tensor]) -> None:
+        likelihood.numbers.update(zip(names, values, strict=True))
+
+    # Step 1: the gradient of −½ log det, and the outputs.
+    put(present)
+    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0)
+    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, least, strict=True)]
+    outputs, device = [], posterior.params[0].device
+    with torch.no_grad(), eval_mode(posterior.model):
+        for batch in data:
+            x, y = split_batch(to_device(batch, device), posterior.options.dict_key_y)
+            args, kwargs = arguments(posterior.model, x)
+            outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
+    of_ranks = posterior.ranks.gather(outputs)
+    outputs = [pair for own in of_ranks for pair in own]
+
+    def log_p() -> Tensor:
+        losses = torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
+        # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
+        scale = likelihood.numbers["noise"].log().mean() if likelihood.has_sigma else 0.0
+        count = factors.num_loss_terms * factors.num_outputs
+        return -(losses / sigma.square() + count * scale) / T
+
+    # Step 2: the maximum, in the logarithms of what ξ exceeds its least value by.
+    moves = [torch.zeros_like(xi, requires_grad=True) for xi in present]
+
+    def moved() -> list[Tensor]:
+        return [
+            low + (xi - low) * move.tanh().exp()
+            for xi, low, move in zip(present, least, moves, strict=True)
+        ]
+
+    optimizer = torch.optim.LBFGS(moves, max_iter=100, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        put(moved())
+        value = -log_p() - sum((g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True))
+        value.backward()
+        return value
+
+    optimizer.step(objective)
+    put(present)
+    found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
+    taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
+    return likelihood.but(**found), sigma * taken.log().mean().exp()
