@@ -134,7 +134,7 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     """Raise the evidence at the present parameters; returns the numbers to log."""
     hyper, schedule = state.hyperparameters, problem.options.schedule
     before = hyper.prior_precision
-    evidences = fit(problem, state, schedule.steps, is_last)
+    evidences, record = fit(problem, state, schedule.steps, is_last)
     problem.options.policy.compare_update(problem, state, before)
     state.updated_at = state.steps[-1]
     state.set_decays(problem)
@@ -150,7 +150,7 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
             "sigma_noise": hyper.sigma_noise,
             "likelihood": str(state.likelihood),
         }
-    record = state.record
+    state.record = record
     numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
     numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
     if ranges := ranges_of(problem.model):
@@ -161,8 +161,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     return numbers
 
 
-def fit(problem: Problem, state: LearnerState, steps: int, is_last: bool = False) -> list[float]:
-    """A posterior at the present parameters, and steps on its evidence; returns the evidences.
+def fit(
+    problem: Problem, state: LearnerState, steps: int, is_last: bool = False
+) -> tuple[list[float], dict[str, Any]]:
+    """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
 
     The last one has the curvature that was asked for, and not a cheaper one.
     """
@@ -189,7 +191,7 @@ def fit(problem: Problem, state: LearnerState, steps: int, is_last: bool = False
     with forked_random_numbers(problem.model):
         torch.manual_seed(state.epoch)
         with own_random_numbers(problem.ranks):
-            evidences, state.record = update_prior(
+            evidences, record = update_prior(
                 hyper, posterior, data, problem.num_data, steps, progress=problem.progress
             )
         if not is_last:  # the last posterior is that of the ranges as they are
@@ -200,7 +202,7 @@ def fit(problem: Problem, state: LearnerState, steps: int, is_last: bool = False
             if hyper.learn_sigma_noise:
                 hyper.set(hyper.prior_precision, sigma)
     # The last posterior is that of the numbers as they are.
-    return fit(problem, state, 0, is_last) if to_learn and is_last else evidences
+    return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
 
 
 def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
@@ -252,13 +254,13 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
         elif not is_fitted or problem.draws_labels:
             if is_updated:
                 state.evidences.pop()  # the same update's, of drawn labels or before a resume
-            state.evidences.append(fit(problem, state, 0, is_last=True)[-1])
+            state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.
         if state.best is not None and state.best["evidence"] > state.evidences[-1]:
             problem.model.load_state_dict(state.best["model"])
             state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
             state.likelihood = likelihood_of(state.best["likelihood"])
             state.kept_epoch = state.best["epoch"]
-            state.evidences.append(fit(problem, state, 0, is_last=True)[-1])
+            state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
     policy.warn_at_the_end(problem, state)
     return numbers

@@ -1,6 +1,7 @@
 """A training loop as users write it, with the learner's two lines."""
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ def learn(
     *,
     scheduler: Any = None,
     loss: Callable[..., Any] = cross_entropy,
+    clip: float = inf,
     after_step: Callable[[], None] = lambda: None,
 ) -> PriorLearner:
     """Train from the first epoch to the last; returns the learner."""
@@ -29,6 +31,8 @@ def learn(
             model.train()
             optimizer.zero_grad()
             loss(model(x), y).backward()
+            if clip < inf:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()

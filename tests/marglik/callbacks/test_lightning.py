@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 from kfac_backend.ranks import Ranks
+from marglik import PriorLearner
 from marglik.callbacks.lightning import MarginalLikelihood
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -24,6 +25,7 @@ from tests.marglik.callbacks.online import (
     online_training,
     sgd,
 )
+from tests.marglik.plain_loop import learn
 
 KNOWS = "weights_only" in inspect.signature(L.Trainer.fit).parameters  # since Lightning 2.6
 SAFELY = {"weights_only": True} if KNOWS else {}
@@ -91,6 +93,15 @@ def test_decays_are_those_of_online_training_to_the_bit(whole):
         enable_progress_bar=False, enable_model_summary=False,
     ).fit(plain, loader())  # fmt: skip
     assert not torch.equal(plain.net[0].weight, model[0].weight)
+
+
+def test_clips_the_gradient_of_the_data():
+    """As a loop that clips before its step; the prior's gradient is added after it."""
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    trainer(prior, gradient_clip_val=0.05).fit(module, loader())
+    model = network()
+    learn(model, sgd(model), PriorLearner("classification", **OPTIONS), loader(), EPOCHS, clip=0.05)
+    assert all(map(torch.equal, module.net.parameters(), model.parameters()))
 
 
 class Stop(L.Callback):

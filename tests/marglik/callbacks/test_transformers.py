@@ -7,15 +7,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend import CurvatureOptions
+from marglik import PriorLearner
 from tests.marglik.callbacks.online import (
     EPOCHS,
     OPTIONS,
     assert_fitted_where_the_network_is,
     dataset,
+    loader,
     network,
     online_training,
     sgd,
 )
+from tests.marglik.plain_loop import learn
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,8 +52,8 @@ class InOrder(transformers.Trainer):
 def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, **options):
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=8,
-        max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
-        **{"save_strategy": "no", **options},
+        use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        **{"save_strategy": "no", "max_grad_norm": 0.0, **options},
     )  # fmt: skip
     examples = [{"x": x, "labels": y} for x, y in dataset()]
     optimizer = sgd(model)
@@ -80,6 +83,16 @@ def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
     assert logged[-1]["prior/log_marginal_likelihood_per_example"] == pytest.approx(
         evidence / len(dataset())
     )
+
+
+def test_clips_the_gradient_of_the_data(tmp_path):
+    """As a loop that clips before its step; the prior's gradient is added after it."""
+    model, other = Classifier(), network()
+    run = trainer(tmp_path, model, max_grad_norm=0.05)
+    MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    learn(other, sgd(other), PriorLearner("classification", **OPTIONS), loader(), EPOCHS, clip=0.05)
+    assert all(map(torch.equal, model.net.parameters(), other.parameters()))
 
 
 def test_resumes_from_a_checkpoint_of_an_epochs_last_step(tmp_path):

@@ -128,9 +128,10 @@ def train(learner, steps=15):
     learner.seen = []
 
     def look():
-        learner.seen.append(learner.state.decays)
         seen.append([p.detach().clone() for p in model.parameters()])
 
+    # Before the learner's own hook, which ends the epoch.
+    optimizer.register_step_post_hook(lambda *_: learner.seen.append(learner.state.decays))
     learn(model, optimizer, learner, data, steps, after_step=look)
     return model, seen
 

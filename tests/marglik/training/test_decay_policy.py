@@ -77,7 +77,8 @@ def written_out(weight_decay=WEIGHT_DECAY):
     ("weight_decay", "rules"),
     [
         (WEIGHT_DECAY, {"clip": 1.01, "raised_start": 1e-2}),
-        (6.0, {"invariant_limit": 0.1, "stability_limit": True}),
+        (0.3, {"invariant_limit": 0.1}),
+        (6.0, {"stability_limit": True}),
     ],
 )
 def test_without_its_rules_training_is_algorithm_1_to_the_bit(weight_decay, rules):
