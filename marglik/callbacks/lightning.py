@@ -91,9 +91,9 @@ class MarginalLikelihood(Callback):
         is_known = 0 < steps < math.inf and per_epoch < math.inf
         per_epoch = math.ceil(per_epoch) if is_known else 1
         epochs = math.ceil(steps / per_epoch) if is_known else None
-        self.learner.prepare(network, trainer.optimizers[0], loader, epochs)
         # Lightning clips gradients after its own hook for callbacks, but before the optimiser's.
-        self.learner.add_hooks()
+        optimizer = trainer.optimizers[0]
+        self.learner.start(network, optimizer, loader, epochs, hooks="gradients")
         self._output = OutputOf(network)
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         if is_known and trainer.global_step % per_epoch == 0:

@@ -131,8 +131,7 @@ class MarginalLikelihood(TrainerCallback):
             self.learner.load_state_dict(saved["prior"])
         loader = kwargs["train_dataloader"]
         epochs = math.ceil(state.num_train_epochs)
-        self.learner.prepare(model, kwargs["optimizer"], loader, epochs)
-        self.learner.add_hooks()
+        self.learner.start(model, kwargs["optimizer"], loader, epochs, hooks="gradients")
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.

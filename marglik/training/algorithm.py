@@ -18,9 +18,7 @@ with the same number of examples in each batch: only then is that average the gr
 over all examples.
 """
 
-import logging
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -36,16 +34,14 @@ from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import likelihood_step
 from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
-from marglik.training.schedule import AVERAGED_SHARE
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import WeightAverage, add_penalty, renew_batch_norm
-
-_logger = logging.getLogger(__name__)
+from marglik.training.steps import WeightAverage, add_penalty
 
 
 def start(
     problem: Problem,
     hyperparameters: Hyperparameters,
+    saved: Mapping[str, Any] | None = None,
     *,
     loss: Callable[[Any, Any], Tensor] | None = None,
     sums_terms: bool = False,
@@ -55,10 +51,13 @@ def start(
     Args:
         problem: what is trained.
         hyperparameters: δ of each group, and σ; they become a part of the state.
+        saved: the state to go on from, of `PriorLearner.state_dict`.
         loss: see `PriorLearner.start`.
         sums_terms: see `PriorLearner.start`.
     """
-    likelihood = problem.options.likelihood
+    likelihood, epochs = problem.options.likelihood, problem.options.schedule.epochs
+    # A rank with another model or other options would learn something else, or wait forever.
+    problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
     if problem.options.learns and (to_learn := likelihood.to_learn()):
         likelihood = likelihood.but(**to_learn)
     state = LearnerState(
@@ -71,6 +70,8 @@ def start(
     )
     problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
+    if saved is not None:
+        state.load_state_dict(saved, problem)
     return state
 
 
@@ -100,12 +101,6 @@ def penalty(
     return value
 
 
-def is_due(problem: Problem, epoch: int) -> bool:
-    """Whether `end_of_epoch` makes an update; after the last epoch `finish` does."""
-    schedule = problem.options.schedule
-    return schedule.is_due(epoch) and epoch != schedule.epochs
-
-
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
     """Update the prior if an update is due; returns the numbers to log, by name.
 
@@ -118,6 +113,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     Raises:
         FloatingPointError: the evidence is not finite.
     """
+    schedule = problem.options.schedule
     if epoch <= state.epoch:
         return {}
     with state.unchanged_by_errors(problem.model):
@@ -127,7 +123,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
             state.likelihood = likelihood_of(likelihood)
             state.hyperparameters.set(delta, sigma)
             state.set_decays(problem)
-        return update(problem, state) if is_due(problem, epoch) else {}
+        return update(problem, state) if schedule.is_due_within(epoch) else {}
 
 
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
@@ -217,26 +213,11 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
         FloatingPointError: the evidence is not finite.
     """
     schedule, policy = problem.options.schedule, problem.options.policy
-    # Step 1: the average takes the place of the last step's parameters, if it has become one.
-    made, averaged = state.steps[-1], state.averages[-1].count
-    if averaged and averaged >= AVERAGED_SHARE / 2 * made:
-        for average in state.averages:
-            average.add()
-            average.write()
-        state.updated_at = None
-        with forked_random_numbers(problem.model):
-            key = problem.options.curvature.dict_key_y
-            renew_batch_norm(problem.model, problem.loader, key, problem.ranks)
-        _logger.info("the parameters are their mean over the last %d of %d steps", averaged, made)
-    elif schedule.averages and made and state.epoch < (schedule.epochs or 0):
-        warnings.warn(
-            f"The training ended after {made} steps, in epoch {state.epoch} of {schedule.epochs}: "
-            f"the parameters are those of the last step, not the mean over the last third of the "
-            "steps. If gradients are accumulated, pass start(..., steps_per_epoch=...).",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    state.averages = [WeightAverage(part.parameters) for part in problem.parts]
+    per_epoch = problem.steps_per_epoch
+    if per_epoch and state.steps[-1] > state.epoch * per_epoch:
+        state.epoch += 1  # which was cut short
+    # Step 1: the average takes the place of the last step's parameters.
+    state.take_average(problem)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}

@@ -7,7 +7,7 @@ and the callbacks call its functions, and so learn the same decays on the same b
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,47 +38,37 @@ from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem,
 class PriorLearner:
     """Learns weight decays, one per parameter tensor, while a network trains.
 
-    `start` before the loop and `finish` after it are all that a loop calls. In between hooks on the
-    optimiser add the prior's gradient before each step, after the loop's own clipping of gradients,
-    and update the prior when an epoch's last step is made. Network and optimiser remain the loop's.
-    `state_dict` can be taken at any time after `start`; a state is loaded before it.
-
-    Keep the learning rate high enough for the parameters to follow the decays; a rate that falls to
-    zero freezes them where they are. `marglik.settling_rate` suits.
+    `start` before the loop and `finish` after it are all that a loop calls: hooks on the optimiser
+    add the prior's gradient before each step, after the loop's own clipping, and update the prior
+    after an epoch's last step. A rate that falls to zero freezes the decays; `settling_rate` suits.
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another
-            of `kfac_backend.likelihoods`. Of "student_t", say, degrees of freedom and scale are
-            learned, too; of "student_t(df=4)" the scale alone. The loop's loss then changes with
-            each update: it is ``learner.likelihood.loss(f, y)``.
+            of `kfac_backend.likelihoods`. Of "student_t(df=4)", say, the scale is learned, too. The
+            loop's loss then changes with each update: it is ``learner.likelihood.loss(f, y)``.
         curvature: all options of the curvature pass.
-        weight_decay: initial weight decay of all groups. From the default SGD goes on with up to
-            1e-2 for a classifier's weights, once it is known which of them matter in length.
+        weight_decay: initial weight decay of all groups.
         structure: the groups of parameters that share a weight decay, see `PriorGroups.from_model`.
         method: "adam" or "mackay".
         lr: Adam's step size on the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
-        sigma_noise: σ of regression, which is held fixed. None learns it, from 0.1; where nothing
-            is learned, as with updates=0, it is then 1.
-        learn_sigma_noise: True learns σ from ``sigma_noise``; False holds it fixed at 1 if
-            ``sigma_noise`` is None.
+        sigma_noise: σ of regression, held fixed. None learns it, from 0.1, or is 1 where nothing
+            is learned, as with updates=0.
+        learn_sigma_noise: True learns σ from ``sigma_noise``; False fixes it, at 1 if it is None.
         mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
             it is a mean over all loss terms, as for a language model.
         loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
             σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
-        curvature_from: "auto" makes a pass over the data for each update, with a label drawn from
-            the model for each loss term if all updates with the exact Fisher would take longer than
-            the training; the last pass is exact. "pass" makes each as ``curvature`` says.
+        curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
+            labels in all but the last, if exact ones would take longer than the training.
         schedule: when updates happen, and what is averaged.
         policy: in what training departs from plain evidence.
         hyperparameters: your own, in place of weight_decay, structure, method, lr and the noise.
-        options: single fields of `Schedule`, such as ``updates``, ``every``, ``burn_in``, ``steps``
-            and ``average``, of `DecayPolicy`, such as ``clip``, and of `CurvatureOptions`, such as
-            ``kfac_approx`` or ``dict_key_y``.
+        options: single fields of `Schedule`, `DecayPolicy` and `CurvatureOptions`, such as
+            ``updates``, ``every``, ``average``, ``clip``, ``kfac_approx`` or ``dict_key_y``.
 
     Raises:
-        ValueError: an option that is not supported.
-        TypeError: a keyword that is no option.
+        TypeError, ValueError: a keyword that is no option, a value that is not supported.
     """
 
     def __init__(
@@ -101,23 +91,21 @@ class PriorLearner:
         hyperparameters: Hyperparameters | None = None,
         **options: Any,
     ) -> None:
-        schedule, policy, curvature = with_options((schedule, policy, curvature), options)
+        schedule, policy, curvature = _with_options((schedule, policy, curvature), options)
         self.options = LearnerOptions(
             likelihood_of(likelihood), curvature, schedule, policy, temperature, mean_over,
             loss_scale, curvature_from,
         )  # fmt: skip
         """All but the initial hyperparameters."""
-        initial = InitialPrior(weight_decay, structure, method, lr, sigma_noise, learn_sigma_noise)
-        initial.check(self.options.likelihood)
-        self._initial = hyperparameters or initial
-        self._replayed: Mapping[int, tuple[Tensor, Tensor, str]] = {}
-        self._ranges: dict[str, float] = {}
+        initial = _Initial(
+            self.likelihood, weight_decay, structure, method, lr, sigma_noise, learn_sigma_noise
+        )
+        self._initial = (lambda _: hyperparameters) if hyperparameters else initial.make
+        self._replayed: tuple[Mapping[int, Any], Mapping[str, float]] | None = None
         self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
         self._hooks: StepHooks | None = None
-        self.problem: Problem
-        """What is trained, from the start on."""
-        self.state: LearnerState
-        """What the learning has come to, from the start on."""
+        self.problem: Problem  # from the start on: what is trained,
+        self.state: LearnerState  # and what the learning has come to
 
     def start(
         self,
@@ -130,8 +118,9 @@ class PriorLearner:
         steps_per_epoch: int | None = None,
         ranks: Ranks | None = None,
         sums_terms: bool = False,
+        hooks: Literal["all", "gradients", "none"] = "all",
     ) -> None:
-        """Count the data, make the hyperparameters and put hooks on the optimiser.
+        """Count the data, make the hyperparameters, and put the hooks on the optimiser.
 
         Args:
             model: the network, whose outputs are logits, or means for regression. Of a
@@ -146,95 +135,53 @@ class PriorLearner:
             steps_per_epoch: number of the optimiser's steps in an epoch; None takes a step for each
                 batch of the loader. Steps that a gradient scaler skips do not count.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
-            sums_terms: whether the loss is a mean over examples of sums over their terms; with it,
-                mean_over must be "examples".
+            sums_terms: whether the loss is a mean over examples of sums over their terms.
+            hooks: "gradients" where the caller ends the epochs, "none" where it adds the prior's
+                gradient, too, by the functions of `marglik.training.algorithm`.
 
         Raises:
-            ValueError: an optimiser with weight decay, or without some trainable parameter; no
-                data, a state of another model or of other options, loaders that are not shards of
-                one data set, or mean_over="examples" for examples with several loss terms.
-            RankError: ranks with different models or options.
+            ValueError: an optimiser with a weight decay, or without some parameter; no data, or
+                shards of different lengths; examples of several loss terms with
+                mean_over="examples"; the state of another training. RankError: ranks that differ.
         """
-        if steps_per_epoch is None:
-            if not isinstance(loader, Sized):
-                raise ValueError(
-                    f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, "
-                    "the number of the optimiser's steps in an epoch."
-                )
-            steps_per_epoch = len(loader)
-        check_positive("steps_per_epoch", steps_per_epoch)
-        self.prepare(
-            model, optimizer, loader, epochs, loss=loss, steps_per_epoch=steps_per_epoch,
-            ranks=ranks, sums_terms=sums_terms,
-        )  # fmt: skip
-        self.add_hooks()
-
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        loader: Loader,
-        epochs: int | None = None,
-        *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
-        ranks: Ranks | None = None,
-        sums_terms: bool = False,
-        **of_problem: Any,
-    ) -> None:
-        """As `start`, without hooks: for loops that call the functions of the algorithm."""
         self.detach()
         options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))
-        problem = make_problem(options, model, optimizer, loader, ranks or Ranks(), **of_problem)
-        problem.replayed = self._replayed
-        initial = self._initial
-        hyper = initial if isinstance(initial, Hyperparameters) else initial.make(problem)
-        # A rank with another model or other options would learn something else, or wait forever.
-        problem.ranks.agree(problem.identity(hyper) | {"the number of epochs": epochs})
-        if self._ranges:
-            set_ranges(model, self._ranges)
-        state = algorithm.start(problem, hyper, loss=loss, sums_terms=sums_terms)
-        if self._saved is not None:
-            state.load_state_dict(self._saved, problem)
-        self.problem, self.state, self._saved = problem, state, None
-
-    def add_hooks(self) -> None:
-        """Put the hooks on the optimisers; they end epochs if their steps are known."""
-        self._hooks = StepHooks(self.problem, self.state)
+        if hooks == "all":
+            steps_per_epoch = _steps_per_epoch(loader, steps_per_epoch)
+        problem = _problem(options, model, optimizer, loader, ranks, steps_per_epoch)
+        if self._replayed:
+            problem.replayed, ranges = self._replayed
+            set_ranges(model, ranges)
+        self.state = algorithm.start(
+            problem, self._initial(problem), self._saved, loss=loss, sums_terms=sums_terms
+        )
+        self.problem, self._saved = problem, None
+        if hooks != "none":
+            self._hooks = StepHooks(problem, self.state)
 
     def detach(self) -> None:
-        """Remove the hooks, as `finish` does: for a loop that was given up while this lives on."""
+        """Remove the hooks, as `finish` does: for a loop that was given up."""
         if self._hooks is not None:
             self._hooks.remove()
-        self._hooks = None
+            self._hooks = None
 
     def finish(self) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.
 
-        Call it after the last step, or earlier: the average is that of the last third of the steps
-        that were made, or there is none, and a warning says so. After an error, as of the data, it
-        can be called again.
+        Of an early end, the average is that of about the last third of the steps that were made,
+        or there is none and a warning says so. After an error it can be called again.
 
         Raises:
             FloatingPointError: the evidence is not finite.
             RuntimeError: `start` was not called, or an optimiser has made no step since.
         """
-        if not hasattr(self, "state"):
+        if not hasattr(self, "state") or (self._hooks and 0 in self.state.steps):
             raise RuntimeError(
-                "The learner has not started; call start(model, optimizer, loader, epochs) before "
-                "the loop."
-            )
-        problem, state = self.problem, self.state
-        if self._hooks is not None and 0 in state.steps:
-            optimizer = problem.parts[state.steps.index(0)].optimizer
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has made no step since start, so that no weight decay "
-                "has acted. Pass start the optimiser whose step() the loop calls."
+                "The learner has seen no step of the optimiser, and no weight decay acted. Call "
+                "start with the optimiser, or the list of all, whose step() the loop calls."
             )
         self.detach()
-        per_epoch = problem.steps_per_epoch
-        if per_epoch and state.steps[-1] > state.epoch * per_epoch:
-            state.epoch += 1  # which was cut short
-        return algorithm.finish(problem, state)
+        return algorithm.finish(self.problem, self.state)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -259,54 +206,43 @@ class PriorLearner:
     def replay(self) -> "PriorLearner":
         """A learner for another network of this kind, whose decays take the course of this one's.
 
-        For the members of an `Ensemble`: in each epoch their decays, noises and the average are
-        those that this learner had in it, so that a member costs one training, without updates and
-        without a posterior. Not the last decays from the start: they belong to a network that fits,
-        and can keep one from ever fitting. Call it after `finish`.
+        For the members of an `Ensemble`, each of which then costs one training, without updates
+        and without a posterior. Not the last decays from the start: they belong to a network that
+        fits, and can keep one from ever fitting. Call it after `finish`.
         """
         delta, sigma, likelihood = self.state.decay_history[0]
-        groups, options = PriorGroups.from_model(self.problem.model), self.options
-        learner = PriorLearner(
-            likelihood,
-            options.curvature,
-            temperature=options.temperature,
-            mean_over=options.mean_over,
-            loss_scale=options.loss_scale,
-            schedule=replace(self.problem.options.schedule, updates=0),
-            policy=options.policy,
-            hyperparameters=Hyperparameters(groups, delta, sigma_noise=sigma.item()),
-        )
-        learner._replayed = dict(self.state.decay_history)
-        learner._ranges = ranges_of(self.problem.model)
+        groups = PriorGroups.from_model(self.problem.model)
+        hyper = Hyperparameters(groups, delta, sigma_noise=sigma.item())
+        learner = PriorLearner(likelihood, hyperparameters=hyper)
+        schedule = replace(self.problem.options.schedule, updates=0)
+        learner.options = replace(self.options, likelihood=learner.likelihood, schedule=schedule)
+        learner._replayed = dict(self.state.decay_history), ranges_of(self.problem.model)
         return learner
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue: tensors, numbers and strings; empty before the start."""
         if not hasattr(self, "state"):
             return {}
-        identity = self.problem.identity(self.state.hyperparameters)
-        return {"identity": identity} | self.state.state_dict()
+        return self.state.state_dict(self.problem)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; takes effect at the next `start`.
 
         Raises:
             ValueError: a state that lacks entries.
-            RuntimeError: `start` was called already.
+            RuntimeError: it has started already.
         """
         if self._hooks is not None:
-            raise RuntimeError(
-                "The learner has started, and a state takes effect at its start alone. Call "
-                "load_state_dict(state) before start(...); here, detach(), then both."
-            )
+            raise RuntimeError("The learner has started; call load_state_dict(state) before start.")
         check_keys("PriorLearner", state, ["identity", *SAVED])
         self._saved = dict(state)
 
 
 @dataclass(frozen=True)
-class InitialPrior:
+class _Initial:
     """The hyperparameters that learning begins with; `PriorLearner` describes each."""
 
+    likelihood: Likelihood
     weight_decay: float
     structure: PriorStructure | Mapping[str, str]
     method: UpdateMethod
@@ -314,12 +250,11 @@ class InitialPrior:
     sigma_noise: float | None
     learn_sigma_noise: bool | None
 
-    def check(self, likelihood: Likelihood) -> None:
-        """Raise a ValueError for what does not fit the likelihood."""
+    def __post_init__(self) -> None:
         check_positive("weight_decay", self.weight_decay)
-        if self.learn_sigma_noise and not likelihood.has_sigma:
+        if self.learn_sigma_noise and not self.likelihood.has_sigma:
             raise ValueError(
-                f"learn_sigma_noise=True is for likelihood 'regression', not '{likelihood}'."
+                f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
             )
 
     def make(self, problem: Problem) -> Hyperparameters:
@@ -339,7 +274,7 @@ class InitialPrior:
         )
 
 
-def with_options(objects: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
+def _with_options(objects: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
     """Objects of options with single fields changed.
 
     Raises:
@@ -362,30 +297,40 @@ def with_options(objects: tuple[Any, ...], options: Mapping[str, Any]) -> list[A
     ]
 
 
-def make_problem(
+def _steps_per_epoch(loader: Loader, number: int | None) -> int:
+    """The number that was given, or that of the loader's batches."""
+    if number is None and not isinstance(loader, Sized):
+        raise ValueError(
+            f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
+            "number of the optimiser's steps in an epoch."
+        )
+    number = len(loader) if number is None else number  # pyright: ignore[reportArgumentType]
+    check_positive("steps_per_epoch", number)
+    return number
+
+
+def _problem(
     options: LearnerOptions,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     loader: Loader,
-    ranks: Ranks,
-    **of_problem: Any,
+    ranks: Ranks | None,
+    *of_problem: Any,
 ) -> Problem:
-    """Check a network, its optimisers and its data, and count the examples; collective."""
+    """A network, its optimisers and its data, checked, and the examples counted; collective."""
     check_module(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizers = optimizers_of(optimizer, named)
     for of in optimizers:
         remove_hooks(of)
+    ranks = Ranks() if ranks is None else ranks
     check_shards(loader, ranks)
-    schedule = options.schedule
-    if schedule.epochs is None and schedule.average == "last":
+    if options.schedule.epochs is None and options.schedule.average == "last":
         warnings.warn(
             "The parameters are not averaged, since the number of epochs is unknown: call "
             "start(..., epochs), or pass average=None.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-    num_data = count_on_ranks(loader, ranks)
-    return Problem(
-        options, model, parts_of(optimizers, named), loader, ranks, num_data, **of_problem
-    )
+    N = count_on_ranks(loader, ranks)
+    return Problem(options, model, parts_of(optimizers, named), loader, ranks, N, *of_problem)

@@ -185,17 +185,17 @@ class OnlineTraining:
         # names the difference.
         check_shards(train_loader, self.ranks)
         self._epochs = epochs
-        self._prepare = partial(
-            learner.prepare,
+        self._start = partial(
+            learner.start,
             model,
             optimizer,
             self.curvature_loader,
             epochs,
             ranks=self.ranks,
             sums_terms=True,
-            progress=self.progress,
+            hooks="none",
         )
-        self._prepare()
+        self._start()
         if self.ranks.size > 1:
             _warn_of_batch_norm(model)
         # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
@@ -261,6 +261,7 @@ class OnlineTraining:
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)
         problem, state = self.learner.problem, self.learner.state
+        problem.progress = self.progress
         with bar, kept_mode(self.model):
             bar.update(self._epoch)
             while state.epoch < epochs:
@@ -268,7 +269,9 @@ class OnlineTraining:
                 if self._epoch == state.epoch:
                     bar.set_postfix(loss=f"{self.train_epoch()['loss']:.3f}")
                     bar.update()
-                    save(algorithm.is_due(problem, self._epoch))  # an update may take as long
+                    save(
+                        problem.options.schedule.is_due_within(self._epoch)
+                    )  # an update may take as long
                 # ... then the prior's steps on the evidence of the present parameters.
                 self._report_update(algorithm.end_of_epoch(problem, state, self._epoch))
                 save(self._epoch == epochs)
@@ -478,7 +481,7 @@ class OnlineTraining:
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
         check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
         self.learner.load_state_dict(state["learner"])
-        self._prepare()  # again, from this state
+        self._start()  # again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

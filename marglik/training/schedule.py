@@ -83,6 +83,10 @@ class Schedule:
         passed, then = (e * self.updates // before for e in (epoch, epoch - 1))
         return epoch <= before and passed > then
 
+    def is_due_within(self, epoch: int) -> bool:
+        """Whether an update follows this epoch, which is not the last one."""
+        return self.is_due(epoch) and epoch != self.epochs
+
     @property
     def averages(self) -> bool:
         """Whether the training ends with an average."""

@@ -1,5 +1,7 @@
 """`Problem`, what the learner of weight decays is about; `LearnerState`, what it has come to."""
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -24,8 +26,10 @@ from marglik.posterior.prior import Hyperparameters
 from marglik.training.decay_policy import DecayPolicy, Measures
 from marglik.training.loaders import Loader
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.schedule import CurvatureFrom, Schedule
-from marglik.training.steps import WeightAverage
+from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
+from marglik.training.steps import WeightAverage, renew_batch_norm
+
+_logger = logging.getLogger(__name__)
 
 FEW_VECTORS = 3_000
 """Backward passes of one example each, of an exact pass over all of the data."""
@@ -86,10 +90,10 @@ class Problem:
     """N, the number of examples of all ranks."""
     steps_per_epoch: int | None = None
     """Steps of the last optimiser in an epoch, where hooks count them."""
-    progress: bool = False
-    """Whether passes over the data show a bar."""
     replayed: Mapping[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
     """The decays of another training by epoch, see `PriorLearner.replay`."""
+    progress: bool = False
+    """Whether passes over the data show a bar."""
     terms_per_example: float = 1.0
     """Loss terms per example, where the loss is a mean over terms."""
     vectors: int = 1
@@ -273,9 +277,10 @@ class LearnerState:
         delta = delta / options.temperature
         self.decay_history[self.epoch] = (delta, hyper.sigma_noise, str(self.likelihood))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data and tensors, by the names of the fields."""
-        return {name: _to_plain(getattr(self, name)) for name in SAVED}
+    def state_dict(self, problem: Problem) -> dict[str, Any]:
+        """Plain data and tensors, by the names of the fields; and what they are the state of."""
+        fields_saved = {name: _to_plain(getattr(self, name)) for name in SAVED}
+        return {"identity": problem.identity(self.hyperparameters)} | fields_saved
 
     def load_state_dict(self, saved: Mapping[str, Any], problem: Problem) -> None:
         """Continue from what `PriorLearner.state_dict` returned.
@@ -294,6 +299,30 @@ class LearnerState:
                 )
         for name in SAVED:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
+
+    def take_average(self, problem: Problem) -> None:
+        """Give the network the mean over about the last third of the steps, if there is one."""
+        schedule = problem.options.schedule
+        made, averaged = self.steps[-1], self.averages[-1].count
+        if averaged and averaged >= AVERAGED_SHARE / 2 * made:
+            for average in self.averages:
+                average.add()
+                average.write()
+            self.updated_at = None
+            with forked_random_numbers(problem.model):
+                key = problem.options.curvature.dict_key_y
+                renew_batch_norm(problem.model, problem.loader, key, problem.ranks)
+            _logger.info("parameters are their mean over the last %d of %d steps", averaged, made)
+        elif schedule.averages and made and self.epoch < (schedule.epochs or 0):
+            warnings.warn(
+                f"The training ended after {made} steps, in epoch {self.epoch} of "
+                f"{schedule.epochs}: the parameters are those of the last step, not the mean over "
+                "the last third of the steps. If gradients are accumulated, pass start(..., "
+                "steps_per_epoch=...).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self.averages = [WeightAverage(part.parameters) for part in problem.parts]
 
     @contextmanager
     def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:

@@ -152,8 +152,8 @@ def begun(case, explicit=False, stop=EPOCHS * BATCHES):
     optimizer = optimizer_of(model)
     prior = PriorLearner("classification", **OPTIONS)
     per_epoch = BATCHES // 2 if case in ("accumulated", "accelerate") else BATCHES
-    start = prior.prepare if explicit else prior.start
-    start(model, optimizer, loader(), EPOCHS, steps_per_epoch=per_epoch)
+    hooks = "none" if explicit else "all"
+    prior.start(model, optimizer, loader(), EPOCHS, steps_per_epoch=per_epoch, hooks=hooks)
     loop = loop_of(optimizer)
 
     def add(scale=1.0, part=0):
@@ -275,13 +275,13 @@ def test_an_early_end_takes_the_average_of_about_a_third_or_none(stop, averaged)
 def test_a_loop_that_never_steps_is_told_so():
     model = network()
     prior = PriorLearner("classification")
-    with pytest.raises(RuntimeError, match=r"has not started; call start\(model, optimizer"):
+    with pytest.raises(RuntimeError, match="no step of the optimiser.*Call start"):
         prior.finish()
     prior.start(model, sgd(model), loader(), 2)
     other = sgd(model)
     for x, y in loader():
         plain(model, other, lambda: None, x, y, 0)
-    with pytest.raises(RuntimeError, match="SGD has made no step since start.*whose step"):
+    with pytest.raises(RuntimeError, match="no step of the optimiser.*whose step"):
         prior.finish()
 
 
@@ -314,7 +314,7 @@ def test_an_update_whose_data_fails_is_made_by_the_second_call(call, reading):
         data = Failing([(x[:10], y[:10]), (x[10:20], y[10:20]), (x[20:], y[20:])])
         optimizer = torch.optim.Adam(model.parameters(), 0.05)
         prior = PriorLearner("student_t", every=1, steps=3, average=None)
-        prior.prepare(model, optimizer, data, 2)
+        prior.start(model, optimizer, data, 2, hooks="none")
 
         def called(name, *arguments):
             if fails and call == name and arguments in ((), (1,)):

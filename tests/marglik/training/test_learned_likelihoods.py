@@ -249,11 +249,11 @@ def test_training_learns_what_is_not_given():
     model = nn.Linear(1, 1)
     again = PriorLearner("negative_binomial")  # of a run that goes on
     again.load_state_dict(learned.state_dict())
-    again.prepare(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
+    again.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40, hooks="none")
     assert again.likelihood == learned.likelihood
     member = learned.replay()  # of an ensemble: from the same start
     assert member.likelihood == "negative_binomial(r=1.0)"
-    member.prepare(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
+    member.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40, hooks="none")
     for epoch in range(1, 40):
         end_of_epoch(member.problem, member.state, epoch)
     assert float(member.likelihood.numbers["r"]) == pytest.approx(r, rel=0.05)

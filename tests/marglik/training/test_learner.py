@@ -387,7 +387,7 @@ def test_decays_come_down_from_a_high_start(name):
     prior = PriorLearner("classification", **options)
     x, y = torch.randn(40, 4), torch.randint(3, (40,))
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
-    prior.prepare(model, optimizer, batches, 4000 if "long" in name else 20)
+    prior.start(model, optimizer, batches, 4000 if "long" in name else 20, hooks="none")
     for step in range(10):
         assert prior.weight_decays().max() <= max(5e-4, options.get("weight_decay", 0)) + 1e-12
         optimizer.zero_grad()
