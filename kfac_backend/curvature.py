@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import assign_rules
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.driver import Driver
-from kfac_backend.model.factor_sums import FactorSums, assemble_blocks, check_memory
-from kfac_backend.model.proof import Proof
-from kfac_backend.model.rule_assignment import assign_rules
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption
 
@@ -117,7 +117,7 @@ class CurvaturePass:
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
-        options = options.but(**keywords)
+        options = options.replace(**keywords)
         self.driver = Driver(
             model, likelihood, options, generator=generator, process_group=process_group
         )
@@ -175,7 +175,7 @@ class CurvaturePass:
             num_loss_terms=sums.num_loss_terms,
             loss=sums.loss,
             likelihood=driver.likelihood,
-            options=driver.options.but(kfac_approx=sums.kfac_approx),
+            options=driver.options.replace(kfac_approx=sums.kfac_approx),
         )
         self.reset()
         return factors

@@ -12,10 +12,10 @@ from kfac_backend.blocks.block import CorrectedBlock, EigenBlock, decompose_on_r
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
 from kfac_backend.covariance.gradients import LayerGradients, Seen
+from kfac_backend.engine.capture import Sink
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.layers import ExactRule, Use
-from kfac_backend.model.capture import Sink
-from kfac_backend.model.driver import Driver
-from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
@@ -66,19 +66,19 @@ def corrected_factors(
             `kronecker_factors`.
         NotImplementedError: a layer with rows of unknown examples; and as in `kronecker_factors`.
     """
-    options = (factors.options if options is None else options).but(**keywords)
-    known, asked = factors.options.of_the_matrix(), options.of_the_matrix()
+    options = (factors.options if options is None else options).replace(**keywords)
+    of_factors, of_correction = factors.options.of_the_matrix(), options.of_the_matrix()
     # The mode decides only the basis, which is known.
-    for name in known.keys() - {"kfac_approx"}:
-        if asked[name] != known[name]:
+    for name in of_factors.keys() - {"kfac_approx"}:
+        if of_correction[name] != of_factors[name]:
             raise ValueError(
-                f"The factors were computed with {name}={known[name]!r}, but the correction is "
-                f"to use {name}={asked[name]!r}; take the same for both."
+                f"The factors were computed with {name}={of_factors[name]!r}, but the correction "
+                f"is to use {name}={of_correction[name]!r}; take the same for both."
             )
     driver = Driver(
         model,
         factors.likelihood,
-        options.but(kfac_approx="expand"),
+        options.replace(kfac_approx="expand"),
         generator=generator,
         process_group=process_group,
         assignment=_inexact_layers(factors, model),

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.engine.calls import plain_attention
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.factor_sums import FactorSums
+from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import loss_sum
-from kfac_backend.model.calls import plain_attention
-from kfac_backend.model.driver import Driver
-from kfac_backend.model.factor_sums import FactorSums
-from kfac_backend.model.rule_assignment import RuleAssignment
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
@@ -220,8 +220,8 @@ class PairedRows(FactorSums):
                 "The model's outputs do not depend on the tensors in which the gradient is asked "
                 "for. Compute the layers' inputs from them in the model's forward."
             )
-        found = torch.autograd.grad(value, self._tensors, allow_unused=True)
-        for total, gradient in zip(self._gradients, found, strict=True):
+        gradients = torch.autograd.grad(value, self._tensors, allow_unused=True)
+        for total, gradient in zip(self._gradients, gradients, strict=True):
             if gradient is not None:
                 total += gradient
 

@@ -88,9 +88,9 @@ def write_tensors(
     so that any program that knows safetensors can still read the file.
     """
     metadata = dict(metadata or {})
-    own = {"checksum": _checksum(tensors, metadata), "metadata": metadata}
+    header = {"checksum": _checksum(tensors, metadata), "metadata": metadata}
     # safetensors' own save_file makes files that other users cannot read, whatever the umask is.
-    return write_file(path, save(dict(tensors), {OWN: json.dumps(own, sort_keys=True)}))
+    return write_file(path, save(dict(tensors), {OWN: json.dumps(header, sort_keys=True)}))
 
 
 def read_tensors(
@@ -122,8 +122,8 @@ def read_tensors(
         raise _damaged(path, what, str(error)) from error
     if OWN in metadata:
         try:
-            own = parse_json(metadata[OWN])
-            metadata, expected = dict(own["metadata"]), own["checksum"]
+            header = parse_json(metadata[OWN])
+            metadata, expected = dict(header["metadata"]), header["checksum"]
         except (ValueError, TypeError, KeyError) as error:
             raise _damaged(path, what, "its metadata is not as it was written") from error
         if expected != _checksum(tensors, metadata):

@@ -2,7 +2,7 @@
 
 What depends on the likelihood is in `kfac_backend.likelihoods`. A term whose label is `IGNORED`
 (padding, say) adds neither loss nor curvature. If a data set marks such terms by another label,
-`Targets` replaces that by `IGNORED`.
+`Task` replaces that by `IGNORED`.
 """
 
 from jaxtyping import Float, Int

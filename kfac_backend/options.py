@@ -4,8 +4,8 @@ An options object is made once, checks itself, and is passed whole to whatever a
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, get_args
 
@@ -27,16 +27,16 @@ ShiftLabels = bool | Literal["auto"]
 class Options:
     """What options have in common: each object checks itself, and a changed one is a new one."""
 
-    def but(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """These options with some of them changed.
 
         Raises:
             TypeError: a name that is not an option; it lists the options.
         """
-        known = [field.name for field in fields(self)]
-        unknown = [name for name in changes if name not in known]
+        names = [field.name for field in fields(self)]
+        unknown = [name for name in changes if name not in names]
         if unknown:
-            raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(known)}.")
+            raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
         return replace(self, **changes)
 
 
@@ -47,7 +47,11 @@ class TargetOptions(Options):
     Training, curvature and evaluation must agree on it, so one object is made and passed to all.
 
     Args:
+        dict_key_x: the key of the model's input in batches that are mappings; several keys are its
+            keyword arguments. None: the mapping is the input as a whole.
         dict_key_y: the targets' key in batches that are mappings.
+        batch: a function of a batch of any form that returns (args, kwargs, y): the arguments of
+            the model's call, and the targets. It takes the place of both keys; files don't save it.
         ignore_index: the label of loss terms that do not count (padding, say), in "classification".
         shift_labels: whether the output at a position predicts the label of the next position, as
             in Hugging Face's causal language models. "auto" compares the loss that such a model
@@ -60,13 +64,17 @@ class TargetOptions(Options):
         ValueError: an option that is not supported.
     """
 
+    dict_key_x: str | tuple[str, ...] | None = None
     dict_key_y: str = "labels"
+    batch: Callable[[Any], tuple[Any, ...]] | None = field(default=None, repr=False)
     ignore_index: int | None = None
     shift_labels: ShiftLabels = "auto"
     dict_key_mask: str | None = "attention_mask"
 
     def __post_init__(self) -> None:
         check_option("shift_labels", self.shift_labels, Literal[True, False, "auto"])
+        if isinstance(self.dict_key_x, list):  # as JSON has it
+            object.__setattr__(self, "dict_key_x", tuple(self.dict_key_x))
 
     def check(self, likelihood: str) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
@@ -184,8 +192,8 @@ class CurvatureOptions(PassOptions, TargetOptions):
         TargetOptions.__post_init__(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The options as plain data, which ``CurvatureOptions(**data)`` reads."""
-        return asdict(self)
+        """The options but ``batch`` as plain data, which ``CurvatureOptions(**data)`` reads."""
+        return {name: value for name, value in asdict(self).items() if name != "batch"}
 
 
 def check_option(name: str, value: object, options: object) -> None:
@@ -232,7 +240,7 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
         assert kfac_approx != "auto"
         return dict.fromkeys(names, kfac_approx)
     modes: dict[str, Mode] = {}
-    used: set[str] = set()
+    matched: set[str] = set()
     for name in names:
         fitting = [pattern for pattern in kfac_approx if fnmatchcase(name, pattern)]
         if not fitting:
@@ -241,8 +249,8 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
                 "or '*' at the end for all others."
             )
         modes[name] = kfac_approx[fitting[0]]
-        used.add(fitting[0])
-    unused = [pattern for pattern in kfac_approx if pattern not in used and pattern != "*"]
+        matched.add(fitting[0])
+    unused = [pattern for pattern in kfac_approx if pattern not in matched and pattern != "*"]
     if unused:
         raise ValueError(
             f"The pattern '{unused[0]}' of kfac_approx fits no layer that earlier patterns leave; "

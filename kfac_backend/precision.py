@@ -27,7 +27,9 @@ TRIED_EXAMPLES = 32
 
 
 @contextmanager
-def held(read: Callable[[], T], write: Callable[[T], object], value: T) -> Iterator[None]:
+def temporary_setting(
+    read: Callable[[], T], write: Callable[[T], object], value: T
+) -> Iterator[None]:
     """A context in which a setting of the process has the value."""
     before = read()
     write(value)
@@ -47,7 +49,7 @@ def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[
     if precision in ("auto", "float32"):
         return nullcontext()
     cpu, gpu = ("bf16", "ieee") if precision == "bf16" else ("ieee", "tf32")
-    return held(_read, _write, [cpu, cpu, gpu, gpu])
+    return temporary_setting(_read, _write, [cpu, cpu, gpu, gpu])
 
 
 def exact_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
@@ -60,11 +62,11 @@ def exact_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[Non
 def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
     """Raise a ValueError unless the device supports the precision."""
     supported = {"cpu": ("auto", "float32", "bf16"), "cuda": ("auto", "float32", "tf32")}
-    known = supported.get(device.type, ("auto", "float32"))
-    if precision not in known:
+    available = supported.get(device.type, ("auto", "float32"))
+    if precision not in available:
         raise ValueError(
             f"backward_precision={precision!r} does nothing on device {device.type!r}; choose one "
-            f"of {', '.join(map(repr, known))}."
+            f"of {', '.join(map(repr, available))}."
         )
 
 
@@ -89,4 +91,4 @@ def _write(precisions: list[str]) -> None:
 
 def full_float32() -> AbstractContextManager[None]:
     """A context that multiplies float32 in full precision, whatever the user has set."""
-    return held(_read, _write, ["ieee"] * 4)
+    return temporary_setting(_read, _write, ["ieee"] * 4)

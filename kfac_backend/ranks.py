@@ -178,9 +178,9 @@ class PassSums:
 
     def tensors(self) -> list[Tensor]:
         """All tensors. One that a weight and its bias share comes twice."""
-        found: list[Tensor] = []
-        self.map(lambda tensor: found.append(tensor) or tensor)
-        return found
+        tensors: list[Tensor] = []
+        self.map(lambda tensor: tensors.append(tensor) or tensor)
+        return tensors
 
     def kinds(self) -> dict[str, Any]:
         """What the proof on each rank's data has decided, by the names that errors use."""
@@ -192,16 +192,16 @@ class PassSums:
             "the padding of embeddings": dict(self.padding),
         }
 
-    def apart(self) -> "PassSums":
+    def without_shared_memory(self) -> "PassSums":
         """The sums without shared memory: a copy takes the place of what comes a second time."""
-        seen: set[int] = set()
+        addresses: set[int] = set()
 
-        def alone(tensor: Tensor) -> Tensor:
-            known = tensor.data_ptr() in seen
-            seen.add(tensor.data_ptr())
-            return tensor.clone() if known else tensor
+        def own_memory(tensor: Tensor) -> Tensor:
+            repeated = tensor.data_ptr() in addresses
+            addresses.add(tensor.data_ptr())
+            return tensor.clone() if repeated else tensor
 
-        return self.map(alone)
+        return self.map(own_memory)
 
     def with_counts_of(self, of_ranks: "Sequence[PassSums]") -> "PassSums":
         """These tensors with the sums of all ranks' counts."""
@@ -218,7 +218,7 @@ class PassSums:
 
 
 def sum_over_ranks(
-    sums: PassSums, ranks: Ranks, model: nn.Module, same: Mapping[str, Any]
+    sums: PassSums, ranks: Ranks, model: nn.Module, must_agree: Mapping[str, Any]
 ) -> PassSums:
     """The sums over all ranks' data, in place, the same to the bit on each rank; collective.
 
@@ -226,7 +226,7 @@ def sum_over_ranks(
         sums: this rank's sums.
         ranks: all ranks.
         model: the model, which must be the same on all ranks, up to rounding.
-        same: what else must be the same, such as options, by the names that errors use.
+        must_agree: what else must be the same, such as options, by the names that errors use.
 
     Raises:
         RankError: a rank has another model, other options or another version.
@@ -235,16 +235,16 @@ def sum_over_ranks(
         return sums
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    same = {
+    must_agree = {
         "the version of torch": str(torch.__version__),
         "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
-        **same,
+        **must_agree,
     }
     norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
     by_name = dict(zip(trainable, norms.tolist(), strict=True))
     # On the meta device tensors have shapes, and no entries that would have to be sent.
     shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
-    of_same, of_norms, of_sums = zip(*ranks.gather((same, by_name, shapes)), strict=True)
+    of_same, of_norms, of_sums = zip(*ranks.gather((must_agree, by_name, shapes)), strict=True)
     with_data: list[PassSums] = [shapes for shapes in of_sums if shapes is not None]
     _check_same(of_same)
     _check_norms(of_norms)
@@ -256,7 +256,7 @@ def sum_over_ranks(
     device = next(model.parameters()).device
     if not sums.num_data:
         sums = with_data[0].map(lambda tensor: torch.zeros_like(tensor, device=device))
-    sums = sums.apart()
+    sums = sums.without_shared_memory()
     # Step 3: the sums of all tensors. The counts came with the messages.
     ranks.sum_(sums.tensors())
     return sums.with_counts_of(with_data)

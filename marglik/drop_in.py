@@ -46,7 +46,7 @@ def marglik_training(
     fix_sigma_noise: bool = False,
     progress_bar: bool = False,
     enable_backprop: bool = False,
-    dict_key_x: str = "input_ids",
+    dict_key_x: str | tuple[str, ...] | None = None,
     dict_key_y: str = "labels",
     fabric: "Fabric | None" = None,
     keep: Keep = "last",
@@ -87,7 +87,8 @@ def marglik_training(
         progress_bar: whether to show progress.
         enable_backprop: False; what is returned has `joint_output_distribution`, which can be
             differentiated in the input.
-        dict_key_x: the input's key in batches that are mappings.
+        dict_key_x: the input's key in batches that are mappings, or several keys; None: the mapping
+            goes to the model as a whole, as in laplace-torch.
         dict_key_y: the targets' key in batches that are mappings.
         fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
             `OnlineTraining`. None takes the model's device.
@@ -121,9 +122,9 @@ def marglik_training(
         )
     # laplace-torch's backends know two likelihoods; of ours the options alone are needed.
     known = "regression" if likelihood == "regression" else "classification"
-    keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y, "kfac_approx": "auto"}
+    keys = {"dict_key_y": dict_key_y, "kfac_approx": "auto"}
     given: dict[str, Any] = keys | options
-    curvature = backend(model, known, **given).options
+    curvature = backend(model, known, **given).options.replace(dict_key_x=dict_key_x)
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
@@ -144,7 +145,7 @@ def marglik_training(
     if prior_prec_init is not None:
         check_positive("prior_prec_init", prior_prec_init)
         ranks = Ranks(None) if fabric is None else ranks_of(fabric)
-        num_data = count_on_ranks(train_loader, ranks)
+        num_data = count_on_ranks(train_loader, ranks, curvature)
         weight_decay = precision_to_weight_decay(prior_prec_init, num_data, temperature)
     scheduler: LRScheduler = (
         settling_rate(optimizer, n_epochs * num_batches(train_loader))

@@ -7,21 +7,21 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
-from kfac_backend.model.calls import restoration, restored
+from kfac_backend.engine.calls import preserve_state, state_restorer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @contextmanager
-def kept_mode(model: nn.Module) -> Iterator[None]:
+def preserve_mode(model: nn.Module) -> Iterator[None]:
     """A context after which each submodule is in its former mode (train or eval) again.
 
     After an error, hooks and parameters (the objects) are restored, too: Ctrl-C during a forward
     pass would otherwise leave K-FAC's hooks behind, since torch then skips those that remove them.
     """
     training = [(module, module.training) for module in model.modules()]
-    restore = restoration(model)
+    restore = state_restorer(model)
     try:
         yield
     except BaseException:
@@ -38,7 +38,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
     Afterwards, also after an error, it is what it was: its modes, hooks and parameter objects.
     """
-    with restored(model):
+    with preserve_state(model):
         model.eval()
         yield
 

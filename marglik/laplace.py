@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.func import jacrev
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.engine.batches import detached, each_batch
+from kfac_backend.engine.calls import call_with, plain_attention
+from kfac_backend.engine.checks import check_finite
+from kfac_backend.engine.padding import padding_rows
+from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import check_targets, counted_terms, loss_sum
-from kfac_backend.model.batches import Targets, detached, each_batch, split_batch
-from kfac_backend.model.calls import call_with, plain_attention
-from kfac_backend.model.checks import check_finite
-from kfac_backend.model.padding import padding_rows
+from kfac_backend.loss import counted_terms, loss_sum
 from kfac_backend.options import CurvatureOptions, PassOptions, check_keys, check_option
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import in_eval_mode
@@ -106,7 +107,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         else:
             shared = _with_others_frozen(model, names)
     kind = KronLaplace if hessian_structure == "kron" else JacobianLaplace
-    curvature = CurvatureOptions(kfac_approx="expand").but(**options)
+    curvature = CurvatureOptions(kfac_approx="expand").replace(**options)
     if kind is JacobianLaplace:
         for name, default in vars(PassOptions()).items():
             if options.get(name, default) != default:
@@ -199,7 +200,7 @@ class KronLaplace(Posterior):
             first = next(batches)
             if batches is train_loader:  # read only once, so that the first batch must go back
                 train_loader = chain([first], batches)
-            x, _ = split_batch(first, self.options.dict_key_y)
+            x, _ = split_batch(first, self.options)
             if (ran := last_layer(self.whole, x)) != self.last:
                 raise ValueError(
                     f"The model lists {self.last!r} last, but {ran!r} runs last; pass "
@@ -263,12 +264,12 @@ class KronLaplace(Posterior):
         if method != "gridsearch" or val_loader is None:
             raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")
         grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
-        targets = Targets(self.likelihood, self.options)
+        task = Task(self.likelihood, self.options)
         losses = []
         for delta in grid:
             self.prior_precision, total, count = delta, 0.0, 0
             for batch in val_loader:
-                x, y = self._input_and_targets(batch, targets)
+                x, y = self._input_and_targets(batch, task)
                 found = self(
                     x, pred_type, link_approx=link_approx, n_samples=n_samples, diagonal_output=True
                 )
@@ -282,11 +283,11 @@ class KronLaplace(Posterior):
             losses.append(total / count)
         self.prior_precision = grid[int(torch.tensor(losses).nan_to_num(math.inf).argmin())]
 
-    def _input_and_targets(self, batch: Any, targets: Targets) -> tuple[Any, Tensor]:
+    def _input_and_targets(self, batch: Any, task: Task) -> tuple[Any, Tensor]:
         """A batch's input and the targets of its outputs, on the model's device."""
-        x, y = split_batch(batch, self.options.dict_key_y)
+        x, y = task.split(batch)
         x, y = detached(x, self._device), detached(y, self._device)
-        return x, in_eval_mode(self.model, targets)(self.model, x, y)
+        return x, in_eval_mode(self.model, task.targets)(self.model, x, y)
 
     # Predictions
 
@@ -452,12 +453,12 @@ class JacobianLaplace(KronLaplace):
         x: Any = None
         if self.structure == "lowrank":
             H = H.new_zeros(0, self.n_params)
-        targets = Targets(self.likelihood, self.options)
+        task = Task(self.likelihood, self.options)
         for batch in each_batch(train_loader, "Fitting", progress_bar):
-            x, y = self._input_and_targets(batch, targets)
+            x, y = self._input_and_targets(batch, task)
             f, J = self._jacobians(x)  # (N, ..., C), (N, ..., C, P)
-            check_targets(f, y, self.likelihood, may_ignore=targets.may_ignore)
-            targets.look_at(f)
+            task.check(f, y)
+            task.look_at(f)
             self.n_data, self.n_outputs = self.n_data + len(f), f.shape[-1]
             # From here on (M, C), (M, ...) and (M, C, P) of the M loss terms that count: the loss
             # is a sum over them, and so is the GGN.

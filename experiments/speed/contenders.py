@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from experiments.models import GPT
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.engine.calls import logits_of
 from kfac_backend.laplace_torch.interface import KfacGGN
-from kfac_backend.model.calls import logits_of
 from marglik.models import WideResNetFixup
 
 Work = Callable[[], object]

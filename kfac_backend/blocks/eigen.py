@@ -52,7 +52,7 @@ def eigenvalues(
         zeros = values.new_zeros(*values.shape[:-1], matrix.shape[-1] - values.shape[-1])
         return torch.cat([zeros, values.clamp(min=0.0)], -1), int((values < 0).sum())
     # Rows without coupling have their diagonal entry as eigenvalue; a solver gets the others.
-    alone, coupled = _rows_apart(matrix)
+    alone, coupled = split_uncoupled(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone].double()
     if len(coupled):
         of_rest, _ = _solve(_among(matrix, coupled), (torch.float64,), name, vectors=False)
@@ -69,7 +69,7 @@ def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
     check_finite_factor(matrix, name)
     # The rows without coupling get unit vectors, in the first columns of Q; the solver's vectors
     # fill the other columns, in the other rows. Sorting by the eigenvalues mixes the columns.
-    alone, coupled = _rows_apart(matrix)
+    alone, coupled = split_uncoupled(matrix)
     values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone]
     # In rows, as a file has them: products of the other layout are rounded differently.
     vectors = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
@@ -97,7 +97,7 @@ def check_finite_factor(matrix: Tensor, name: str) -> None:
         )
 
 
-def _rows_apart(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
+def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
     """Indices of the rows without entries off the diagonal in all matrices, and of the others."""
     entries = matrix != 0
     entries.diagonal(dim1=-2, dim2=-1).fill_(False)

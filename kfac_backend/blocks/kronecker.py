@@ -183,12 +183,11 @@ class KroneckerFactors:
             ValueError: not such a state, or one of another format version.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
-        found = header.get("format"), header.get("version")
-        if found != (FORMAT, FORMAT_VERSION):
+        if (header.get("format"), header.get("version")) != (FORMAT, FORMAT_VERSION):
             raise ValueError(
                 f"{source} holds no Kronecker factors of version {FORMAT_VERSION}, which this "
-                f"release reads; its format is {found[0]}, version {found[1]}. Compute the factors "
-                "again, or write them with save()."
+                f"release reads; its format is {header.get('format')}, version "
+                f"{header.get('version')}. Compute the factors again, or write them with save()."
             )
         try:
             return cls(

@@ -45,11 +45,11 @@ def covariance_part(
         return left @ right.mT
 
     if joined is None:  # no common factors
-        found = []
+        products = []
         for part in gradients.dense_in_basis(product_bytes, q):
             scaled = (part * s.rsqrt()).flatten(2)
-            found.append(paired(scaled, scaled))
-        return torch.cat(found)
+            products.append(paired(scaled, scaled))
+        return torch.cat(products)
     (b, a), transposed, block = *joined, gradients.block
     if a is None or block.Q_A is None:
         # A bias: its gradient is Σ_r b, so that one rotation and one product are all.

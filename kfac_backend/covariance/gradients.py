@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
-from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 
 PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
 """Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
@@ -59,7 +59,10 @@ class ParameterGradients(NamedTuple):
             some = slice(start, start + size)
             # Dense, since uses in two orientations have no common factors; and summed before they
             # are squared, which keeps the products of different uses.
-            g = sum(dense_gradients(_of_some(of_use, some), way) for of_use, way in self.uses)
+            g = sum(
+                dense_gradients(_of_some(of_use, some), transposed)
+                for of_use, transposed in self.uses
+            )
             assert isinstance(g, Tensor)
             g = g.to(Q_B.dtype).unflatten(-1, self.spectrum.shape)
             # Q_Bᵀ g Q_A, by products from the right.

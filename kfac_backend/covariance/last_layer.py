@@ -22,9 +22,9 @@ from kfac_backend.covariance.output_covariance import (
     check_positions,
     default_memory,
 )
+from kfac_backend.engine.batches import detached
+from kfac_backend.engine.calls import call_with, close, preserve_state
 from kfac_backend.layers import WeightSharingRule, registered
-from kfac_backend.model.batches import detached
-from kfac_backend.model.calls import call_with, close, restored
 from kfac_backend.precision import at_least_float32, full_float32
 
 
@@ -95,7 +95,7 @@ class LastLayerCovariance:
         with full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
             check_not_empty(x)
-            with restored(self._model):
+            with preserve_state(self._model):
                 seen = self._run(x)
             if seen is not None:
                 return self._of_linear(*seen, positions, classes, variance_only)
@@ -115,12 +115,14 @@ class LastLayerCovariance:
         It holds if the layer computes W a_r + b and the model's outputs are the layer's, in value
         and in derivative: random noise that is propagated back must arrive unchanged.
         """
-        known = registered(self._layer)
-        if known is None or not issubclass(known.rule, WeightSharingRule):
+        registered_rule = registered(self._layer)
+        if registered_rule is None or not issubclass(registered_rule.rule, WeightSharingRule):
             return None
-        if not self._parameters or not known.rule.parameter_names.issuperset(self._parameters):
+        if not self._parameters or not registered_rule.rule.parameter_names.issuperset(
+            self._parameters
+        ):
             return None
-        rule = known.rule(self._layer, "expand", self._parameters)
+        rule = registered_rule.rule(self._layer, "expand", self._parameters)
         if rule.groups > 1 or not rule.same_gradients or rule.takes_integers:
             return None
         runs: list[tuple[Tensor, Tensor]] = []
@@ -130,7 +132,7 @@ class LastLayerCovariance:
             runs.append((rule.input_of(args, kwargs), output))
             return output.clone()  # which activations may change in place
 
-        self._layer.register_forward_hook(hook, with_kwargs=True)  # `restored` takes it away
+        self._layer.register_forward_hook(hook, with_kwargs=True)  # `preserve_state` takes it away
         learned: dict[str, Tensor] = {}  # others are constants for `call_with`
         if self._alone:
             for name in self._parameters.values():
@@ -142,8 +144,8 @@ class LastLayerCovariance:
         ((a, z),) = runs
         # Equal values are not enough: what stands behind the layer may change derivatives alone.
         # From a generator of its own: the user's random numbers are not for checks.
-        own = torch.Generator(f.device).manual_seed(0)
-        noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=own)
+        generator = torch.Generator(f.device).manual_seed(0)
+        noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
         back, *others = torch.autograd.grad(f, [z, *learned.values()], noise, allow_unused=True)
         # Where only the layer learns: its parameters are used once more, before it or behind it.
         if self._alone and (a.requires_grad or any(other is not None for other in others)):
@@ -231,8 +233,8 @@ class LastLayerCovariance:
             elif columns is None:  # Q is the identity: outputs covary with themselves alone
                 total = total + w.diag_embed()
             else:
-                same = columns[:, :, None] == columns[:, None]
-                total = total + same * w.expand(len(a), C).gather(1, columns)[:, None]
+                equal = columns[:, :, None] == columns[:, None]
+                total = total + equal * w.expand(len(a), C).gather(1, columns)[:, None]
         return total
 
 

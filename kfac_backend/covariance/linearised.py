@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from kfac_backend.model.batches import detached, examples, make_plan
-from kfac_backend.model.calls import call_with, num_examples, plain_attention
-from kfac_backend.model.padding import NoTangentOfPadding
+from kfac_backend.engine.batches import detached, examples, make_plan
+from kfac_backend.engine.calls import call_with, num_examples, plain_attention
+from kfac_backend.engine.padding import NoTangentOfPadding
 from kfac_backend.precision import at_least_float32, full_float32
 
 
@@ -32,7 +32,7 @@ def linearised_outputs(
         TypeError: a model whose output is not a tensor.
         NotImplementedError: an operation without a forward derivative.
     """
-    own = {name: model.get_parameter(name).detach() for name in changes}
+    parameters = {name: model.get_parameter(name).detach() for name in changes}
     device = next(model.parameters()).device
     with (
         torch.inference_mode(False), torch.no_grad(), full_float32(), plain_attention(),
@@ -43,21 +43,23 @@ def linearised_outputs(
         if N and size:
             parts = [examples(x, slice(start, start + size)) for start in range(0, N, size)]
         # Change by change: each is a forward pass with a tangent, which holds no graph.
-        found = []
+        outputs = []
         for change in zip(*changes.values(), strict=True):
             by_name = dict(zip(changes, change, strict=True))
-            found.append(torch.cat([_outputs(model, own, by_name, part) for part in parts]))
-    return torch.stack(found)
+            outputs.append(
+                torch.cat([_outputs(model, parameters, by_name, part) for part in parts])
+            )
+    return torch.stack(outputs)
 
 
 def _outputs(
-    model: nn.Module, own: Mapping[str, Tensor], change: Mapping[str, Tensor], x: Any
+    model: nn.Module, parameters: Mapping[str, Tensor], change: Mapping[str, Tensor], x: Any
 ) -> Tensor:
     # Parameters θ* with the tangent Δ: one forward pass computes f and J Δ together.
     with forward_ad.dual_level(), NoTangentOfPadding():
         duals = {
             name: forward_ad.make_dual(p, change[name].view_as(p).to(p.dtype))
-            for name, p in own.items()
+            for name, p in parameters.items()
         }
         try:
             f, Jv = forward_ad.unpack_dual(call_with(model, duals, x))

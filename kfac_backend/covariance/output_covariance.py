@@ -38,8 +38,7 @@ from kfac_backend.covariance.gradients import (
     PosteriorPrecision,
     Seen,
 )
-from kfac_backend.layers import ExampleGradients, Use
-from kfac_backend.model.batches import (
+from kfac_backend.engine.batches import (
     Plan,
     detached,
     example_shapes,
@@ -47,18 +46,19 @@ from kfac_backend.model.batches import (
     first_and_last,
     make_plan,
 )
-from kfac_backend.model.calls import (
+from kfac_backend.engine.calls import (
     call_with,
     in_channels_last,
     num_examples,
     plain_attention,
-    restored,
+    preserve_state,
 )
-from kfac_backend.model.capture import Capture, Sink, unknown_examples
-from kfac_backend.model.checks import total_memory
-from kfac_backend.model.example_gradients import gradients_of_examples
-from kfac_backend.model.proof import Proof
-from kfac_backend.model.rule_assignment import TrackedLayer, assignment_of_blocks
+from kfac_backend.engine.capture import Capture, Sink, unknown_examples
+from kfac_backend.engine.checks import total_memory
+from kfac_backend.engine.example_gradients import gradients_of_examples
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import TrackedLayer, assignment_of_blocks
+from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.precision import at_least_float32, full_float32
 
 CPU_MEMORY = 144 * 2**20
@@ -233,12 +233,14 @@ class OutputCovariance:
             result = None
             for part in self._parts(x, sizes, mask):
                 of_part = columns[part.numbers] if columns is not None else None
-                found = self._part(part, of_part, sizes.channels_last, variance_only=variance_only)
+                covariance = self._part(
+                    part, of_part, sizes.channels_last, variance_only=variance_only
+                )
                 if part.kept is not None:
-                    found = tuple(t[part.kept] for t in found)
+                    covariance = tuple(t[part.kept] for t in covariance)
                 if result is None:
-                    result = tuple(t.new_empty(M, *t.shape[1:]) for t in found)
-                result[0][part.numbers], result[1][part.numbers] = found
+                    result = tuple(t.new_empty(M, *t.shape[1:]) for t in covariance)
+                result[0][part.numbers], result[1][part.numbers] = covariance
         assert result is not None  # a position is chosen
         outputs, covariances = result
         return outputs.unflatten(0, shape), covariances.unflatten(0, shape)
@@ -282,7 +284,7 @@ class OutputCovariance:
         """A context in which the model runs in full precision, and stays as it was."""
         layers = (tracked.layer for tracked in self._proof.assignment.layers)
         # Inference mode would record no graph for the backward passes.
-        with full_float32(), torch.inference_mode(False), restored(self._model, *layers):
+        with full_float32(), torch.inference_mode(False), preserve_state(self._model, *layers):
             yield
 
     def _prove(self, x: Any) -> None:
@@ -300,14 +302,14 @@ class OutputCovariance:
         if num_examples(x) == 1:
             plan = Plan(splits=True)
         x = first_and_last(x) if plan.splits else x
-        held = _GradientBytes(self._gradients)
-        with self._capture(held) as capture:
+        measured = _GradientBytes(self._gradients)
+        with self._capture(measured) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
         # One vector's gradients were measured; K of them are held. The memory that the products
         # leave decides the number of pairs.
-        of_pair = (held.bytes * (K or f.shape[-1]) + f.nbytes) // len(f)
+        of_pair = (measured.bytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
         part = min(part, plan.part_size or part)
@@ -363,10 +365,10 @@ class OutputCovariance:
 
         With q, outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
-        held = _HeldGradients(self._gradients, differentiable)
+        collected = _HeldGradients(self._gradients, differentiable)
         # Step 1: forward, and one vector for each wanted output. It has a one at that output of all
         # pairs at once: examples do not mix, so that each pair's gradients are its own.
-        with self._capture(held, channels_last) as capture:
+        with self._capture(collected, channels_last) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
             if q is not None and f.dim() != 2:
@@ -379,7 +381,7 @@ class OutputCovariance:
                 classes = check_classes(classes, (M,), f.shape[-1])
             columns = self._columns(f, part, classes)  # (M, K)
             K = columns.shape[1]
-            held.expect(M, K)
+            collected.expect(M, K)
 
             def vectors() -> Iterator[Tensor]:
                 for column in columns.T:
@@ -397,7 +399,7 @@ class OutputCovariance:
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for which, gradients in self._gradients_of(held, part, f, columns, q):
+            for which, gradients in self._gradients_of(collected, part, f, columns, q):
                 covariance[which] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
@@ -405,7 +407,7 @@ class OutputCovariance:
 
     def _gradients_of(
         self,
-        held: _HeldGradients,
+        collected: _HeldGradients,
         part: _Part,
         f: Tensor,
         columns: Tensor,
@@ -415,7 +417,7 @@ class OutputCovariance:
         K = columns.shape[1]
         # Some examples at a time, unless these belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
-        yield from self._gradients.by_parameter(held.take(), held.uses, most_bytes)
+        yield from self._gradients.by_parameter(collected.take(), collected.uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return

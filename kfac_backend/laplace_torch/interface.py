@@ -22,7 +22,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         likelihood: "classification" or "regression".
         last_layer: only the last layer's curvature.
         subnetwork_indices: for laplace-torch's subnetwork Laplace (full, diag).
-        dict_key_x: the input's key in batches that are mappings.
+        dict_key_x: as in laplace-torch, where a mapping goes to the model as a whole all the same.
         dict_key_y: the targets' key in batches that are mappings.
         generator: source of Monte Carlo labels.
         process_group: the ranks that have a shard of each batch, None for this process alone.
@@ -58,7 +58,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         fisher = "empirical"
         if isinstance(self, laplace.curvature.GGNInterface):
             fisher = "mc" if self.stochastic else "exact"
-        self.options = CurvatureOptions(kfac_approx="expand").but(
+        self.options = CurvatureOptions(kfac_approx="expand").replace(
             **{"dict_key_y": dict_key_y} | kwargs,
             fisher=fisher,
             mc_samples=getattr(self, "num_samples", 1),

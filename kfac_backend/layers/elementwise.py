@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from kfac_backend.layers.gram import FactorSum, gram_of_gradients
-from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
+from kfac_backend.layers.rule import ExampleGradients, Rule, Use, sum_over, unshared_copy
 from kfac_backend.precision import at_least_float32
 
 
@@ -77,7 +77,7 @@ class ExactRule(Rule):
             # which would lose the products of different rows.
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
-            self.B[name].add(apart(gradients, b)[None])
+            self.B[name].add(unshared_copy(gradients, b)[None])
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
@@ -118,7 +118,7 @@ class ChannelsRule(ExactRule):
 
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
         """Sums over the shared axes of b ∘ z and of b."""
-        own, rows = self.own_axes(b.dim()), 1 if use.rows is None else len(use.rows.axes)
+        feature_axes, rows = self.own_axes(b.dim()), 1 if use.rows is None else len(use.rows.axes)
         if rows > self.own_axes(b.dim() + rows - 1).start:
             raise NotImplementedError(
                 f"{self.layer} has separate parameters along an axis that examples_of_rows or "
@@ -126,16 +126,16 @@ class ChannelsRule(ExactRule):
                 "outside of it, or flatten the rows to one axis."
             )
         # ∂f/∂w = Σ z ∘ b and ∂f/∂bias = Σ b, over all axes but the first that share the parameter.
-        axes = [axis for axis in range(1, b.dim()) if axis not in own]
+        axes = [axis for axis in range(1, b.dim()) if axis not in feature_axes]
         gradients = {}
         if self.multiplier in self.names:
             z, b_z = at_least_float32(self.normalised(use.a)), at_least_float32(b)
             gradients[self.multiplier] = (
-                _rows(sum_over(b_z * z, axes)) if len(own) else _inner_products(z, b_z)
+                _rows(sum_over(b_z * z, axes)) if len(feature_axes) else _inner_products(z, b_z)
             )
         if "bias" in self.names:
             # A scalar's sum is left at the features, whose sums the layer in front may need, too.
-            if not len(own) and b.dim() > 2:
+            if not len(feature_axes) and b.dim() > 2:
                 axes = [1] if b.dim() == 3 else axes[1:]
             gradients["bias"] = _rows(sum_over(b, axes))
         return gradients
@@ -187,9 +187,13 @@ def _normalised(layer: nn.Module, a: Tensor) -> Tensor:
         case nn.GroupNorm():
             return F.group_norm(a, layer.num_groups, eps=layer.eps)
         case _InstanceNorm():
-            own = layer.training or not layer.track_running_stats
-            mean, variance = (None, None) if own else (layer.running_mean, layer.running_var)
-            return F.instance_norm(a, mean, variance, use_input_stats=own, eps=layer.eps)
+            batch_statistics = layer.training or not layer.track_running_stats
+            mean, variance = (
+                (None, None) if batch_statistics else (layer.running_mean, layer.running_var)
+            )
+            return F.instance_norm(
+                a, mean, variance, use_input_stats=batch_statistics, eps=layer.eps
+            )
         case _BatchNorm():
             # In train mode, which only the optimiser takes, the batch's statistics normalise.
             if layer.training:

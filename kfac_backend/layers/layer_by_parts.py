@@ -138,7 +138,7 @@ class LayerByParts(ABC):
     is_checked = True
     """Whether that proof is made; it is not needed where ``forward`` calls the layer's own."""
 
-    folds = False
+    has_row_groups = False
     """Whether ``forward`` tells by `num_examples` which rows are an example's: to be proved."""
 
     num_examples: int | None = None

@@ -135,8 +135,8 @@ def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], 
             )
 
     def register(module_type: T) -> T:
-        known = PARAMETERS.setdefault(module_type, {})
-        known.update(dict.fromkeys(names), **views)
+        parameters = PARAMETERS.setdefault(module_type, {})
+        parameters.update(dict.fromkeys(names), **views)
         return module_type
 
     return register

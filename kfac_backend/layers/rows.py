@@ -103,11 +103,11 @@ class SharedAxes:
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
-Run = SharedAxes | Literal["examples", "folded", "followed", "constant"]
+Run = SharedAxes | Literal["examples", "several", "followed", "constant"]
 """What one run of a layer works on.
 
 - "examples": one row for each example, or rows whose examples are declared;
-- "folded": several rows for each example, one after the other, as the windows of an image;
+- "several": several rows for each example, one after the other, as the windows of an image;
 - `SharedAxes`: an input that all examples share; its output is copied for each example;
 - "followed": the same, but its output must be followed to where it meets the examples;
 - "constant": no derivative passes through its output (it is detached, or not used).
@@ -119,7 +119,7 @@ _current: ContextVar[Callable[[], Rows] | None] = ContextVar("rows", default=Non
 only when a curvature pass asks: training runs the same forward and must not wait."""
 
 
-def folded_rows(M: int, N: int, device: torch.device) -> Rows | None:
+def consecutive_rows(M: int, N: int, device: torch.device) -> Rows | None:
     """M rows as M / N consecutive rows of each example; None if M is N, or no multiple of it."""
     if M == N or M % N:
         return None
@@ -211,16 +211,16 @@ def rows_of_sequences(
     """
     N, R = x.shape[:2]
     rows, index, weights, by_roots, examples = current_rows(), None, None, False, N
-    given = None if rows is None else rows.weights
+    known_weights = None if rows is None else rows.weights
     first = batch_first or (rows is not None and rows.of_positions)  # a mask is always (N, R)
     # Declared position by position, in the order of the axes that the layer's input had.
     if rows is not None and rows.axes == ((N, R) if first else (R, N)):
         index, by_roots = (rows.as_given if first else rows.as_given.T), rows.by_roots
-        if given is not None:
-            weights = given.view(N, R) if first else given.view(R, N).T
+        if known_weights is not None:
+            weights = known_weights.view(N, R) if first else known_weights.view(R, N).T
     elif rows is not None and rows.axes == (N,):  # whole sequences are an example's rows
         index, examples = rows.as_given[:, None].expand(N, R), rows.num_examples
-        weights = None if given is None else given[:, None]
+        weights = None if known_weights is None else known_weights[:, None]
     # What padding hides belongs to no example, whoever declared the rest.
     if padding is not None:
         hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
@@ -257,6 +257,6 @@ def _checked(
             f"A row belongs to example {smallest if smallest < -1 else largest}, but there are "
             f"{N} examples; numbers must be 0 to N - 1, or -1 for rows that do not count."
         )
-    known = torch.where(flat < 0, N, flat)
+    examples = torch.where(flat < 0, N, flat)
     weights = None if weights is None else weights.expand(index.shape).flatten()
-    return Rows(tuple(index.shape), known, N, smallest >= 0, by_roots, of_positions, weights)
+    return Rows(tuple(index.shape), examples, N, smallest >= 0, by_roots, of_positions, weights)

@@ -164,23 +164,23 @@ class Rule(ABC):
     def block_sums(self) -> dict[str, BlockSums]:
         """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
         # The Gram matrices themselves, which later become the block in place, not copies.
-        found, own = {}, [name for name in self.names if name not in self._shared]
-        for name in own:
+        sums, names = {}, [name for name in self.names if name not in self._shared]
+        for name in names:
             B = self.B[name].gram.total()
             if name not in self.A:
-                found[name] = BlockSums(B)
+                sums[name] = BlockSums(B)
                 continue
             gram, terms = self.A[name].gram, self.A[name].num_terms
             rows = None if self.transposed else gram.rows()
             A = gram.total()
             if not self.transposed:
-                found[name] = BlockSums(B, A, terms, rows)
+                sums[name] = BlockSums(B, A, terms, rows)
                 continue
             # The rows are the inputs. The second factor is divided by the number of terms, in
             # place: it must not be the tensor of another parameter's B.
-            alone = all(self.B[other] is not self.B[name] for other in own if other != name)
-            found[name] = BlockSums(A, B if alone else B.clone(), terms)
-        return found
+            alone = all(self.B[other] is not self.B[name] for other in names if other != name)
+            sums[name] = BlockSums(A, B if alone else B.clone(), terms)
+        return sums
 
     @abstractmethod
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
@@ -213,17 +213,17 @@ def sum_over(b: Tensor, axes: list[int]) -> Tensor:
         return at_least_float32(b)
     # Autograd may add to a gradient in place, where branches meet: that is another version.
     key = b._version, tuple(axes)  # pyright: ignore[reportPrivateUsage]
-    known = {} if b.requires_grad else vars(b).setdefault("_sums", {})
-    if key not in known:
+    cache = {} if b.requires_grad else vars(b).setdefault("_sums", {})
+    if key not in cache:
         dtype = torch.float64 if b.dtype == torch.float64 else torch.float32
-        known[key] = b.sum(axes, dtype=dtype)
-    return known[key]
+        cache[key] = b.sum(axes, dtype=dtype)
+    return cache[key]
 
 
-def apart(sums: Tensor, x: Tensor) -> Tensor:
+def unshared_copy(sums: Tensor, x: Tensor) -> Tensor:
     """Sums of x, which may wait: a copy if they are x itself, which others may change."""
-    same = sums.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    return sums.clone() if same else sums
+    shares_memory = sums.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    return sums.clone() if shares_memory else sums
 
 
 def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tensor, "N C P"]:
@@ -242,10 +242,10 @@ def summed_gradients(
 ) -> dict[str, Float[Tensor, " P"]]:
     """Local name -> the gradient summed over all rows, from one gradient in the layer's output."""
     positions = rule.position_gradients(use, b)  # (M, R, d_out)
-    found = {}
+    gradients = {}
     for name, (b, a) in rule.example_gradients(use.a, positions[:, :, None]).items():
         # All examples' positions as those of one, in one product: no array (P,) for each example.
         a = None if a is None else a.flatten(1, 2)[:, None]
         as_one = ExampleGradients(b.flatten(1, 2)[:, None], a)
-        found[name] = dense_gradients(as_one, rule.transposed)[0, 0]
-    return found
+        gradients[name] = dense_gradients(as_one, rule.transposed)[0, 0]
+    return gradients

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.layers.gram import DenseGram, DiagonalGram, FactorSum, Gram
-from kfac_backend.layers.rule import ExampleGradients, Rule, Use, apart, sum_over
+from kfac_backend.layers.rule import ExampleGradients, Rule, Use, sum_over, unshared_copy
 
 
 class WeightSharingRule(Rule):
@@ -76,16 +76,16 @@ class WeightSharingRule(Rule):
     def gram(self, of_rows: bool) -> Gram:
         """An empty factor over the weight's rows or columns; over many rows only a diagonal."""
         weight, G = self.layer.weight, self.groups
-        if of_rows and self._rows_apart:
+        if of_rows and self._is_diagonal:
             return DiagonalGram(weight, len(weight))
         return DenseGram(weight, G, len(weight) // G if of_rows else weight[0].numel())
 
     def _bias_gram(self) -> Gram:
-        bias, apart = self.layer.bias, self._rows_apart and not self.transposed
-        return DiagonalGram(bias, len(bias)) if apart else DenseGram(bias, 1, len(bias))
+        bias, is_diagonal = self.layer.bias, self._is_diagonal and not self.transposed
+        return DiagonalGram(bias, len(bias)) if is_diagonal else DenseGram(bias, 1, len(bias))
 
     @property
-    def _rows_apart(self) -> bool:
+    def _is_diagonal(self) -> bool:
         """Whether the factor over the weight's rows is a diagonal: B, or A if it is transposed."""
         above = self.diagonal_above
         return above is not None and self.groups == 1 and len(self.layer.weight) > above
@@ -123,7 +123,7 @@ class WeightSharingRule(Rule):
         # Reduce: the sum over each example's positions waits for those of other uses. A row
         # may have R positions of its own; R_n counts all of them.
         sums, R = self.input_sums(a)  # (G, M, d_in)
-        sums = apart(sums, a)
+        sums = unshared_copy(sums, a)
         # Divided by R only when all uses are in: a mean of means would weigh all uses alike,
         # however many positions they have.
         if rows is None:
@@ -152,7 +152,7 @@ class WeightSharingRule(Rule):
                 sums = use.rows.sums(sums.movedim(1, 0)).movedim(0, 1)  # (G, N, d_out)
             # R_n counts the positions of all uses: it is known since the last input.
             roots = self.A["weight"].roots if weight else None
-            sums = apart(sums, b)
+            sums = unshared_copy(sums, b)
             self.B[name].add(sums if roots is None else sums / roots.to(sums.dtype))
 
     def share(self, name: str, other: Rule, others_name: str) -> None:

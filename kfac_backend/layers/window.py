@@ -92,17 +92,17 @@ def patches(
     a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
 ) -> Float[Tensor, "G N R d_in"]:
     """The patch of each position, d_in = channels per group × kernel, for any number of axes."""
-    number, seen = len(axes), pad(a, *axes)
+    number, padded = len(axes), pad(a, *axes)
     if number == 2:
         y, x = axes
         unfolded = F.unfold(
-            seen,
+            padded,
             (y.kernel, x.kernel),
             dilation=(y.dilation, x.dilation),
             stride=(y.stride, x.stride),
         )  # (N, C·k1·k2, R)
         return unfolded.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
-    by_group = _met(seen, 2, axes).unflatten(1, (groups, -1)).movedim(2, -1 - number)
+    by_group = _met(padded, 2, axes).unflatten(1, (groups, -1)).movedim(2, -1 - number)
     return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)  # from (N, G, *R, c, *kernel)
 
 
@@ -119,11 +119,11 @@ def patch_rows(
     return in_order.flatten(2 + number).flatten(1, 1 + number)
 
 
-def _met(seen: Tensor, first: int, axes: tuple[Window, ...]) -> Tensor:
+def _met(padded: Tensor, first: int, axes: tuple[Window, ...]) -> Tensor:
     """A view of an image: an axis's positions in its place, its offsets in another at the end."""
     for axis, window in enumerate(axes, start=first):
-        seen = seen.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
-    return seen
+        padded = padded.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
+    return padded
 
 
 def patch_sums(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Float[Tensor, "N C *kernel"]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_backend.model.checks import check_module
+from kfac_backend.engine.checks import check_module
 from kfac_backend.optimizer.preconditioner import (
     KfacPreconditioner,
     PreconditionerOptions,
@@ -191,11 +191,11 @@ class KFAC(Optimizer):
     def _rate(self) -> float:
         """The schedule's highest learning rate, for the KL clip."""
         names = ("lr", "initial_lr", "max_lr")  # as torch's schedulers write them
-        known = [
+        rates = [
             float(group[name]) for group in self.param_groups for name in names if name in group
         ]
         # If the rate is set by hand and not by a scheduler, the constructor's is the highest known.
-        return max([*known, float(self.base.defaults["lr"])])
+        return max([*rates, float(self.base.defaults["lr"])])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model; the next step makes new factors.
@@ -226,8 +226,8 @@ class KFAC(Optimizer):
         """
         base = dict(state_dict)
         self._check_base(base)
-        own = base.pop("preconditioner")
-        self.preconditioner.load_state_dict(own)  # which refuses what does not fit
+        preconditioner = base.pop("preconditioner")
+        self.preconditioner.load_state_dict(preconditioner)  # which refuses what does not fit
         self.base.load_state_dict(base)
         # torch casts NAdam's product of momenta, a float32 number, to the parameter's dtype.
         for i, p in zip(_parameters(base), _parameters(self.base), strict=True):

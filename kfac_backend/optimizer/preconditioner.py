@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.model.checks import check_module
+from kfac_backend.engine.checks import check_module
 from kfac_backend.optimizer.damped_inverse import (
     DampingOn,
     Inverse,
@@ -196,7 +196,7 @@ class KfacPreconditioner:
             "the likelihood": likelihood,
             "mean_over": mean_over,
             "damping_on": options.damping_on,
-            **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature)},
+            **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature) if f.repr},
         }
 
     @property
@@ -391,12 +391,12 @@ class KfacPreconditioner:
                     "it was saved with."
                 )
         for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:
-            wanted = torch.promote_types(self._parameters[name].dtype, torch.float32)
+            dtype = torch.promote_types(self._parameters[name].dtype, torch.float32)
             for tensor in tensors.values():
-                if tensor.dtype != wanted:
+                if tensor.dtype != dtype:
                     raise ValueError(
                         f"The state's factors of '{name}' are in {tensor.dtype}, and those of this "
-                        f"model in {wanted}: the state was cast. Load it as it was saved."
+                        f"model in {dtype}: the state was cast. Load it as it was saved."
                     )
 
     def _made_with(self) -> dict[str, str]:
@@ -443,13 +443,13 @@ class KfacPreconditioner:
             if self._blocks[name] is not block:
                 by_weight.setdefault(self._weights[name], []).append(name)
         for weight, names in by_weight.items():
-            kept, of_batch = (
+            averages, of_batch = (
                 [F for name in names for F, _ in blocks[name].named_factors()]
                 for blocks in (self._blocks, new)
             )
             # The stored average is divided by the sum of weights already. With this share of the
             # new factors it stays so.
-            torch._foreach_lerp_(kept, of_batch, (1 - rho) / weight)
+            torch._foreach_lerp_(averages, of_batch, (1 - rho) / weight)
 
     def check_gradients(self) -> None:
         """Raise a FloatingPointError that names a gradient with NaN or infinity."""
@@ -497,16 +497,16 @@ def with_keywords(
     of_steps, of_curvature = ({f.name for f in fields(o)} for o in (options, curvature))
     unknown = [name for name in keywords if name not in of_steps | of_curvature]
     if unknown:
-        own = [
+        own_options = [
             name
             for name, p in inspect.signature(owner).parameters.items()
             if p.kind is not p.VAR_KEYWORD and name not in ("model", "likelihood")
         ]
-        known = own + [f.name for o in (options, curvature) for f in fields(o)]
-        raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(known)}.")
+        names = own_options + [f.name for o in (options, curvature) for f in fields(o)]
+        raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
     return (
-        options.but(**{name: v for name, v in keywords.items() if name in of_steps}),
-        curvature.but(**{name: v for name, v in keywords.items() if name in of_curvature}),
+        options.replace(**{name: v for name, v in keywords.items() if name in of_steps}),
+        curvature.replace(**{name: v for name, v in keywords.items() if name in of_curvature}),
     )
 
 

@@ -29,22 +29,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.loss import IGNORED, check_targets
-from kfac_backend.model.automatic_mode import automatic_mode
-from kfac_backend.model.batches import counting, detached, mask_of
-from kfac_backend.model.calls import (
+from kfac_backend.engine.automatic_mode import automatic_mode
+from kfac_backend.engine.batches import detached
+from kfac_backend.engine.calls import (
     explicit_forwards,
     logits_of,
     num_examples,
-    restored,
+    preserve_state,
     uncompiled,
 )
-from kfac_backend.model.capture import Capture
-from kfac_backend.model.checks import check_batch_norm, check_output
-from kfac_backend.model.driver import Driver
-from kfac_backend.model.factor_sums import FactorSums, assemble_blocks, check_memory
-from kfac_backend.model.proof import Proof
-from kfac_backend.model.rule_assignment import Operations, RuleAssignment, assign_rules
+from kfac_backend.engine.capture import Capture
+from kfac_backend.engine.checks import check_batch_norm, check_output
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
+from kfac_backend.engine.task import counting
+from kfac_backend.loss import IGNORED
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
@@ -105,7 +106,7 @@ class TrainingPass:
             process_group=process_group,
             assignment=self._assign(),
         )
-        self._driver.targets.may_ignore = True  # which ones do not count, gradients will show
+        self._driver.task.may_ignore = True  # which ones do not count, gradients will show
         check_memory(self._driver.assignment, options, self._driver.device)
         self.reset()
         self.covered = self._assigned
@@ -196,7 +197,7 @@ class TrainingPass:
         trained = self._trained()
         shapes = ((name, self.parameters[name]) for name in trained)
         only = {name for name, p in shapes if p.dim() and not p.is_complex()}
-        with restored(self._model):
+        with preserve_state(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)
         assignment = _only_with_hooks(assignment, assignment.unknown)
@@ -244,15 +245,15 @@ class TrainingPass:
         ``stack`` closes what was entered if anything fails here. Otherwise the contexts
         move to the `_Forward`, which closes them after the forward pass.
         """
-        self._prove(x)
         driver = self._driver
+        mask = driver.task.mask(x)
+        self._prove(x, None if driver.proof.holds_for_masks else mask)
         if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
         driver.begin_part()
-        mask = mask_of(x, driver.options.dict_key_mask)
-        forward = _Forward(driver.capture(in_training=True), mask)
+        forward = _Forward(driver.capture(in_training=True), mask, x)
         stack.enter_context(explicit_forwards(driver.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
@@ -261,7 +262,7 @@ class TrainingPass:
             forward.capture.listens = True
         for tracked in driver.assignment.own_parameters:
             (name,) = tracked.parameters.values()
-            stack.enter_context(_lent(tracked.layer, copies[name]))
+            stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
         # `_end` must run after the layers' hooks. Where the model is itself a layer, that hook was
         # registered later. Moving `_end` keeps its handle, where registering it anew would not.
@@ -286,6 +287,9 @@ class TrainingPass:
             return
         forward.capture.end()
         forward.capture.check_examples(len(f), hides=forward.mask is not None)
+        if forward.capture.masked - self._driver.proof.masked:  # hidden rows where were none before
+            self._prove(forward.x, forward.mask)
+        forward.x = None
         self._driver.forward_done(in_training=True)
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
@@ -310,7 +314,7 @@ class TrainingPass:
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
         y = self._pseudo_targets(f, g, forward.mask)
-        check_targets(f.detach(), y, driver.likelihood, may_ignore=True)
+        driver.task.check(f.detach(), y)
         self._compare(f, g)
         forward.is_seen = True
         driver.count(f, y)
@@ -358,15 +362,14 @@ class TrainingPass:
                 "one step. Run it under torch.no_grad(), or with paused()."
             )
 
-    def _prove(self, x: Any) -> None:
-        """Prove, in eval mode, that the hooks see all; see `Proof`."""
+    def _prove(self, x: Any, mask: Tensor | None) -> None:
+        """Prove, in eval mode, that the hooks see all, and the mask's part; see `Proof`."""
         N, driver, proof = num_examples(x), self._driver, self._driver.proof
-        mask = None if proof.holds_for_masks else mask_of(x, driver.options.dict_key_mask)
         if proof.is_made(N) and mask is None:
             return
         x = detached(x, driver.device)
         try:
-            with self.paused(), restored(self._model), full_float32():
+            with self.paused(), preserve_state(self._model), full_float32():
                 self._model.eval()
                 if not proof.is_made(N):
                     proof.make(x, N)
@@ -446,6 +449,7 @@ class _Forward:
 
     capture: Capture
     mask: Tensor | None
+    x: Any
     context: ExitStack = field(default_factory=ExitStack)
     """The contexts that the forward pass runs in."""
     f: Tensor | None = None
@@ -468,17 +472,17 @@ class _ModelHook:
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
-    def __call__(self, model: nn.Module, *seen: Any) -> None:
+    def __call__(self, model: nn.Module, *values: Any) -> None:
         """Call the function with the arguments of a forward hook, without the model."""
         if self._call is not None:
-            self._call(*seen)
+            self._call(*values)
 
     def __reduce__(self) -> tuple:
         return (_ModelHook, ())
 
 
 @contextmanager
-def _lent(layer: Any, copies: Tensor) -> Iterator[None]:
+def _temporary_parameter(layer: Any, copies: Tensor) -> Iterator[None]:
     """A context in which the copies take the place of a module's own parameter."""
     parameters, own = layer.holder._parameters, layer.value
     parameters[layer.name] = copies
@@ -492,5 +496,5 @@ def _input(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The input of a call of the model: its one argument, or a mapping of tensors by name."""
     if len(args) == 1 and not kwargs:
         return args[0]
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return {name: value for name, value in bound.items() if isinstance(value, Tensor)}

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.model.batches import Targets, split_batch
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
@@ -116,10 +116,10 @@ class MarginalLikelihood(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
         if f is not None and trainer.lightning_module.automatic_optimization:
-            options, likelihood = self.learner.options.curvature, self.learner.likelihood
-            x, y = split_batch(batch, options.dict_key_y)
-            y = Targets(likelihood, options)(network, x, y)
-            self.learner.problem.compare_loss(likelihood, loss / scale, f, y)
+            task = Task(self.learner.likelihood, self.learner.options.curvature)
+            x, y = task.split(batch)
+            y = task.targets(network, x, y)
+            self.learner.problem.compare_loss(self.learner.likelihood, loss / scale, f, y)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

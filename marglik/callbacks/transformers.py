@@ -18,10 +18,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.model.batches import Targets, split_batch, to_device
-from kfac_backend.model.calls import forked_random_numbers
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
@@ -140,16 +141,16 @@ class MarginalLikelihood(TrainerCallback):
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        options, likelihood = self.learner.options.curvature, self.learner.likelihood
-        x, y = split_batch(dict(batch), options.dict_key_y)
-        y = Targets(likelihood, options)(model, x, y)
+        task = Task(self.learner.likelihood, self.learner.options.curvature)
+        x, y = task.split(dict(batch))
+        y = task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
             try:
                 loss: Any = self._trainer.compute_loss(model, dict(batch))
             except Exception:  # it is raised again by the first step, if that calls it so
                 return
         if output.only is not None:
-            self.learner.problem.compare_loss(likelihood, loss, output.only, y)
+            self.learner.problem.compare_loss(self.learner.likelihood, loss, output.only, y)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""

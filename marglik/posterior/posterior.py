@@ -26,10 +26,10 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import call_with
+from kfac_backend.engine.checks import check_finite, check_module
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.batches import to_device
-from kfac_backend.model.calls import call_with
-from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
@@ -103,7 +103,7 @@ class Posterior:
         **keywords: Any,
     ) -> None:
         check_module(model)
-        options = options.but(**keywords)
+        options = options.replace(**keywords)
         options.check(likelihood)
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.engine.checks import check_module
 from kfac_backend.files import read_tensors, sha256_of_tensors, write_tensors
-from kfac_backend.model.checks import check_module
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.storage.model_state import (

@@ -31,10 +31,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import check_targets, counted_terms
-from kfac_backend.model.batches import Targets
+from kfac_backend.loss import counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
@@ -229,15 +229,15 @@ def collected(
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    targets_of = Targets(likelihood, options)
+    task = Task(likelihood, options)
 
     def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
-        y = targets_of(model, x, y)
+        y = task.targets(model, x, y)
         counted = counted_terms(y, likelihood)
         f, spread = outputs_and_spread(x, counted)
         y = y.to(f.device)
-        check_targets(f, y, likelihood, may_ignore=targets_of.may_ignore)
-        targets_of.look_at(f)
+        task.check(f, y)
+        task.look_at(f)
         f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)  # (M, C), (M,) or (M, C)
         if counted is not None:
             which = counted.flatten().to(f.device)
@@ -247,7 +247,7 @@ def collected(
 
     found: list[tuple[Tensor, ...]] = []
     seen, stride = 0, 1
-    parts = gathered(of_batch, batches, options.dict_key_y, "Calibrating", progress, ranks)
+    parts = gathered(of_batch, batches, options, "Calibrating", progress, ranks)
     for f, spread, y in parts:
         # Variances count as much as covariances, so that a link is calibrated on the same terms
         # whatever other links are asked for.

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.checks import check_module
 from kfac_backend.files import read_tensors, write_tensors
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.checks import check_module
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
+from kfac_backend.engine.batches import each_batch, examples, to_device
+from kfac_backend.engine.calls import call_with, num_examples
+from kfac_backend.engine.checks import check_finite, check_module
+from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import Targets, each_batch, examples, split_batch, to_device
-from kfac_backend.model.calls import call_with, num_examples
-from kfac_backend.model.checks import check_finite, check_module
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
@@ -288,17 +289,17 @@ def predict_all(
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    targets = targets.but(**keywords)
+    targets = targets.replace(**keywords)
     model = getattr(predict, "model", None)
     if model is None and targets.shift_labels == "auto":
-        targets = targets.but(shift_labels=False)
+        targets = targets.replace(shift_labels=False)
     likelihood: str = getattr(predict, "likelihood", "classification")
-    targets_of = Targets(likelihood, targets)
+    task = Task(likelihood, targets)
 
     def of_batch(x: Any, y: Any) -> tuple[Prediction, Tensor]:
-        return _of_counted_terms(predict(x).to("cpu"), targets_of(model, x, y).cpu(), likelihood)
+        return _of_counted_terms(predict(x).to("cpu"), task.targets(model, x, y).cpu(), likelihood)
 
-    parts = gathered(of_batch, batches, targets.dict_key_y, "Predicting", progress, ranks)
+    parts = gathered(of_batch, batches, targets, "Predicting", progress, ranks)
     found = list(parts)
     if not found:
         raise ValueError("The data is empty: the loader yields no batch.")
@@ -311,7 +312,7 @@ def predict_all(
 def gathered(
     of_batch: Callable[[Any, Any], T],
     batches: Iterable[Any],
-    dict_key_y: str,
+    targets: TargetOptions,
     doing: str,
     progress: bool,
     ranks: Ranks,
@@ -322,7 +323,7 @@ def gathered(
     pickled CUDA tensor would be restored on the sender's GPU.
     """
     for batch in each_batch(batches, doing, progress):
-        x, y = split_batch(batch, dict_key_y)
+        x, y = split_batch(batch, targets)
         part = of_batch(x, y) if len(y) or ranks.size == 1 else None
         yield from (one for one in ranks.gather(part) if one is not None)
 

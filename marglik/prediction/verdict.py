@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.batches import split_batch
 from kfac_backend.options import TargetOptions
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import differences, of_examples
@@ -70,7 +70,7 @@ def verdict(
         scores.append(example_scores(p, y, likelihood))
     # Positions of one example are not independent: they are averaged first. Where not all count,
     # the rows do not say which example they belong to.
-    ys = [split_batch(batch, targets.dict_key_y)[1] for batch in batches]
+    ys = [split_batch(batch, targets)[1] for batch in batches]
     own_axes = not likelihood_of(likelihood).has_labels
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
     changes = {}

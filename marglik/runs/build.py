@@ -21,10 +21,9 @@ from torch import distributed as dist
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import check_targets
-from kfac_backend.model.batches import Targets
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data.batches import split_batches
 from marglik.data.splits import DataSource, Splits, described, tensors_in
@@ -283,9 +282,9 @@ def check_model(
                 f"{name} cannot take {described(x)}: {str(error).rstrip('.')}. Set the model's "
                 "options to fit the data, or choose another model."
             ) from error
-        targets = Targets(likelihood, splits.targets)
-        y = targets(model, x, y)
-        check_targets(f, y, likelihood, may_ignore=targets.may_ignore)
+        task = Task(likelihood, splits.targets)
+        y = task.targets(model, x, y)
+        task.check(f, y)
         classes = splits.classes
         has_logits = likelihood_of(likelihood).name == "classification"
         if classes is not None and has_logits and f.shape[-1] != len(classes):

@@ -102,7 +102,7 @@ def build_optimizer(
             momentum=MOMENTUM,
             params=groups,
             options=PreconditionerOptions(damping=config.damping or DAMPING, damping_on="product"),
-            curvature=curvature.but(fisher="mc", mc_samples=1),
+            curvature=curvature.replace(fisher="mc", mc_samples=1),
             mean_over="examples",  # the loop's objective
             seed=seed,
         )

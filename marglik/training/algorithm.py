@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model.calls import forked_random_numbers
 from marglik.augmentation.ranges import RangeLearner, ranges_of
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
@@ -167,9 +167,9 @@ def fit(
     hyper, options, data = state.hyperparameters, problem.options, problem.loader
     curvature = options.curvature
     if problem.draws_labels and not is_last:
-        curvature = curvature.but(fisher="mc", mc_samples=1)
+        curvature = curvature.replace(fisher="mc", mc_samples=1)
     if problem.ranks.size > 1:
-        data = WithExamples(data, curvature.dict_key_y)
+        data = WithExamples(data, curvature)
     former = state.posterior
     state.posterior = posterior = Posterior(
         problem.model,

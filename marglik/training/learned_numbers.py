@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import arguments, logits_of
+from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import Likelihood
-from kfac_backend.model.batches import split_batch, to_device
-from kfac_backend.model.calls import arguments, logits_of
 from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
@@ -49,8 +50,8 @@ def likelihood_step(
     outputs, device = [], posterior.params[0].device
     with torch.no_grad(), eval_mode(posterior.model):
         for batch in data:
-            x, y = split_batch(to_device(batch, device), posterior.options.dict_key_y)
-            args, kwargs = arguments(posterior.model, x)
+            x, y = split_batch(batch, posterior.options)
+            args, kwargs = arguments(posterior.model, to_device(x, device))
             outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
     of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.checks import check_module
 from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.model.checks import check_module
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_positive
 from kfac_backend.ranks import Ranks
@@ -332,5 +332,5 @@ def _problem(
             RuntimeWarning,
             stacklevel=3,
         )
-    N = count_on_ranks(loader, ranks)
+    N = count_on_ranks(loader, ranks, options.curvature)
     return Problem(options, model, parts_of(optimizers, named), loader, ranks, N, *of_problem)

@@ -1,25 +1,26 @@
 """What a loader is, how many examples it yields, and what several ranks need of theirs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.model.batches import split_batch
+from kfac_backend.engine.task import split_batch
+from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
 
 
-def count_examples(loader: Loader) -> int:
+def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> int:  # noqa: B008
     """The number of examples in one pass over a loader, read off its sampler if it has one.
 
     ``len(loader.dataset)`` would be wrong with ``drop_last``, or a sampler of a part of the data.
 
     Raises:
-        TypeError: an iterator, which could be read only once; batches without tensors.
+        TypeError: an iterator, which could be read only once; targets that are no tensors.
     """
     if hasattr(loader, "num_examples"):
         return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,14 +36,17 @@ def count_examples(loader: Loader) -> int:
             f"The data is a {type(loader).__name__}, which can be read only once; pass a "
             "DataLoader or a list of batches."
         )
-    return sum(len(_any_tensor(batch)) for batch in batches)
+    return sum(len(_targets(batch, options)) for batch in batches)
 
 
-def _any_tensor(batch: Any) -> Tensor:
-    for value in batch.values() if isinstance(batch, Mapping) else batch:
-        if isinstance(value, Tensor):
-            return value
-    raise TypeError("A batch has no tensors; make some of arrays: torch.from_numpy(array).")
+def _targets(batch: Any, options: TargetOptions) -> Tensor:
+    _, y = split_batch(batch, options)
+    if not isinstance(y, Tensor):
+        raise TypeError(
+            f"A batch's targets are {type(y).__name__}; make tensors of arrays: "
+            "torch.from_numpy(array)."
+        )
+    return y
 
 
 def num_batches(loader: Any) -> int:
@@ -69,23 +73,23 @@ class WithExamples:
     ranks step together.
     """
 
-    def __init__(self, loader: Loader, dict_key_y: str = "labels") -> None:
+    def __init__(self, loader: Loader, options: TargetOptions = TargetOptions()) -> None:  # noqa: B008
         self._loader = loader
-        self._dict_key_y = dict_key_y
+        self._options = options
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
-            if len(split_batch(batch, self._dict_key_y)[1]):
+            if len(_targets(batch, self._options)):
                 yield batch
 
 
-def count_on_ranks(loader: Loader, ranks: Ranks) -> int:
+def count_on_ranks(loader: Loader, ranks: Ranks, options: TargetOptions) -> int:
     """N, the number of examples in the shards of all ranks; collective.
 
     Raises:
         ValueError: there are none.
     """
-    num_data = sum(ranks.gather(count_examples(loader)))
+    num_data = sum(ranks.gather(count_examples(loader, options)))
     if not num_data:
         raise ValueError("The data is empty: the loader yields no batch.")
     return num_data

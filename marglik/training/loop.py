@@ -39,14 +39,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
-from kfac_backend.loss import check_targets, counted_terms, loss_sum
-from kfac_backend.model.batches import Targets, each_batch, split_batch, to_device
-from kfac_backend.model.calls import arguments, logits_of
-from kfac_backend.model.checks import check_module, check_output
+from kfac_backend.engine.batches import each_batch, to_device
+from kfac_backend.engine.calls import arguments, logits_of
+from kfac_backend.engine.checks import check_module, check_output
+from kfac_backend.engine.task import Task
+from kfac_backend.loss import counted_terms, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import kept_mode
+from marglik.eval_mode import preserve_mode
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
@@ -211,7 +212,7 @@ class OnlineTraining:
         self._own_damping: float | None = None
         if kfac is not None and kfac.preconditioner.options.damping_on == "product":
             self._own_damping = kfac.preconditioner.options.damping
-        self._targets = Targets(learner.likelihood, learner.options.curvature)
+        self._task = Task(learner.likelihood, learner.options.curvature)
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
         self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
@@ -261,17 +262,15 @@ class OnlineTraining:
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)
         problem, state = self.learner.problem, self.learner.state
-        problem.progress = self.progress
-        with bar, kept_mode(self.model):
+        problem.progress, schedule = self.progress, problem.options.schedule
+        with bar, preserve_mode(self.model):
             bar.update(self._epoch)
             while state.epoch < epochs:
                 # Algorithm 1: the network's steps on the objective of the present prior, ...
                 if self._epoch == state.epoch:
                     bar.set_postfix(loss=f"{self.train_epoch()['loss']:.3f}")
                     bar.update()
-                    save(
-                        problem.options.schedule.is_due_within(self._epoch)
-                    )  # an update may take as long
+                    save(schedule.is_due_within(self._epoch))  # an update may take as long
                 # ... then the prior's steps on the evidence of the present parameters.
                 self._report_update(algorithm.end_of_epoch(problem, state, self._epoch))
                 save(self._epoch == epochs)
@@ -325,7 +324,7 @@ class OnlineTraining:
         sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
         examples, latest = 0, None
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
-            x, y = split_batch(batch, self._targets.options.dict_key_y)
+            x, y = self._task.split(batch)
             given = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
@@ -339,7 +338,7 @@ class OnlineTraining:
                     "are ranks."
                 )
             x, y = latest
-            of_step = self._step(x, self._targets(self.model, x, y), which, counts)
+            of_step = self._step(x, self._task.targets(self.model, x, y), which, counts)
             if counts:
                 torch._foreach_add_(sums, of_step)
                 examples += len(y)
@@ -388,7 +387,7 @@ class OnlineTraining:
             f = logits_of(self._forward(*args, **kwargs))
             if not self._targets_are_checked:
                 check_output(f)
-                check_targets(f, y, likelihood, may_ignore=self._targets.may_ignore)
+                self._task.check(f, y)
             data_loss = loss_sum(f, y, likelihood)
             if counts:
                 self.probabilities.add(which, f)

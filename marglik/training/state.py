@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
+from kfac_backend.engine.padding import padding_rows
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import counted_terms
-from kfac_backend.model.batches import Targets, split_batch, to_device
-from kfac_backend.model.calls import arguments, forked_random_numbers, logits_of
-from kfac_backend.model.padding import padding_rows
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
@@ -145,16 +146,14 @@ class Problem:
                 ``sums_terms`` does not say that it sums them.
         """
         options = self.options
-        targets, terms, examples = Targets(likelihood, options.curvature), 0, 0
+        task, terms, examples = Task(likelihood, options.curvature), 0, 0
         device = next(self.model.parameters()).device
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
-                # A copy, since a model may change its input in place.
-                x, labels = split_batch(
-                    deepcopy(to_device(batch, device)) if index == 0 else batch,
-                    options.curvature.dict_key_y,
-                )
-                y = targets(self.model, x, labels)
+                x, labels = task.split(batch)
+                if index == 0:  # a copy, since a model may change its input in place
+                    x, labels = deepcopy(to_device(x, device)), to_device(labels, device)
+                y = task.targets(self.model, x, labels)
                 counted = counted_terms(y, likelihood)
                 terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
                 examples += len(y)
@@ -310,8 +309,8 @@ class LearnerState:
                 average.write()
             self.updated_at = None
             with forked_random_numbers(problem.model):
-                key = problem.options.curvature.dict_key_y
-                renew_batch_norm(problem.model, problem.loader, key, problem.ranks)
+                targets = problem.options.curvature
+                renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
             _logger.info("parameters are their mean over the last %d of %d steps", averaged, made)
         elif schedule.averages and made and self.epoch < (schedule.epochs or 0):
             warnings.warn(

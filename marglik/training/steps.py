@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from kfac_backend.model.batches import split_batch, to_device
-from kfac_backend.model.calls import arguments
-from kfac_backend.options import check_keys
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import arguments
+from kfac_backend.engine.task import split_batch
+from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import kept_mode
+from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader
 
 
@@ -108,7 +109,7 @@ class WeightAverage:
 def renew_batch_norm(
     model: nn.Module,
     loader: Loader,
-    dict_key_y: str,
+    options: TargetOptions,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> None:
     """Set BatchNorm's running statistics to their means over the batches, at present parameters.
@@ -121,17 +122,17 @@ def renew_batch_norm(
         return
     momenta = [norm.momentum for norm in norms]
     device = next(model.parameters()).device
-    with kept_mode(model):
+    with preserve_mode(model):
         model.train()
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # torch's way to ask for the mean over all batches
         try:
             for batch in loader:
-                # A copy, since a model may change its input in place.
-                x, y = split_batch(deepcopy(to_device(batch, device)), dict_key_y)
+                x, y = split_batch(batch, options)
                 if len(y):
-                    args, kwargs = arguments(model, x)
+                    # A copy, since a model may change its input in place.
+                    args, kwargs = arguments(model, deepcopy(to_device(x, device)))
                     model(*args, **kwargs)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):

@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
+from kfac_backend.engine import batches as batches_module
 from kfac_backend.likelihoods import IGNORED, likelihood_of
-from kfac_backend.model import batches as batches_module
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import (
     Laplace,

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from kfac_backend import examples_of_rows, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.model.automatic_mode import block_traces, nearest_modes
+from kfac_backend.engine.automatic_mode import block_traces, nearest_modes
 from tests.kfac_backend.block_checks import assert_same, factors_of
 from tests.kfac_backend.networks import random_model
 from tests.oracles import dense_ggn_blocks

@@ -86,7 +86,7 @@ def test_mappings_and_any_iterable():
     assert_close(factors.to_dense("layer.weight"), expected.to_dense("0.weight"))
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
     assert_same(kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected)
-    with pytest.raises(KeyError, match="features, target, but no .*; pass .* as dict_key_y"):
+    with pytest.raises(KeyError, match="features, target, but no .labels.; pass .*dict_key_y"):
         kronecker_factors(model, [mapping], "classification")
 
 

@@ -141,7 +141,7 @@ def test_draws_are_unbiased(likelihood):
     model, data = problem("Linear", likelihood)
     factors = kronecker_factors(model, data, likelihood, kfac_approx="reduce")
     of_factors = derivatives(factors)
-    options = factors.options.but(fisher="mc", mc_samples=100)
+    options = factors.options.replace(fisher="mc", mc_samples=100)
     (exact,) = factor_gradients(factors, model, data, [model.eta], of_factors)
     draws = [
         factor_gradients(factors, model, data, [model.eta], of_factors, options=options)[0]

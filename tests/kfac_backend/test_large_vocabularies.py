@@ -13,7 +13,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.model import factor_sums
+from kfac_backend.engine import factor_sums
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER
 from tests.kfac_backend.covariance.posteriors import (

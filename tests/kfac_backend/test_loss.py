@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 from kfac_backend import likelihoods
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.engine.task import Task
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import IGNORED, check_targets, loss_sum
-from kfac_backend.model.batches import Targets
 from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
 
@@ -161,15 +161,15 @@ def test_vectors_square_to_the_blocks_of_the_terms_that_count(fisher):
 @pytest.mark.parametrize("mark", [IGNORED, 0, 7])
 def test_whatever_label_marks_them_is_turned_into_one(mark):
     _, y = sequences(mark)
-    targets = Targets("classification", TargetOptions(ignore_index=mark))
-    assert targets.may_ignore
-    assert_close(targets(None, torch.zeros(N), y), sequences()[1])
+    task = Task("classification", TargetOptions(ignore_index=mark))
+    assert task.may_ignore
+    assert_close(task.targets(None, torch.zeros(N), y), sequences()[1])
     if mark != IGNORED:
         with pytest.raises(ValueError, match=f"labels -100 beside ignore_index={mark}"):
-            targets(None, torch.zeros(N), sequences()[1])
+            task.targets(None, torch.zeros(N), sequences()[1])
     # Negative control: all count unless it is said.
-    untold = Targets("classification")
-    assert untold(None, torch.zeros(N), y) is y and not untold.may_ignore
+    plain = Task("classification")
+    assert plain.targets(None, torch.zeros(N), y) is y and not plain.may_ignore
 
 
 @pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
@@ -200,6 +200,6 @@ def test_targets_that_do_not_count_are_in_order():
 @pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
 def test_only_labels_can_be_ignored(likelihood):
     options = CurvatureOptions(ignore_index=IGNORED)
-    for make in (Targets, lambda *given: CurvaturePass(torch.nn.Linear(2, 2), *given)):
+    for make in (Task, lambda *given: CurvaturePass(torch.nn.Linear(2, 2), *given)):
         with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
             make(likelihood, options)

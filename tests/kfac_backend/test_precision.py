@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from kfac_backend import kronecker_factors
-from kfac_backend.model import driver
-from kfac_backend.model.factor_sums import FactorSums
+from kfac_backend.engine import driver
+from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas

@@ -99,14 +99,14 @@ class SequenceFirst(LayerByParts):
         """The layer's own forward."""
         x: Tensor = args[0] if args else kwargs["src" if "src" in kwargs else "tgt"]
         first = layer.layers[0] if hasattr(layer, "layers") else layer
-        own = type(layer).forward
+        original = type(layer).forward
         if first.self_attn.batch_first or x.dim() != 3 or current_rows() is not None:
-            return own(layer, *args, **kwargs)
+            return original(layer, *args, **kwargs)
         # Row (r, n) of the layers inside is example n's.
         R, N = x.shape[:2]
         index = torch.arange(N, device=x.device).expand(R, N)
         with examples_of_rows(index, N, by_roots=False):
-            return own(layer, *args, **kwargs)
+            return original(layer, *args, **kwargs)
 
 
 def _attention(

@@ -23,7 +23,7 @@ class ExpertsByParts(LayerByParts):
     Such a layer gets the positions of all examples, one behind the other, (M, d).
     """
 
-    folds = True
+    has_row_groups = True
 
     def parts(self, layer: Any) -> dict[str, LinearPart]:
         """The two maps of each expert: into its gates, and back."""

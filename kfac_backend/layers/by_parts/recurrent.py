@@ -67,14 +67,14 @@ class RecurrentByParts(LayerByParts):
 
     def parts(self, layer: nn.RNNBase) -> dict[str, LinearPart]:
         """Maps of the inputs, the states and an LSTM's projection, by layer and direction."""
-        found: dict[str, LinearPart] = {}
+        linear_maps: dict[str, LinearPart] = {}
         for suffix in _suffixes(layer):
             for name, kind, which in (("inputs", LinearPart, "ih"), ("states", PastPart, "hh")):
                 bias = f"bias_{which}{suffix}" if layer.bias else None
-                found[name + suffix] = kind(layer, f"weight_{which}{suffix}", bias)
+                linear_maps[name + suffix] = kind(layer, f"weight_{which}{suffix}", bias)
             if layer.proj_size:
-                found["projected" + suffix] = PastPart(layer, f"weight_hr{suffix}")
-        return found
+                linear_maps["projected" + suffix] = PastPart(layer, f"weight_hr{suffix}")
+        return linear_maps
 
     def forward(
         self,
@@ -104,9 +104,9 @@ class RecurrentByParts(LayerByParts):
             for suffix in (s for s in suffixes if s.removesuffix("_reverse") == f"_l{k}"):
                 order = turned if suffix.endswith("_reverse") else None
                 names = [name for name in _PARTS if name + suffix in parts]
-                own = {name: parts[name + suffix] for name in names}
+                maps = {name: parts[name + suffix] for name in names}
                 with rows_of_sequences(x, layer.batch_first, padding):
-                    run = _run(layer.mode, own, x, states[len(ends)], order, self.differentiable)
+                    run = _run(layer.mode, maps, x, states[len(ends)], order, self.differentiable)
                 ends.append([s[numbers, lengths - 1] for s in run])
                 outputs.append(_turned(run[0], order))
             x = torch.cat(outputs, -1)
@@ -165,8 +165,8 @@ def _initial(layer: nn.RNNBase, x: Tensor, hx: Tensor | State | None) -> list[St
     if hx is None:
         widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
         hx = tuple(x.new_zeros(runs, len(x), d) for d in widths[: 1 + (layer.mode == "LSTM")])
-    given = hx if isinstance(hx, tuple) else (hx,)
-    return [tuple(of[i] for of in given) for i in range(runs)]
+    states = hx if isinstance(hx, tuple) else (hx,)
+    return [tuple(of[i] for of in states) for i in range(runs)]
 
 
 def _run(

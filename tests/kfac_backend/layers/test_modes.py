@@ -88,7 +88,7 @@ def test_mappings_are_kept_in_their_order(tmp_path):
     assert_same(factors + loaded, factors_of(model, 2 * data, mapping))
     # Equal mappings in another order give other modes.
     flipped = replace(
-        factors, options=factors.options.but(kfac_approx=dict(reversed(mapping.items())))
+        factors, options=factors.options.replace(kfac_approx=dict(reversed(mapping.items())))
     )
     with pytest.raises(ValueError, match="Cannot add factors with kfac_approx"):
         factors + flipped

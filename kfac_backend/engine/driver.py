@@ -22,29 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.fisher import warn_of_many_passes
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import (
-    IGNORED,
-    check_targets,
-    counted_terms,
-    loss_sum,
-    num_counted_terms,
-)
-from kfac_backend.model.batches import (
-    Targets,
-    counting,
-    detached,
-    each_batch,
-    examples,
-    mask_of,
-    parts,
-    split_batch,
-    splits_by_example,
-)
-from kfac_backend.model.calls import call_with, forked_random_numbers, in_channels_last
-from kfac_backend.model.capture import Capture, Sink
-from kfac_backend.model.checks import (
+from kfac_backend.engine.batches import detached, each_batch, examples, parts, splits_by_example
+from kfac_backend.engine.calls import call_with, forked_random_numbers, in_channels_last
+from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.checks import (
     LateChecks,
     check_finite,
     check_inputs,
@@ -52,8 +33,11 @@ from kfac_backend.model.checks import (
     out_of_memory,
     total_memory,
 )
-from kfac_backend.model.proof import Proof
-from kfac_backend.model.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.engine.task import Task, counting
+from kfac_backend.fisher import warn_of_many_passes
+from kfac_backend.loss import IGNORED, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     FASTER,
@@ -102,9 +86,10 @@ class Driver:
         self.ranks = Ranks(process_group)
         """The ranks that have a shard of the data each."""
         self.model, self.options = model, options
-        self.likelihood = likelihood_of(likelihood)
         self.fisher = options.make_fisher()
-        self.targets = Targets(likelihood, options)
+        self.task = Task(likelihood, options)
+        """What the batches mean."""
+        self.likelihood = self.task.likelihood
         self._generator = generator
         self.proof = Proof(model, assignment or assign_rules(model, options.unsupported))
         """What is known of the model and its layers."""
@@ -147,7 +132,7 @@ class Driver:
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
         """Add all batches of some data; errors are those of `add`."""
         for batch in each_batch(data, description, progress):
-            x, y = split_batch(batch, self.options.dict_key_y)
+            x, y = self.task.split(batch)
             if self.precision == "auto" and self.num_data >= LONG_PASS:
                 self.precision = self._fitting_precision(x, y)
             self.add(x, y)
@@ -172,7 +157,7 @@ class Driver:
                 self.kfac_approx = kfac_approx  # not decided by the examples that happen to fit
                 raise out_of_memory(self.model, self.device, len(y), fitting)
             if self._late.is_time():
-                self._late.read(self.model, self.check_targets)
+                self._late.read(self.model, self.task.check)
         self.failed = False
 
     def finish(self) -> PassSums:
@@ -183,7 +168,7 @@ class Driver:
         self.check_whole()
         # If a check or the sum over ranks fails now, the pass must begin again.
         self.failed = bool(self.num_data)
-        self._late.read(self.model, self.check_targets)
+        self._late.read(self.model, self.task.check)
         if self.kfac_approx == "auto":
             self._decide_mode()
         blocks, others = self.sink.sums() if self.num_data else ({}, {})
@@ -193,8 +178,8 @@ class Driver:
             num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
             padding=self.assignment.padding,
         )  # fmt: skip
-        same = {"the likelihood": self.likelihood, "the options": repr(self.options)}
-        sums = sum_over_ranks(sums, self.ranks, self.model, same)
+        must_agree = {"the likelihood": self.likelihood, "the options": repr(self.options)}
+        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree)
         # Advance the common generator, so that the next pass draws other labels.
         if self.fisher.draws and self.ranks.size > 1:
             common = self._common_generator()
@@ -208,10 +193,6 @@ class Driver:
                 "The last batch of this curvature pass failed, and a part of it is in the sums. "
                 "Call reset() and begin with the first batch."
             )
-
-    def check_targets(self, f: Tensor, y: Tensor) -> None:
-        """Raise an error unless targets fit outputs."""
-        check_targets(f, y, self.likelihood, may_ignore=self.targets.may_ignore)
 
     # ---- One part of a batch, step by step.
 
@@ -253,7 +234,7 @@ class Driver:
     def vectors(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
         """The Fisher's vectors at outputs and targets."""
         return self.fisher.vectors(
-            self.likelihood, f, y, self._labels, may_ignore=self.targets.may_ignore
+            self.likelihood, f, y, self._labels, may_ignore=self.task.may_ignore
         )
 
     def count(self, f: Tensor, y: Tensor) -> None:
@@ -265,7 +246,7 @@ class Driver:
     def _part(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
         self.begin_part()
-        mask = mask_of(x, self.options.dict_key_mask)
+        mask = self.task.mask(x)
         capture = self.capture()
         with self.sink.part():
             with counting(mask), capture:
@@ -274,18 +255,21 @@ class Driver:
                 # Steady batches are checked on the device, and the result is read later. The first
                 # of its form is checked before the first backward pass: an error is cheap now.
                 if not isinstance(y, Tensor) or not self._late.see(x, f, y):
-                    self.check_targets(f, y)
+                    self.task.check(f, y)
                     check_finite(self.model, f, x)
                 elif self.likelihood.name == "classification":
                     # A label out of range, which is reported later, must not stop a GPU now.
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
-                self.targets.look_at(f)
+                self.task.look_at(f)
                 if not self.num_data:
                     warn_of_many_passes(self.fisher, self.likelihood, f)
                 capture.check_examples(len(f), hides=mask is not None)
                 self.forward_done()
                 self.propagate(capture, f, y)
                 capture.check_runs()
+                masked = capture.masked
+            if masked - self.proof.masked:  # hidden rows in layers that had none before
+                self.proof.make_for_masks(x, mask, self._ignored(y))
             with self._no_autocast():
                 self.sink.part_done(f, y)
         if self.assignment.diagonal and self.sink.takes_example_gradients:
@@ -297,7 +281,7 @@ class Driver:
     def _add_example_gradients(self, x: Any, y: Tensor) -> None:
         """Hand over the gradients in parameters without a rule, which no hook sees."""
         # Loaded only where such parameters are.
-        from kfac_backend.model.example_gradients import gradients_of_examples
+        from kfac_backend.engine.example_gradients import gradients_of_examples
 
         with torch.no_grad(), forked_random_numbers(self.model):
             f = call_with(self.model, {}, x)
@@ -328,7 +312,7 @@ class Driver:
         """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
             # First the targets, since the proof must know which loss terms count.
-            y = self.targets(self.model, x, y)
+            y = self.task.targets(self.model, x, y)
             self._verify(x, y)
             if self.kfac_approx == "auto":
                 self._decide_mode(x, y)
@@ -376,12 +360,10 @@ class Driver:
     def _verify(self, x: Any, y: Any) -> None:
         """Make what is missing of the proof."""
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        holds, key = self.proof.holds_for_masks, self.options.dict_key_mask
-        mask = None if holds else mask_of(x, key)
+        mask = None if self.proof.holds_for_masks else self.task.mask(x)
         if self.proof.is_made(N) and mask is None:
             return
-        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
-        ignored = None if counted is None else ~counted
+        ignored = self._ignored(y)
         if not self.proof.is_made(N):
             check_inputs(x)
             self.proof.make(x, N, ignored)
@@ -394,13 +376,18 @@ class Driver:
             ignored = None if ignored is None else ignored[which]
         self.proof.make_for_masks(x, mask, ignored)
 
+    def _ignored(self, y: Any) -> Tensor | None:
+        """Which labels do not count; None for other targets."""
+        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
+        return None if counted is None else ~counted
+
     def _decide_mode(self, x: Any = None, y: Any = None) -> None:
         """Decide kfac_approx="auto" by the first batch of each rank; collective.
 
         Called without data at the end of a pass that had none.
         """
         # Loaded only where the mode is not given.
-        from kfac_backend.model.automatic_mode import (
+        from kfac_backend.engine.automatic_mode import (
             EXAMPLES,
             automatic_mode,
             block_traces,
@@ -436,7 +423,7 @@ class Driver:
         if memory is not None and 3 * self.sink.num_bytes() > memory:
             return "float32"
         x, y = detached(x, self.device), detached(y, self.device)
-        y = self.targets(self.model, x, y)
+        y = self.task.targets(self.model, x, y)
         if self.proof.plan.splits:
             x, y = examples(x, slice(TRIED_EXAMPLES)), y[:TRIED_EXAMPLES]
 

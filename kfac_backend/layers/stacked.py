@@ -34,10 +34,10 @@ def by_matrix(
 
 
 def _of_each(x: Tensor, w: Tensor) -> Tensor:
-    """(E, ..., M, d_in) @ w[e], with the product of each matrix apart."""
+    """(E, ..., M, d_in) @ w[e], with the product of each matrix by itself."""
     products = []
     for e in range(len(w)):
-        with _told(x.shape[:-1], e):
+        with _declared_rows(x.shape[:-1], e):
             products.append(x[e] @ w[e])
     return torch.stack(products)
 
@@ -53,12 +53,12 @@ def _grouped(x: Tensor, w: Tensor, *, offs: Tensor, **options: None) -> Tensor:
     ends = offs.tolist()
     products = []
     for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        with _told(x.shape[:1], slice(start, end)):
+        with _declared_rows(x.shape[:1], slice(start, end)):
             products.append(x[start:end] @ w[e])
     return torch.cat([*products, x.new_zeros(len(x) - ends[-1], w.shape[-1])])
 
 
-def _told(axes: tuple[int, ...], part: int | slice) -> AbstractContextManager[None]:
+def _declared_rows(axes: tuple[int, ...], part: int | slice) -> AbstractContextManager[None]:
     """Whose the rows of one matrix are, where the model has told it of the rows of all."""
     rows = current_rows()
     if rows is None or rows.axes != axes:

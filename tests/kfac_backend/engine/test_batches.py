@@ -9,9 +9,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 from kfac_backend import counted_positions, kronecker_factors
+from kfac_backend.engine import batches
+from kfac_backend.engine.driver import Driver
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.model import batches
-from kfac_backend.model.driver import Driver
 from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.networks import Model, data, network, random_model
 from tests.random_numbers import error, normal

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.engine.capture import Sink
+from kfac_backend.engine.checks import total_memory
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
 from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
-from kfac_backend.model.capture import Sink
-from kfac_backend.model.checks import total_memory
-from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 from kfac_backend.ranks import PassSums
 

@@ -31,16 +31,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from kfac_backend.engine.calls import call_with, explicit_forwards, num_examples
+from kfac_backend.engine.rule_assignment import LayerRun, RuleAssignment, TrackedLayer
 from kfac_backend.layers import FunctionalLayer, Use
 from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Rows, Run, SharedAxes, current_rows, folded_rows
-from kfac_backend.model.calls import call_with, explicit_forwards, num_examples
-from kfac_backend.model.rule_assignment import LayerRun, RuleAssignment, TrackedLayer
+from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
 from kfac_backend.precision import at_least_float32
 
 if TYPE_CHECKING:
-    from kfac_backend.model.operations import Expression, Follower
+    from kfac_backend.engine.operations import Expression, Follower
 
 
 class Sink:
@@ -193,14 +193,14 @@ class Capture:
             once = {layer for layer, kinds in runs if "followed" in kinds}
             if operations.names or once:
                 # Loaded only where there is something to follow.
-                from kfac_backend.model.operations import Follower
+                from kfac_backend.engine.operations import Follower
 
                 leaves = {
                     name: self._model.get_parameter(name).detach().requires_grad_()
                     for name in operations.names
                 }
                 make = self._make_follower or Follower
-                self.follower = make(operations, leaves, self._copies, self._seen, once)
+                self.follower = make(operations, leaves, self._copies, self._report_input, once)
             follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
@@ -215,7 +215,9 @@ class Capture:
         not added up.
         """
         self._reset()
-        self.folds = any(divided.by_parts.folds for divided in self._assignment.divided)
+        self.has_row_groups = any(
+            divided.by_parts.has_row_groups for divided in self._assignment.divided
+        )
         self._num_examples = num_examples(x)
         for divided in self._assignment.divided:
             divided.by_parts.num_examples = self._num_examples
@@ -228,10 +230,10 @@ class Capture:
         The kinds are assigned to the runs by their order, so that one more or less would shift it.
         """
         for tracked in self._assignment.layers if self._assignment.runs else []:
-            known = self._assignment.runs.get(tracked.layer, ())
+            runs = self._assignment.runs.get(tracked.layer, ())
             number = self._number.get(tracked, 0)
-            if len(set(known)) > 1 and number != len(known):
-                raise _other_runs(tracked, f"{number} times instead of {len(known)}")
+            if len(set(runs)) > 1 and number != len(runs):
+                raise _other_runs(tracked, f"{number} times instead of {len(runs)}")
 
     def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
@@ -290,10 +292,12 @@ class Capture:
 
     def _reset(self) -> None:
         """Forget the forward pass so far, and its backward passes."""
-        self.folds = False
+        self.has_row_groups = False
         """Whether rows of the last forward pass were taken for several of each example."""
-        self.not_folded: list[TrackedLayer] = []
+        self.not_divisible: list[TrackedLayer] = []
         """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+        self.masked: set[TrackedLayer] = set()
+        """Layers of whose rows a mask of positions hides some."""
         self.listens = False
         """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
         the graph, which the training's own backward pass uses, too."""
@@ -350,7 +354,7 @@ class Capture:
         A copy is a source: backward passes end there, and the expression's own graph takes each
         example's gradient on to the parameters.
         """
-        N, own = self._num_examples, self._assignment.operations.own
+        N, parameters = self._num_examples, self._assignment.operations.own
         rows, fold = current_rows(), 0
         if rows is not None and not (rows.of_positions or len(rows.index) == M):
             rows = None  # given for the rows of another tensor
@@ -364,7 +368,7 @@ class Capture:
                     "examples; say which example each row belongs to (examples_of_rows), or freeze "
                     "them (requires_grad_(False))."
                 )
-        self.folds = self.folds or fold > 1
+        self.has_row_groups = self.has_row_groups or fold > 1
         # The copies are a leaf of their own: in the expression autograd would sum the gradient over
         # all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.
@@ -374,7 +378,7 @@ class Capture:
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():
             if isinstance(leaf, str):
-                self._hand_input(own[leaf], use)
+                self._hand_input(parameters[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
@@ -386,10 +390,10 @@ class Capture:
                 b = at_least_float32(b).unflatten(0, (-1, fold)).sum(1)
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
-                    self._hand_gradient(own[leaf], uses[leaf], gradients)
+                    self._hand_gradient(parameters[leaf], uses[leaf], gradients)
                 else:  # other parts of its gradient may still come
-                    known = self._waiting.get(leaf)
-                    self._waiting[leaf] = gradients if known is None else known + gradients
+                    earlier = self._waiting.get(leaf)
+                    self._waiting[leaf] = gradients if earlier is None else earlier + gradients
 
         source.register_hook(on_gradient)
         return source
@@ -415,7 +419,7 @@ class Capture:
             source = self._as_source(layer.copies(value, N))
             use = Use(source.new_zeros(N, 0))  # there is no input, only a number of examples
             self._hand_input(tracked, use)
-            copies[name] = self._shown(source, tracked, use)
+            copies[name] = self._with_hook(source, tracked, use)
         return copies
 
     def _as_source(self, output: Tensor) -> Tensor:
@@ -438,13 +442,13 @@ class Capture:
             return output.requires_grad  # all other graphs are cut
         # Here a graph may lead to parameters without a rule, or to the model's input, and to no
         # tracked layer. So search it for a tracked output.
-        ahead, seen = [output.grad_fn], set()
+        ahead, visited = [output.grad_fn], set()
         while ahead:
             node = ahead.pop()
             if node in self._nodes:
                 return True
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in visited:
+                visited.add(node)
                 ahead += [before for before, _ in node.next_functions]
         return False
 
@@ -460,7 +464,7 @@ class Capture:
         """The hook after it; what it returns takes the place of the layer's output."""
         if self.follower is not None:
             self.follower.inside.remove(tracked)
-        return self._seen(tracked, tracked.rule.input_of(args, kwargs), output)
+        return self._report_input(tracked, tracked.rule.input_of(args, kwargs), output)
 
     def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
         """Raise an error if the hooks cannot follow a layer that is about to run.
@@ -499,7 +503,7 @@ class Capture:
                 "mode alone), or freeze it (requires_grad_(False))."
             )
 
-    def _seen(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+    def _report_input(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
         """Report a layer's input; returns the layer's output, which will report its gradients."""
         if isinstance(tracked.layer, FunctionalLayer):  # it has no hook before it runs
             self._check(tracked, a)
@@ -509,23 +513,25 @@ class Capture:
         # layer may run more often than on the first batch.
         number = self._number.get(tracked, 0)
         self._number[tracked] = number + 1
-        known = self._assignment.runs.get(tracked.layer, ("examples",))
-        run = known[min(number, len(known) - 1)]
+        runs = self._assignment.runs.get(tracked.layer, ("examples",))
+        run = runs[min(number, len(runs) - 1)]
         N = self._num_examples
         if run == "followed" and self.follower is not None and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
-            return self._begun(tracked, number, a.expand(N, *a.shape), output)
+            return self._start_expression(tracked, number, a.expand(N, *a.shape), output)
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
         # Step 2: whose example each row is, if row n is not example n.
         rows = rows_of(tracked, a)
-        # Not within a mask of positions: it would have to be folded in the same way.
-        if run == "folded" and current_rows() is None and N:
-            rows = folded_rows(len(a), N, a.device)
-            self.folds = True
+        if rows is not None and rows.of_positions and not rows.all_count:
+            self.masked.add(tracked)
+        # Not within a mask of positions: it would have to be grouped in the same way.
+        if run == "several" and current_rows() is None and N:
+            rows = consecutive_rows(len(a), N, a.device)
+            self.has_row_groups = True
             if len(a) % N:
-                self.not_folded.append(tracked)
+                self.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.
         seen = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
@@ -546,9 +552,11 @@ class Capture:
                 raise _other_runs(tracked, f"without a constant output in run {number + 1}")
             self._reached[tracked, number] = True
 
-        return self._shown(output, tracked, use, on_reached)
+        return self._with_hook(output, tracked, use, on_reached)
 
-    def _begun(self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor) -> Tensor:
+    def _start_expression(
+        self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor
+    ) -> Tensor:
         """The output of a run on what all examples share, followed to where it meets them."""
         assert self.follower is not None
         run = LayerRun(tracked, number)
@@ -560,7 +568,7 @@ class Capture:
         self._followed[run] = use, output.shape
         return self.follower.begin(run, output)
 
-    def _shown(
+    def _with_hook(
         self,
         output: Tensor,
         tracked: TrackedLayer,
@@ -632,13 +640,13 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
     rows = rows.on(a.device)
     features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes
-    folded = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
+    flattened = len(rows.axes) > 1 and a.shape[:1] == (math.prod(rows.axes),) != rows.axes[:1]
     # An axis of features is no axis of positions, even if it has the same size.
-    applies = folded or (fits and features >= len(rows.axes))
+    applies = flattened or (fits and features >= len(rows.axes))
     if rows.of_positions and not applies:
         return None
     # (N·R, ...): that these are positions is a guess, which the proof of independence tests.
-    if rows.of_positions and folded:
+    if rows.of_positions and flattened:
         return replace(rows, axes=(math.prod(rows.axes),))
     if not fits:
         raise ValueError(

@@ -32,12 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.layers import Rule, Use
-from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Run, SharedAxes, current_rows
-from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.model.batches import Plan, counting, examples, make_plan
-from kfac_backend.model.calls import (
+from kfac_backend.engine.batches import Plan, examples, make_plan
+from kfac_backend.engine.calls import (
     DtypesInUse,
     attempt,
     call_with,
@@ -46,12 +42,17 @@ from kfac_backend.model.calls import (
     forked_random_numbers,
     noise_like,
     num_examples,
-    restored,
+    preserve_state,
 )
-from kfac_backend.model.capture import Capture, Sink, rows_of
-from kfac_backend.model.checks import check_inputs, is_out_of_memory
-from kfac_backend.model.rule_assignment import Refusal, RuleAssignment, TrackedLayer
-from kfac_backend.precision import held
+from kfac_backend.engine.capture import Capture, Sink, rows_of
+from kfac_backend.engine.checks import check_inputs, is_out_of_memory
+from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.engine.task import counting
+from kfac_backend.layers import Rule, Use
+from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers.rows import Run, SharedAxes, current_rows
+from kfac_backend.layers.rule import summed_gradients
+from kfac_backend.precision import temporary_setting
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -72,7 +73,9 @@ class Proof:
         self._structure: tuple[list[Any], list[Any]] | None = None  # when all was proved
         self._uses_verified = self._independence_verified = False
         self.holds_for_masks = False
-        """Whether `make_for_masks` has proved its part."""
+        """Whether `make_for_masks` has proved its part, for the layers in ``masked``."""
+        self.masked: set[TrackedLayer] = set()
+        """Layers some of whose rows a mask hid in that proof."""
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
@@ -97,6 +100,7 @@ class Proof:
         if self._structure[1] != _structure(self._model)[1]:
             return False
         self._uses_verified = self._independence_verified = self.holds_for_masks = False
+        self.masked = set()
         return True
 
     def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
@@ -149,7 +153,7 @@ class Proof:
         """
         assignment = self.assignment
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
-        if assignment.operations.names or assignment.diagonal or kinds & {"folded", "followed"}:
+        if assignment.operations.names or assignment.diagonal or kinds & {"several", "followed"}:
             return False
         if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
             return False
@@ -196,18 +200,21 @@ class Proof:
                 "which run whole."
             )
 
-    def make_for_masks(self, x: Any, mask: Tensor, ignored: Tensor | None) -> None:
+    def make_for_masks(self, x: Any, mask: Tensor | None, ignored: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
 
+        The mask is given, or the model has one of its own.
+
         Then their gradients are zero and add nothing to B, so that it is enough to leave their
-        inputs out of A. One batch whose mask hides any is enough. It comes after `make`, whose
-        layers and runs it takes.
+        inputs out of A. One batch whose mask hides any is enough, for the layers that the mask fits
+        there: a model may trim a batch to its longest sequence, so that the mask fits its layers in
+        other batches alone. It comes after `make`, whose layers and runs it takes.
 
         ``ignored`` marks loss terms (N, ...) that do not count.
         """
         with counting(mask):
-            verify_independence(self._model, self.assignment, x, ignored=ignored)
-        self.holds_for_masks = True
+            *_, masked = verify_independence(self._model, self.assignment, x, ignored=ignored)
+        self.holds_for_masks, self.masked = True, self.masked | masked
 
     def _prove(self, x: Any, N: int | None, ignored: Tensor | None, again: bool = False) -> None:
         """Prove all steps; ``again`` those that other numbers in the parameters could change."""
@@ -233,34 +240,37 @@ class Proof:
                 if again or not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
-                from kfac_backend.model.operations import follow
+                from kfac_backend.engine.operations import follow
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)
             # Step 5: which rows are constants, where any can be.
             of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
             if not again and (assignment.diagonal or of_layers.count(None) < len(of_layers)):
-                from kfac_backend.model.padding import padding_rows
+                from kfac_backend.engine.padding import padding_rows
 
                 assignment = replace(assignment, padding=padding_rows(self._model, x))
         # Step 6: no layer mixes examples, with everything in place that the steps before found.
         if not self._independence_verified and (N is None or N > 1):
             x, numbers = with_first_again(x, self.plan.splits) if by_example else (x, None)
-            own = [name for t in assignment.own_parameters for name in t.parameters.values()]
-            if own:
-                verify_gradients(self._model, assignment, x, dict.fromkeys(own, no_copies(own)))
+            own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
+            if own_names:
+                verify_gradients(
+                    self._model, assignment, x, dict.fromkeys(own_names, no_copies(own_names))
+                )
             while True:
                 try:
-                    self._independence_verified, runs = verify_independence(
+                    self._independence_verified, runs, masked = verify_independence(
                         self._model, assignment, x, numbers, ignored
                     )
                     break
-                # "folded" was a guess from the number of rows. Without it the rows may still be
+                # "several" was a guess from the number of rows. Without it the rows may still be
                 # independent, in another order; then only their examples are unknown.
                 except _Mixed as mixed:
                     assignment = _without_folds(assignment, mixed)
             if not by_example:  # `find_runs` could not tell them
                 assignment = _with_runs(assignment, runs)
+            self.masked = self.masked | masked
         # Only now, so that a check that raises leaves the assignment as it was.
         self.assignment = assignment
         self._uses_verified = True
@@ -341,7 +351,7 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
 
     With the shape of a row. It is None where the model says whose rows they are.
     """
-    found: list[Any] = []
+    all_rows: list[Any] = []
     number: Counter[TrackedLayer] = Counter()
 
     def record(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -352,19 +362,19 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
         kind = kinds[min(number[tracked], len(kinds) - 1)]
         number[tracked] += 1
         if current_rows() is not None:
-            found.append(None)
+            all_rows.append(None)
         elif isinstance(kind, SharedAxes):  # the whole input is each example's
             copied = kind.with_first or a.dim() > kind.number
-            found.append((tracked.name, 1, a.shape[1:] if copied else a.shape))
+            all_rows.append((tracked.name, 1, a.shape[1:] if copied else a.shape))
         else:
-            found.append((tracked.name, len(a) / N, a.shape[1:]))
+            all_rows.append((tracked.name, len(a) / N, a.shape[1:]))
 
     handles = [
         tracked.layer.register_forward_pre_hook(partial(record, tracked), with_kwargs=True)
         for tracked in assignment.layers
     ]
     try:
-        yield found
+        yield all_rows
     finally:
         for handle in handles:
             handle.remove()
@@ -386,13 +396,13 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
     """
     runs = dict(assignment.runs)
     kinds = runs.get(mixed.tracked.layer, ())
-    if "folded" not in kinds:
+    if "several" not in kinds:
         raise NotImplementedError(str(mixed)) from None
     # The experts of one array are all routed alike.
     names = set(mixed.tracked.parameters.values())
     for layer in [t.layer for t in assignment.layers if names & set(t.parameters.values())]:
         kinds = runs.get(layer, ("examples",))
-        runs[layer] = tuple("examples" if kind == "folded" else kind for kind in kinds)
+        runs[layer] = tuple("examples" if kind == "several" else kind for kind in kinds)
     return replace(assignment, runs=runs)
 
 
@@ -454,11 +464,13 @@ class _Uses(Capture):
         # lead to parameters that something else has used since.
         if a.requires_grad:
             self.found_outside(a, f"the input of layer {tracked}")
-        own = {local: self._parameters[name] for local, name in tracked.parameters.items()}
-        known = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
-        if known:  # one rule must match all runs of the layer
+        parameters = {local: self._parameters[name] for local, name in tracked.parameters.items()}
+        candidates = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
+        if candidates:  # one rule must match all runs of the layer
             tolerance = self.dtypes.tolerance
-            self.rules[tracked] = _matching_rules(tracked, known, own, a, output, tolerance)
+            self.rules[tracked] = _matching_rules(
+                tracked, candidates, parameters, a, output, tolerance
+            )
         return output.detach()
 
 
@@ -514,7 +526,7 @@ def verify_uses(
 def _matching_rules(
     tracked: TrackedLayer,
     rules: list[type[Rule]],
-    own: dict[str, Tensor],
+    parameters: dict[str, Tensor],
     a: Tensor,
     output: Any,
     tolerance: float,
@@ -542,7 +554,7 @@ def _matching_rules(
     some = slice(2 if tracked.built_in else len(a))
     u[some.stop :] = 0.0
     should = torch.autograd.grad(
-        output, list(own.values()), u.view_as(output), retain_graph=True, allow_unused=True
+        output, list(parameters.values()), u.view_as(output), retain_graph=True, allow_unused=True
     )
     if None in should:
         return []
@@ -557,7 +569,7 @@ def _matching_rules(
             return False  # the rule is not for such inputs
         return all(
             close(gradient.flatten(), does[local].to(gradient), tolerance)
-            for local, gradient in zip(own, should, strict=True)
+            for local, gradient in zip(parameters, should, strict=True)
         )
 
     return [kind for kind in rules if obeys(kind)]
@@ -599,7 +611,7 @@ def verify_independence(
     x: Any,
     numbers: Tensor | None = None,
     ignored: Tensor | None = None,
-) -> tuple[bool, dict[TrackedLayer, list[Run]]]:
+) -> tuple[bool, dict[TrackedLayer, list[Run]], set[TrackedLayer]]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     The gradient of the first example's output must reach only that example's rows, and the gradient
@@ -611,7 +623,8 @@ def verify_independence(
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
-        finite. And what the layers' runs are, as far as that is known: see `Capture.runs`.
+        finite. What the layers' runs are, as far as that is known: see `Capture.runs`. And the
+        layers of whose rows a mask hides some.
 
     Raises:
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
@@ -620,10 +633,10 @@ def verify_independence(
     reached = _ReachedRows()
     with Capture(model, assignment, reached) as capture:
         f = capture.forward(x)
-        for tracked in capture.not_folded:
+        for tracked in capture.not_divisible:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if f.dim() < 2 or not torch.isfinite(f).all():
-            return False, {}  # reported by name, with the targets
+            return False, {}, set()  # reported by name, with the targets
         if numbers is None or len(numbers) != len(f):
             numbers = torch.arange(len(f))
         numbers = numbers.to(f.device)  # for objects of the user's they were made on the CPU
@@ -638,11 +651,11 @@ def verify_independence(
         ):
             u = u * ~ignored[numbers][..., None]
         splits = [numbers == 0]
-        if capture.folds:
-            # That rows are folded was guessed from their number. The first example against the rest
-            # would not notice rows that are swapped among the rest, as if they were chosen by their
-            # values. So each bit of the examples' indices splits them into two halves, and any two
-            # examples lie in different halves for at least one bit.
+        if capture.has_row_groups:
+            # That an example's rows follow one another was guessed from their number. The first
+            # example against the rest would not notice rows that are swapped among the rest, as if
+            # they were chosen by their values. So each bit of the examples' indices splits them
+            # into two halves, and any two examples lie in different halves for at least one bit.
             order = torch.arange(len(f), device=f.device)
             splits += [(order >> bit & 1).bool() for bit in range((len(f) - 1).bit_length())]
         for first in splits:
@@ -651,12 +664,12 @@ def verify_independence(
             # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that
             # are not finite raise an error with the layer's name later.
             if not reached.finite:
-                return False, {}
+                return False, {}, set()
             for (tracked, use), rows in reached.rows.items():
                 if len(rows) == 2:  # otherwise one of the two gradients did not reach this run
                     _check_apart(tracked, use, rows[0], rows[1], first)
             reached.rows.clear()
-    return len(f) > 1, capture.runs
+        return len(f) > 1, capture.runs, capture.masked
 
 
 def _check_apart(
@@ -748,24 +761,24 @@ def find_runs(
         seen_of_two = _runs_and_shapes(model, assignment, twins, backward=False)
         return twins, _runs_and_shapes(model, assignment, one), seen_of_two
 
-    found = attempt(trial)
-    if isinstance(found, Exception):  # a model that needs a whole batch
+    recorded = attempt(trial)
+    if isinstance(recorded, Exception):  # a model that needs a whole batch
         return assignment, {}
-    twins, (runs, shapes), (_, shapes_of_two) = found
-    # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``folded`` is the
-    # answer, ``runs`` has no folded rows and is what copies of shared outputs are tried with.
+    twins, (runs, shapes), (_, shapes_of_two) = recorded
+    # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``kinds_of`` is the
+    # answer, ``runs`` has no kind "several" and is what copies of shared outputs are tried with.
     shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
-    folded = {tracked: list(kinds) for tracked, kinds in runs.items()}
-    for tracked, seen in shapes.items():
+    kinds_of = {tracked: list(kinds) for tracked, kinds in runs.items()}
+    for tracked, sizes in shapes.items():
         of_two = shapes_of_two.get(tracked, [])
-        for number, (shape, twice) in enumerate(zip(seen, of_two, strict=False)):
+        for number, (shape, twice) in enumerate(zip(sizes, of_two, strict=False)):
             # The shape is None where `examples_of_rows` gives the examples.
             if shape is None or twice is None or runs[tracked][number] == "constant":
                 continue
-            if shape == twice and len(seen) == len(of_two):
+            if shape == twice and len(sizes) == len(of_two):
                 shared[tracked, number] = shape
             elif len(shape) and shape[0] > 1 and twice[0] == 2 * shape[0]:
-                folded[tracked][number] = "folded"
+                kinds_of[tracked][number] = "several"
     # Step 2: try to copy the outputs of shared runs for each example.
     # A first axis of size one may be a batch axis or an axis with a single position. Its size does
     # not tell, so both are tried: with the wrong one the model's output changes.
@@ -773,12 +786,12 @@ def find_runs(
         for (tracked, number), shape in shared.items():
             with_first = first and len(shape) > 0 and shape[0] == 1
             kind = SharedAxes(with_first, len(shape))
-            runs[tracked][number] = folded[tracked][number] = kind
+            runs[tracked][number] = kinds_of[tracked][number] = kind
         if _takes_copies(model, _with_runs(assignment, runs), twins):
-            return _with_runs(assignment, folded), {}
+            return _with_runs(assignment, kinds_of), {}
     # Step 3: neither fits, as for a table that is indexed before it meets the examples.
     for tracked, number in shared:
-        folded[tracked][number] = "followed"
+        kinds_of[tracked][number] = "followed"
     layers = dict.fromkeys(tracked for tracked, _ in shared)
     message = (
         f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
@@ -787,7 +800,7 @@ def find_runs(
         "(N, ...), or freeze it (requires_grad_(False))."
     )
     names = [name for tracked in layers for name in tracked.parameters.values()]
-    return _with_runs(assignment, folded), dict.fromkeys(names, message)
+    return _with_runs(assignment, kinds_of), dict.fromkeys(names, message)
 
 
 class _InputShapes(Sink):
@@ -800,8 +813,8 @@ class _InputShapes(Sink):
         """Add a run's shape."""
         declared = use.rows is not None and not use.rows.of_positions
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
-        known = None if declared or not use.a.numel() else torch.Size(shape)
-        self.shapes.setdefault(tracked, []).append(known)
+        counted = None if declared or not use.a.numel() else torch.Size(shape)
+        self.shapes.setdefault(tracked, []).append(counted)
 
 
 def _runs_and_shapes(
@@ -852,7 +865,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
 def _without_cudnn() -> AbstractContextManager[None]:
     """CuDNN off: its recurrent layers have no derivative in eval mode."""
     cudnn = torch.backends.cudnn
-    return held(lambda: cudnn.enabled, lambda on: setattr(cudnn, "enabled", on), False)
+    return temporary_setting(lambda: cudnn.enabled, lambda on: setattr(cudnn, "enabled", on), False)
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -863,7 +876,7 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
     """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
     names = {id(p): name for name, p in model.named_parameters()}
-    known = {name for t in assignment.all for name in t.parameters.values()}  # by rules
+    of_rules = {name for t in assignment.all for name in t.parameters.values()}  # by rules
     messages = {
         d: {
             names[id(p)]: f"Layer '{d.name}' ({type(d.layer).__name__}) computes something other "
@@ -871,11 +884,11 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             "parts). Register parts for its class (register_rule), or freeze it "
             "(requires_grad_(False))."
             for p in d.layer.parameters()
-            if names[id(p)] in known
+            if names[id(p)] in of_rules
         }
         for d in divided
     }
-    with restored(model):
+    with preserve_state(model):
         model.eval()  # in train mode the two forwards would draw different dropout masks
         try:
             every = dict(ChainMap(*messages.values()))
@@ -953,23 +966,23 @@ def verify_gradients(
                 forked_random_numbers(model),
             ):
                 g = capture.forward(x)
-                same = close(f.detach(), g.detach(), used.tolerance)
-                if same:
+                equal = close(f.detach(), g.detach(), used.tolerance)
+                if equal:
                     capture.backward(g, [u])
-                return same
+                return equal
 
-        same = attempt(trial)  # a forward may fail in any way on a tensor of another shape
-        if isinstance(same, NotImplementedError):
-            raise same
-        if isinstance(same, Exception):
-            raise Refusal(messages) from same
+        equal = attempt(trial)  # a forward may fail in any way on a tensor of another shape
+        if isinstance(equal, NotImplementedError):
+            raise equal
+        if isinstance(equal, Exception):
+            raise Refusal(messages) from equal
         should = [None] * len(leaves)
         if f.requires_grad:
             should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
     wrong = {}
     for (name, leaf), gradient in zip(leaves.items(), should, strict=True):
         expected = torch.zeros_like(leaf) if gradient is None else gradient
-        if not same or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
+        if not equal or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
             wrong[name] = messages[name]
     if wrong:
         raise Refusal(wrong)

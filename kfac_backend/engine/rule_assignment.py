@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from kfac_backend.engine.checks import check_batch_norm, check_module
 from kfac_backend.layers import (
     LayerByParts,
     LinearPart,
@@ -24,7 +25,6 @@ from kfac_backend.layers import (
 )
 from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule
 from kfac_backend.layers.rows import Run
-from kfac_backend.model.checks import check_batch_norm, check_module
 from kfac_backend.options import Unsupported
 
 
@@ -69,7 +69,7 @@ class DividedLayer:
     parts: Mapping[str, LinearPart]
 
 
-Way = int | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
+OperationKind = int | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
 """What an operation on parameters is.
 
 - an integer: the parameters meet the examples here by broadcasting, and this axis of the output
@@ -91,16 +91,16 @@ class Operations:
     """Name -> the parameter as a layer `OwnParameter`, if it is used by broadcasting."""
     keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """What a tensor is made of -> its key, see `key`."""
-    ways: dict[int, Way] = field(default_factory=dict)
+    kinds: dict[int, OperationKind] = field(default_factory=dict)
     """Key of an operation -> what it is."""
 
-    def key(self, made_by: str | int | Callable[..., Any], *of: int) -> int:
+    def key(self, made_by: str | int | Callable[..., Any], *operands: int) -> int:
         """A number for "made by this operation from tensors with these keys", or for a parameter.
 
         The same expression has the same key in every forward pass. Order and count of operations
         play no part, so that a loop may run longer in another batch.
         """
-        return self.keys.setdefault((made_by, *of), len(self.keys))
+        return self.keys.setdefault((made_by, *operands), len(self.keys))
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,20 @@ class RuleAssignment:
         """The assignment without the uses of some parameters, which still get a block."""
 
         def left(layers: list[TrackedLayer]) -> list[TrackedLayer]:
-            kept = [
+            remaining = [
                 (t, {local: name for local, name in t.parameters.items() if name not in names})
                 for t in layers
             ]
-            return [t if p == t.parameters else replace(t, parameters=p) for t, p in kept if p]
+            return [t if p == t.parameters else replace(t, parameters=p) for t, p in remaining if p]
 
         followed = [name for name in self.operations.names if name not in names]
-        own = {name: t for name, t in self.operations.own.items() if name not in names}
+        broadcast = {name: t for name, t in self.operations.own.items() if name not in names}
         return replace(
             self,
             layers=left(self.layers),
             own_parameters=left(self.own_parameters),
             unknown={name: error for name, error in self.unknown.items() if name not in names},
-            operations=replace(self.operations, names=tuple(followed), own=own),
+            operations=replace(self.operations, names=tuple(followed), own=broadcast),
         )
 
     def with_constants(self, names: Mapping[str, Any]) -> "RuleAssignment":
@@ -160,10 +160,10 @@ class RuleAssignment:
         Raises:
             ValueError: no parameter is left.
         """
-        left = [name for name in self.names if name not in names]
-        if not left:
+        remaining = [name for name in self.names if name not in names]
+        if not remaining:
             raise ValueError("No trainable parameter of the model has a K-FAC rule.")
-        return replace(self.without(names), names=left)
+        return replace(self.without(names), names=remaining)
 
 
 class Refusal(NotImplementedError):
@@ -234,35 +234,48 @@ def assign_rules(
     without_rule: list[tuple[str, nn.Module, str]] = []
     # Module by module, so that a parameter's owner decides and not the model around it.
     for prefix, module in model.named_modules():
-        own = {
+        parameters = {
             local: names[id(p)]
             for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in names
         }
         # Step 1: the rule of its class. A layer by parts has one rule for each of its maps.
-        found, known = registered(module), set()
-        if found and issubclass(found.rule, LayerByParts):
+        registration, covered_here = registered(module), set()
+        if registration and issubclass(registration.rule, LayerByParts):
             if any(id(p) in names for p in module.parameters()):
-                by_parts = found.rule()
+                by_parts = registration.rule()
                 parts = by_parts.parts(module)
                 divided.append(DividedLayer(prefix, module, by_parts, parts))
-                layers += _parts(prefix, parts, own)
-                known = {theirs for p in parts.values() for theirs in p.parameter_of.values()}
-        elif found and issubclass(found.rule, Rule):
-            known = set(own) & found.rule.parameter_names
-            if known:
-                found.rule.check(module)
-                mine = {local: name for local, name in own.items() if local in known}
+                layers += _parts(prefix, parts, parameters)
+                covered_here = {
+                    theirs for p in parts.values() for theirs in p.parameter_of.values()
+                }
+        elif registration and issubclass(registration.rule, Rule):
+            covered_here = set(parameters) & registration.rule.parameter_names
+            if covered_here:
+                registration.rule.check(module)
+                mine = {local: name for local, name in parameters.items() if local in covered_here}
                 layers.append(
-                    TrackedLayer(prefix, module, found.rule, mine, found.layer_type, found.built_in)
+                    TrackedLayer(
+                        prefix,
+                        module,
+                        registration.rule,
+                        mine,
+                        registration.layer_type,
+                        registration.built_in,
+                    )
                 )
         # Step 2: what it declared, unless a rule has it already.
         for local, view in declared_parameters(module).items():
-            if local in own and local not in known:
-                own_parameters.append(_own_parameter(prefix, module, local, view, own[local]))
-                known.add(local)
+            if local in parameters and local not in covered_here:
+                own_parameters.append(
+                    _own_parameter(prefix, module, local, view, parameters[local])
+                )
+                covered_here.add(local)
         # Step 3: the rest, whose uses the proof follows.
-        without_rule += [(prefix, module, own[local]) for local in own if local not in known]
+        without_rule += [
+            (prefix, module, parameters[local]) for local in parameters if local not in covered_here
+        ]
 
     covered = {full for t in layers + own_parameters for full in t.parameters.values()}
     # A tensor that a layer with a rule has, too, is covered there. A second name for it, as heads
@@ -282,17 +295,23 @@ def assign_rules(
 
 
 def _parts(
-    prefix: str, parts: Mapping[str, LinearPart], own: Mapping[str, str]
+    prefix: str, parts: Mapping[str, LinearPart], parameters: Mapping[str, str]
 ) -> Iterator[TrackedLayer]:
     """The parts of a divided layer that have trainable parameters."""
     for part_name, part in parts.items():
-        found = registered(part)
-        assert found is not None and issubclass(found.rule, Rule)
-        mine = {local: own[theirs] for local, theirs in part.parameter_of.items() if theirs in own}
+        registration = registered(part)
+        assert registration is not None and issubclass(registration.rule, Rule)
+        mine = {
+            local: parameters[theirs]
+            for local, theirs in part.parameter_of.items()
+            if theirs in parameters
+        }
         slots = {local: (part.slot, part.slots[local]) for local in mine if local in part.slots}
         if mine:
             name = f"{prefix}.{part_name}" if prefix else part_name
-            yield TrackedLayer(name, part, found.rule, mine, found.layer_type, slots=slots)
+            yield TrackedLayer(
+                name, part, registration.rule, mine, registration.layer_type, slots=slots
+            )
 
 
 def followed(model: nn.Module, name: str) -> TrackedLayer:

@@ -241,13 +241,13 @@ class LateChecks:
 
         ``check`` raises an error unless targets fit outputs, whose shape alone counts.
         """
-        seen, self._targets = self._targets, []
-        if not seen:
+        targets, self._targets = self._targets, []
+        if not targets:
             return
         of_inputs, of_outputs = self._extremes.view(2, 2).isfinite().all(1).tolist()
         if not of_inputs:
             raise ValueError(INPUTS_NOT_FINITE)
-        for shape, y in seen:
+        for shape, y in targets:
             check(torch.empty(shape, device="meta"), y)
         if not of_outputs:
             raise not_finite(model)

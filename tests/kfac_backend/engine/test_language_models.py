@@ -15,9 +15,11 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
+from kfac_backend.optimizer import KFAC
 from marglik import KronLaplace, map_predictive, marglik_training, predict_all
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.networks import Model
+from tests.random_numbers import normal
 
 V = 7
 IGNORED = -100
@@ -261,3 +263,42 @@ def test_labels_of_models_without_a_loss_are_taken_as_they_are():
         f = factors(model, [(ids, ids)])
     own = F.cross_entropy(model(ids)[0], ids[0], reduction="sum")
     assert_close(f.loss, own.item())
+
+
+class Trims(nn.Module):
+    """A convolution over positions, of which a batch has as many as its longest sequence."""
+
+    def __init__(self, sees_padding: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.conv = (
+            nn.Linear(2, 2),
+            nn.Conv1d(2, 2, 3 if sees_padding else 1, padding="same"),
+        )
+
+    def forward(self, x, attention_mask):
+        longest = int(attention_mask.sum(1).max())
+        x, counts = x[:, :longest], attention_mask[:, :longest, None]
+        y = self.conv(self.first(x).mT).mT
+        return (y * counts).sum(1) / counts.sum(1)
+
+
+def test_masks_are_proved_again_where_they_hide_other_layers_rows():
+    """A mask fits no layer of a trimmed batch, so that such a batch proves nothing of masks."""
+    whole = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    batches = [
+        {"x": normal(2, 4, 2).float(), "attention_mask": mask, "labels": torch.tensor([0, 1])}
+        for mask in (whole[[1, 1]], whole)
+    ]
+    words = "'first' .*rows that do not count reach"
+    with pytest.raises(NotImplementedError, match=words):
+        kronecker_factors(Trims(True), batches, "classification")
+    kronecker_factors(Trims(True), batches[:1], "classification")
+    kronecker_factors(Trims(False), batches, "classification")  # negative control
+    model = Trims(True)
+    optimizer = KFAC(model, "classification", lr=0.1, factor_every=1)
+    with pytest.raises(NotImplementedError, match=words):
+        for batch in batches:
+            f = model(batch["x"], batch["attention_mask"])
+            F.cross_entropy(f, batch["labels"]).backward()
+            optimizer.step()

@@ -22,11 +22,12 @@ A layer that runs once for all examples (a table of relative positions), and who
 copied for each example at once, starts an expression as well. Its output is followed as a parameter
 is, and receives each example's gradient.
 
-Life cycle. `follow` finds out what each operation is. It runs the model with one example (`Shapes`)
-and with the same example twice (`Trial`): an output that has twice the size in the second run has
-met the examples. What is found goes into `Operations.ways`. From then on `Capture` makes a new
-`Follower` for each forward pass, which looks every operation up there. Its expressions live as long
-as the forward pass and its backward passes. An operation that is not found is an error.
+Life cycle. `follow` finds out what each operation is. It runs the model with one example
+(`RecordShapes`) and with the same example twice (`ClassifyOperations`): an output that has twice
+the size in the second run has met the examples. What is found goes into `Operations.kinds`. From
+then on `Capture` makes a new `Follower` for each forward pass, which looks every operation up
+there. Its expressions live as long as the forward pass and its backward passes. An operation that
+is not found is an error.
 
 An operation is identified by what it is made of and not by its place in the forward pass, so that a
 loop may run longer in another batch. What is found is a hypothesis: `proof.verify_gradients`
@@ -44,16 +45,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.layers import FunctionalLayer, Rule, Use
-from kfac_backend.layers.convolution import ConvolutionRule
-from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.embedding import EmbeddingRule
-from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
-from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import DtypesInUse, attempt, close, forked_random_numbers
-from kfac_backend.model.capture import Capture, Sink
-from kfac_backend.model.checks import is_out_of_memory
-from kfac_backend.model.rule_assignment import (
+from kfac_backend.engine.batches import examples
+from kfac_backend.engine.calls import DtypesInUse, attempt, close, forked_random_numbers
+from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.checks import is_out_of_memory
+from kfac_backend.engine.rule_assignment import (
     LayerRun,
     Operations,
     Refusal,
@@ -61,7 +57,12 @@ from kfac_backend.model.rule_assignment import (
     TrackedLayer,
     followed,
 )
-from kfac_backend.model.stacked import by_matrix
+from kfac_backend.layers import FunctionalLayer, Rule, Use
+from kfac_backend.layers.convolution import ConvolutionRule
+from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers.embedding import EmbeddingRule
+from kfac_backend.layers.stacked import by_matrix
+from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,29 +197,29 @@ class Follower(TorchFunctionMode):
 
     def begin(self, run: LayerRun, output: Tensor) -> Tensor:
         """The output of a layer that ran once for all examples, as the start of an expression."""
-        known = self._known.get(id(output))  # if the layer's input was an expression
+        expression = self._known.get(id(output))  # if the layer's input was an expression
         # The layer's rule needs the gradient in its output, which the graph of the twin yields as
         # that of zeros added to it. Earlier parts of an expression keep their own leaves.
         zeros = torch.zeros_like(output).requires_grad_()
-        twin = (output.detach() if known is None else known.twin) + zeros
+        twin = (output.detach() if expression is None else expression.twin) + zeros
         key = self._operations.key(run.tracked.name, run.number)
         value = output.detach()
-        leaves: Leaves = {} if known is None else known.leaves
+        leaves: Leaves = {} if expression is None else expression.leaves
         self._know(value, twin, key, {**leaves, run: zeros})
         return value
 
     def _run(self, call: Call) -> Any:
-        way = self._operations.ways.get(call.key)
-        if way == "computed":
+        kind = self._operations.kinds.get(call.key)
+        if kind == "computed":
             return self._computed(call)
-        if isinstance(way, int):
-            return self._met(call, way)
-        if isinstance(way, tuple):
-            return self._met_as_weight(call, way)
-        if way == "mapped":
+        if isinstance(kind, int):
+            return self._met(call, kind)
+        if isinstance(kind, tuple):
+            return self._met_as_weight(call, kind)
+        if kind == "mapped":
             return self._mapped(call)
         output = call.run()
-        if way is None and tensors_in(output):
+        if kind is None and tensors_in(output):
             raise NotImplementedError(
                 f"{_names(call)} meets {call} in this batch as it did not in the first, so that "
                 'its block cannot be told. Freeze it (requires_grad_(False)), or pass unsupported="'
@@ -243,8 +244,8 @@ class Follower(TorchFunctionMode):
         """Remember the operation's results as expressions."""
         # The operation runs again on the twins, whose graph leads to the leaves. The model sees the
         # result without one, since a graph is how a tensor is told that depends on the examples.
-        known = {id(e.value): e.twin for e in call.expressions}
-        twins = tensors_in(call.run(lambda value: known.get(id(value), value)))
+        twin_of = {id(e.value): e.twin for e in call.expressions}
+        twins = tensors_in(call.run(lambda value: twin_of.get(id(value), value)))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
@@ -273,11 +274,11 @@ class Follower(TorchFunctionMode):
             )
         return output
 
-    def _met_as_weight(self, call: Call, of: tuple[TrackedLayer, ...]) -> Any:
+    def _met_as_weight(self, call: Call, layers: tuple[TrackedLayer, ...]) -> Any:
         """The operation as the run of a layer, or of that of its matrix in a stack."""
         use = weight_use(call.func, call.args, call.kwargs)
         assert use is not None
-        tracked = self._in_stack(of, use)
+        tracked = self._in_stack(layers, use)
         layer = tracked.layer
         assert isinstance(layer, FunctionalLayer)
         if use.settings != layer.settings:
@@ -287,10 +288,10 @@ class Follower(TorchFunctionMode):
             )
         return self._layer(tracked, use.a, call.run())
 
-    def _in_stack(self, of: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
+    def _in_stack(self, layers: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
         stored = self._stored(use.weight)
         assert stored is not None
-        return of[stored.slot or 0]
+        return layers[stored.slot or 0]
 
     def _mapped(self, call: Call) -> Tensor:
         """A linear operation of each row (M, ...) of its input, with a copy of its weight."""
@@ -301,8 +302,8 @@ class Follower(TorchFunctionMode):
         # A map of all rows has one weight; vmap runs it for each row, with a weight of its own. The
         # row keeps a first axis of one, as the operation may need a batch.
         def of_row(a: Tensor, weight: Tensor) -> Tensor:
-            own = {id(use.a): a[None], id(use.weight): weight}
-            return call.run(lambda value: own.get(id(value), value))[0]
+            replacements = {id(use.a): a[None], id(use.weight): weight}
+            return call.run(lambda value: replacements.get(id(value), value))[0]
 
         return torch.func.vmap(of_row)(use.a, self._copies(e, len(use.a)))
 
@@ -347,7 +348,7 @@ class Follower(TorchFunctionMode):
         """The function as a sequence of simpler ones, if an expression is its scale or its bias.
 
         ``F.layer_norm`` takes a weight (d,) but no copies (N, 1, d), and ``F.linear`` uses a weight
-        and a bias in two different ways. As separate products and sums each has its own way.
+        and a bias in two different ways. As separate products and sums each has its own kind.
         """
         if func is Tensor.repeat:
             return _repeat(*args)
@@ -402,12 +403,12 @@ def follow(
     """
     errors = {**candidates, **shared}
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
-    known = replace(assignment, operations=operations)
+    extended = replace(assignment, operations=operations)
     copied = _CopiedParameters()
 
     def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
         with (
-            Capture(model, known, copied, follower=follower) as capture,
+            Capture(model, extended, copied, follower=follower) as capture,
             forked_random_numbers(model),
         ):
             capture.forward(examples(x, torch.tensor(numbers)))
@@ -415,14 +416,14 @@ def follow(
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.
     def trial() -> Any:
-        shapes = run(Shapes, [0])
-        return run(partial(Trial, seen=shapes.seen, model=model), [0, 0])
+        shapes = run(RecordShapes, [0])
+        return run(partial(ClassifyOperations, seen=shapes.seen, model=model), [0, 0])
 
     tried = attempt(trial)
     if isinstance(tried, Exception):
         raise Refusal(errors) from tried
-    found = [way for way in operations.ways.values() if isinstance(way, tuple)]
-    layers = list(dict.fromkeys(chain.from_iterable(found)))
+    layer_tuples = [kind for kind in operations.kinds.values() if isinstance(kind, tuple)]
+    layers = list(dict.fromkeys(chain.from_iterable(layer_tuples)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
     why = dict.fromkeys(copied.names & of_layers, "is a weight, and also meets other operations")
@@ -437,23 +438,23 @@ def follow(
         )
     # Weights became layers of their own in the second run, beside those that hooks see; the rest
     # meets examples by broadcasting, and has the exact block of an elementwise parameter.
-    own = {name: t for name, t in operations.own.items() if name not in of_layers}
-    folded = {t.layer: ("folded",) for t in tried.folded}
+    broadcast = {name: t for name, t in operations.own.items() if name not in of_layers}
+    several_rows = {t.layer: ("several",) for t in tried.several_rows}
     return replace(
         assignment,
         layers=assignment.layers + layers,
-        operations=replace(operations, own=own),
-        runs={**assignment.runs, **folded},
+        operations=replace(operations, own=broadcast),
+        runs={**assignment.runs, **several_rows},
     )
 
 
-class Shapes(Follower):
+class RecordShapes(Follower):
     """The first of two runs, with one example: the shapes of all tensors that parameters reach.
 
     With a single example, an expression and a tensor that has met the examples look alike, so both
     are followed on. In the second run an operation has fewer expressions, and thus another key. So
     each result is recorded under the keys of all subsets of the operation's expressions: one of
-    these is the subset of the true ones, under which `Trial` looks it up.
+    these is the subset of the true ones, under which `ClassifyOperations` looks it up.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -478,13 +479,13 @@ class Shapes(Follower):
         return output
 
 
-class Trial(Follower):
+class ClassifyOperations(Follower):
     """The second run, with two examples: decides what each operation is, and tries it at once.
 
     Where an operation is refused, the run goes on with its plain result: all parameters that cannot
     be followed are found in one run.
 
-    ``seen`` is what `Shapes` saw.
+    ``seen`` is what `RecordShapes` saw.
     """
 
     def __init__(
@@ -496,7 +497,7 @@ class Trial(Follower):
         self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
         """Name -> why it cannot be followed."""
-        self.folded: set[TrackedLayer] = set()
+        self.several_rows: set[TrackedLayer] = set()
         """Layers that got several rows of each example."""
 
     def _run(self, call: Call) -> Any:
@@ -510,15 +511,15 @@ class Trial(Follower):
         time = self._times.get(call.key, 0)
         self._times[call.key] = time + 1
         try:
-            way = self._way(call, outputs, time)
+            kind = self._kind(call, outputs, time)
             # In a loop the operation comes again, and it must then be the same.
-            known = self._operations.ways.setdefault(call.key, way)
-            if known != way:
+            first_kind = self._operations.kinds.setdefault(call.key, kind)
+            if first_kind != kind:
                 raise Refused(f"meets {call} in different ways")
             # Tried at once: with copies of the expressions the result must be what it was without.
             with DtypesInUse() as used:
                 output = super()._run(call)
-            if way != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
+            if kind != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
                 raise Refused(f"meets {call}, which takes no copy of it for each example")
             return output
         except Exception as error:  # an operation fails in any way on a tensor of another shape
@@ -526,12 +527,12 @@ class Trial(Follower):
                 raise
             why = f"meets {call}, which takes no copy of it for each example"
             why = str(error) if isinstance(error, Refused) else why
-            self._operations.ways[call.key] = "refused"
+            self._operations.kinds[call.key] = "refused"
             self.refused |= {name: why for e in call.expressions for name in e.names}
             return call.run() if changed is None else expected
 
-    def _way(self, call: Call, outputs: list[Tensor], time: int) -> Any:
-        """What the operation is, see `Way`: "computed", an axis, or a layer.
+    def _kind(self, call: Call, outputs: list[Tensor], time: int) -> Any:
+        """What the operation is, see `OperationKind`: "computed", an axis, or a layer.
 
         ``time`` is how often the same operation ran before in this forward pass.
 
@@ -591,12 +592,12 @@ class Trial(Follower):
     def _layer_of(
         self, call: Call, use: "WeightUse", shape: torch.Size
     ) -> tuple[TrackedLayer, ...]:
-        known = self._operations.ways.get(call.key)
-        if not isinstance(known, tuple):
-            known = self._new_layer(call, use)
+        layers = self._operations.kinds.get(call.key)
+        if not isinstance(layers, tuple):
+            layers = self._new_layer(call, use)
         if shape[0] > 2:
-            self.folded.add(self._in_stack(known, use))
-        return known
+            self.several_rows.add(self._in_stack(layers, use))
+        return layers
 
     def _new_layer(self, call: Call, use: "WeightUse") -> tuple[TrackedLayer, ...]:
         stored = self._stored(use.weight)
@@ -618,12 +619,12 @@ class Trial(Follower):
             if "bias" in names:
                 raise Refused(f"is the weight of {call} with a bias; add the bias to the result")
             layers = (FunctionalLayer(places, str(call), use.settings, e) for e in range(E))
-            known = (
+            stack = (
                 TrackedLayer(f"{name}.{e}", layer, rule, names, FunctionalLayer,
                              slots={"weight": (e, E)})
                 for e, layer in enumerate(layers)
             )  # fmt: skip
-            return self._stacks.setdefault((name, rule), tuple(known))
+            return self._stacks.setdefault((name, rule), tuple(stack))
         layer = FunctionalLayer(places, str(call), use.settings)
         rule.check(layer)
         prefix, _, local = name.rpartition(".")
@@ -674,30 +675,34 @@ def weight_use(
     if func not in WEIGHTS:
         return None
     rule, names = WEIGHTS[func]
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    a, weight, bias = given.pop("input", None), given.pop("weight", None), given.pop("bias", None)
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    a, weight, bias = (
+        arguments.pop("input", None),
+        arguments.pop("weight", None),
+        arguments.pop("bias", None),
+    )
     if not (isinstance(a, Tensor) and isinstance(weight, Tensor)):
         return None
     settings: dict[str, Any] = {}
     if rule is EmbeddingRule:
-        padding = given.get("padding_idx")
+        padding = arguments.get("padding_idx")
         settings = {
             "num_embeddings": len(weight),
             "padding_idx": padding if padding is None or padding >= 0 else padding + len(weight),
-            "max_norm": given.get("max_norm"),
-            "scale_grad_by_freq": given.get("scale_grad_by_freq", False),
+            "max_norm": arguments.get("max_norm"),
+            "scale_grad_by_freq": arguments.get("scale_grad_by_freq", False),
         }
     elif rule not in (LinearRule, TransposedLinearRule):
         n = weight.dim() - 2
-        padding = given.get("padding", 0)
-        groups = given.get("groups", 1)
+        padding = arguments.get("padding", 0)
+        groups = arguments.get("groups", 1)
         settings = {
             "in_channels": weight.shape[1] * groups,
             "out_channels": len(weight),
             "kernel_size": tuple(weight.shape[2:]),
-            "stride": _each_axis(given.get("stride", 1), n),
+            "stride": _each_axis(arguments.get("stride", 1), n),
             "padding": padding if isinstance(padding, str) else _each_axis(padding, n),
-            "dilation": _each_axis(given.get("dilation", 1), n),
+            "dilation": _each_axis(arguments.get("dilation", 1), n),
             "groups": groups,
             "padding_mode": "zeros",
         }

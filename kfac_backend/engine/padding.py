@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.model.batches import to_device
-from kfac_backend.model.calls import call_with
-from kfac_backend.model.operations import tensors_in
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import call_with
+from kfac_backend.engine.operations import tensors_in
 
 LOOKUPS = (F.embedding, F.embedding_bag)
 """Functions with the arguments ``input``, ``weight`` and ``padding_idx``."""
@@ -53,10 +53,10 @@ class _Uses(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        used = [name for t in tensors_in((args, kwargs)) if (name := self._names.get(id(t)))]
-        if used and tensors_in(output):  # and not its shape, say
+        names = [name for t in tensors_in((args, kwargs)) if (name := self._names.get(id(t)))]
+        if names and tensors_in(output):  # and not its shape, say
             row = padding_of(func, args, kwargs or {})
-            for name in used:
+            for name in names:
                 self.rows.setdefault(name, set()).add(row)
         return output
 
@@ -88,9 +88,9 @@ def padding_of(
     """The row, from 0, that is padding in a lookup; None if there is none, or for other calls."""
     if func not in LOOKUPS:
         return None
-    given = _arguments(func, args, kwargs)
-    row = given.get("padding_idx")
-    return row if row is None or row >= 0 else row + len(given["weight"])
+    arguments = _arguments(func, args, kwargs)
+    row = arguments.get("padding_idx")
+    return row if row is None or row >= 0 else row + len(arguments["weight"])
 
 
 def _arguments(

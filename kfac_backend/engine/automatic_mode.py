@@ -24,12 +24,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
 from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.loss import check_targets
-from kfac_backend.model.capture import Capture, Sink
-from kfac_backend.model.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 

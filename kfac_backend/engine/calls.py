@@ -18,25 +18,30 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.model.checks import check_dtypes, check_output, is_out_of_memory
-from kfac_backend.model.rule_assignment import RuleAssignment
-from kfac_backend.precision import held
+from kfac_backend.engine.checks import check_dtypes, check_output, is_out_of_memory
+from kfac_backend.engine.rule_assignment import RuleAssignment
+from kfac_backend.precision import temporary_setting
 
 T = TypeVar("T")
 
 
-def restoration(*modules: nn.Module) -> Callable[[], None]:
+def state_restorer(*modules: nn.Module) -> Callable[[], None]:
     """A function that gives modules the modes, hooks, forwards and parameter objects they have now.
 
     For what is below these modules, too. It restores no values.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks")  # and what belongs to them
     before: list[tuple[dict, dict]] = []  # a dictionary, and its present entries
-    for own in (vars(m) for root in modules for m in root.modules()):
-        before.append((own, {key: own[key] for key in ("training", "forward") if key in own}))
-        hooks = [value for key, value in own.items() if key.startswith(kinds)]
+    for attributes in (vars(m) for root in modules for m in root.modules()):
+        before.append(
+            (
+                attributes,
+                {key: attributes[key] for key in ("training", "forward") if key in attributes},
+            )
+        )
+        hooks = [value for key, value in attributes.items() if key.startswith(kinds)]
         # Not those of TorchScript's modules, which are no dictionaries and cannot change.
-        entries = [d for d in (own.get("_parameters"), *hooks) if isinstance(d, dict)]
+        entries = [d for d in (attributes.get("_parameters"), *hooks) if isinstance(d, dict)]
         before += [(d, d.copy()) for d in entries]
 
     def restore() -> None:
@@ -51,9 +56,9 @@ def restoration(*modules: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def restored(*modules: nn.Module) -> Iterator[None]:
-    """A context after which modules are what they were before, see `restoration`."""
-    restore = restoration(*modules)
+def preserve_state(*modules: nn.Module) -> Iterator[None]:
+    """A context after which modules are what they were before, see `state_restorer`."""
+    restore = state_restorer(*modules)
     try:
         yield
     finally:
@@ -177,7 +182,10 @@ def _called(
         if module.training:
             for local, buffer in module.named_buffers(recurse=False):
                 state[path + local] = buffer.clone()
-    with _no_fused_path(), uncompiled():
+    # PyTorch's fused inference path would run a transformer's layers without hooks.
+    mha = torch.backends.mha
+    fused = mha.get_fastpath_enabled, mha.set_fastpath_enabled
+    with temporary_setting(*fused, False), uncompiled():
         try:
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         except (RuntimeError, ValueError) as error:
@@ -190,7 +198,7 @@ def _copied(value: Any) -> Any:
     if hasattr(value, "clone"):  # tensors, which keep their graph, and graphs
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
+        return map_entries(_copied, value)
     if type(value) in (list, tuple):
         return type(value)(_copied(entry) for entry in value)
     if hasattr(value, "to") and hasattr(value, "__dict__"):  # a user's object of tensors
@@ -253,6 +261,19 @@ def num_examples(x: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+class Arguments(dict[Any, Any]):
+    """Several arguments of a model's call: positional ones by their number, others by their name.
+
+    A mapping of another kind may also be a model's one argument, see `arguments`.
+    """
+
+
+def map_entries(function: Callable[[Any], Any], x: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A mapping with the function's value of each entry; arguments remain `Arguments`."""
+    entries = {key: function(value) for key, value in x.items()}
+    return Arguments(entries) if isinstance(x, Arguments) else entries
+
+
 def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments by which a model takes an input.
 
@@ -260,6 +281,9 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     arguments. Entries that the forward does not name are left out, and so are "labels", from which
     such models would compute a loss.
     """
+    if isinstance(x, Arguments):
+        positions = [key for key in x if isinstance(key, int)]
+        return tuple(x[key] for key in positions), {k: x[k] for k in x if k not in positions}
     if not isinstance(x, Mapping):
         return (x,), {}
     parameters = _parameters(model)
@@ -267,8 +291,8 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     if len(named) == 1:  # whatever it is called
         return (x,), {}
     takes_any = _takes_anything(parameters)
-    known = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
-    return ((), known) if known else ((x,), {})
+    keywords = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
+    return ((), keywords) if keywords else ((x,), {})
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
@@ -280,12 +304,6 @@ def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
     kinds = {p.kind for p in parameters}
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _no_fused_path() -> AbstractContextManager[None]:
-    """PyTorch's fused inference path off: it would run a transformer's layers without hooks."""
-    mha = torch.backends.mha
-    return held(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)
 
 
 def uncompiled() -> AbstractContextManager[None]:

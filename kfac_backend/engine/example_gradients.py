@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.model.batches import examples
-from kfac_backend.model.calls import (
+from kfac_backend.engine.batches import examples
+from kfac_backend.engine.calls import (
     attempt,
     call_with,
     close,
@@ -51,9 +51,9 @@ def gradients_of_examples(
         which = slice(start, min(start + size, N))
         v = vectors(which).to(f.dtype)
         # First choice: all of the slice at once, by torch's map over examples.
-        found = _mapped(model, leaves, examples(x, which), v) if maps else None
-        if found is not None and (model.training or close(f[which].detach(), found[0])):
-            yield which, found[1]
+        mapped = _mapped(model, leaves, examples(x, which), v) if maps else None
+        if mapped is not None and (model.training or close(f[which].detach(), mapped[0])):
+            yield which, mapped[1]
             continue
         maps = False
         # Otherwise a call for each example; or one for all, of a model that takes no single ones.
@@ -94,8 +94,8 @@ def _mapped(
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             return torch.func.vmap(of_example)(x, vectors)
 
-    found = attempt(trial)  # loops that depend on values, models of whole batches
-    return None if isinstance(found, Exception) else found
+    mapped = attempt(trial)  # loops that depend on values, models of whole batches
+    return None if isinstance(mapped, Exception) else mapped
 
 
 def _output(model: nn.Module, leaves: dict[str, Tensor], x: Any) -> Tensor | None:

@@ -42,7 +42,7 @@ def test_out_of_memory_names_a_batch_size_that_fits():
 import re, resource, torch
 from torch import nn
 from kfac_backend import kronecker_factors
-from kfac_backend.model import batches
+from kfac_backend.engine import batches
 
 batches.LARGEST_ACTIVATION = 2**40  # no parts: they would fit
 model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32768, 2))

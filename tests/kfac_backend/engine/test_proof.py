@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from kfac_backend import KroneckerBlock, corrected_factors, counted_positions, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
+from kfac_backend.engine.proof import with_first_again
 from kfac_backend.layers import Scale
 from kfac_backend.layers.registry import RULES
-from kfac_backend.model.proof import with_first_again
 from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
 from tests.kfac_backend.layer_cases import Quadratic

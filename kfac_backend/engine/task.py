@@ -1,0 +1,281 @@
+"""What a model's batches mean: their inputs and targets, and which targets count."""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_backend.engine.batches import detached, examples, splits_by_example
+from kfac_backend.engine.calls import (
+    Arguments,
+    attempt,
+    call_with,
+    forked_random_numbers,
+    own_loss,
+    takes_labels,
+)
+from kfac_backend.engine.checks import warn_of_probabilities
+from kfac_backend.layers.rows import counted_positions
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
+from kfac_backend.options import TargetOptions
+from kfac_backend.precision import at_least_float32
+
+WHICH_LABEL = (
+    "pass shift_labels=False if the output at a position predicts its own label, True if it "
+    "predicts the next one"
+)
+"""The way out of errors where a model's own loss does not show whether it shifts labels."""
+
+
+def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
+    """A batch's input and targets.
+
+    The input is what the model takes: a tensor, an object, a mapping, or `Arguments`.
+
+    Raises:
+        KeyError: a mapping without a key that the options name.
+        TypeError: a batch of another form.
+    """
+    if options.batch is not None:
+        try:
+            args, kwargs, y = options.batch(batch)
+            arguments = Arguments({**dict(enumerate(args)), **kwargs})
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "batch= is a function of a batch that returns (args, kwargs, y): the model's "
+                f"arguments and the targets. This one failed: {type(error).__name__}: {error}"
+            ) from error
+        return (args[0] if len(args) == 1 and not kwargs else arguments), y
+    if isinstance(batch, Mapping):
+        names, x = options.dict_key_x, batch
+        asked: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
+        if names is not None:
+            asked["dict_key_x"] = (names,) if isinstance(names, str) else names
+        for option, keys in asked.items():
+            for key in keys:
+                if key not in batch:
+                    raise KeyError(
+                        f"A batch has keys {', '.join(map(str, batch))}, but no '{key}'; pass "
+                        f"those that it has: dict_key_x (of the model's input; None takes the "
+                        f"mapping as a whole) and dict_key_y (of the targets). {option} is "
+                        f"{getattr(options, option)!r}."
+                    )
+        if isinstance(names, str):
+            x = batch[names]
+        elif names is not None:
+            x = Arguments({name: batch[name] for name in names})
+        return x, batch[options.dict_key_y]
+    try:
+        if isinstance(batch, Tensor):  # one with two rows would unpack into x and y
+            raise TypeError
+        x, y = batch
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with "
+            f"'{options.dict_key_y}'; for others pass batch=, a function that returns "
+            "(args, kwargs, y). A DataLoader of them is data, or a list: of one batch [(x, y)]."
+        ) from None
+    return x, y
+
+
+def counting(mask: Tensor | None) -> AbstractContextManager[None]:
+    """A context in which the positions that a mask (of `Task.mask`) hides do not count."""
+    return nullcontext() if mask is None else counted_positions(mask)
+
+
+class Task:
+    """What a likelihood and options say about a model's batches.
+
+    `split` takes a batch apart, `targets` gives the targets of the outputs, position by position,
+    and the rest checks and counts them. A pass, the learner, calibration and metrics share it.
+    A batch's labels may differ from the targets in two ways:
+
+    - Causal language models of Hugging Face take the label of each position's own token and shift
+      the labels inside: the output at a position predicts the label of the next one.
+      shift_labels="auto" finds that out from the first batch that shows it: if the model computes a
+      loss from labels, the loss must equal ours, either with these labels or with shifted ones. As
+      in these models, a label of -100 then does not count.
+    - A position that a mapping's mask hides is no target and predicts none.
+
+    Raises:
+        ValueError: options that are not for the likelihood.
+    """
+
+    def __init__(
+        self,
+        likelihood: str,
+        options: TargetOptions = TargetOptions(),  # noqa: B008
+    ) -> None:
+        options.check(likelihood)
+        self.options, self.likelihood = options, likelihood_of(likelihood)
+        self.may_ignore = options.ignore_index is not None
+        """Whether some targets do not count, as far as it is known so far."""
+        # None until a batch shows it; from then on the same for all batches.
+        self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
+        self._has_warned = False
+        self._knows_outputs = False
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """A batch's input and labels, see `split_batch`."""
+        return split_batch(batch, self.options)
+
+    def mask(self, x: Any) -> Tensor | None:
+        """Which positions of a mapping's examples count (N, R); None if it hides none.
+
+        A mask of other axes, as attention takes for each pair of positions, hides none.
+
+        Raises:
+            ValueError: a mask of floating point that is not of zeros and ones.
+        """
+        key = self.options.dict_key_mask
+        mask = x.get(key) if key and isinstance(x, Mapping) else None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return None
+        counted = mask != 0
+        if mask.is_floating_point() and not torch.equal(counted.to(mask), mask):
+            raise ValueError(
+                f"'{key}' has entries other than 0 (hidden) and 1 (counts). Give it truth values, "
+                "or let all positions count (dict_key_mask=None)."
+            )
+        return None if counted.all() else counted
+
+    def targets(self, model: nn.Module | None, x: Any, y: Any) -> Any:
+        """The targets of a batch, in the labels' shape; `IGNORED` where they do not count.
+
+        Raises:
+            ValueError: the model's own loss equals ours neither with these labels nor with shifted
+                ones.
+        """
+        if not isinstance(y, Tensor):
+            return y  # reported with the outputs
+        mark = self.options.ignore_index
+        if mark is not None and mark != IGNORED:
+            if (y == IGNORED).any():
+                raise ValueError(
+                    f"There are labels {IGNORED} beside ignore_index={mark}. Give all that do not "
+                    "count one label."
+                )
+            y = y.masked_fill(y == mark, IGNORED)
+        if self._shifts is None and model is not None:
+            self._shifts = self._shifts_inside(model, x, y)
+        mask = self.mask(x) if self.likelihood.has_labels else None
+        hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
+        if hidden is None and not self._shifts:
+            return y
+        if self._shifts and y.dim() < 2:
+            raise ValueError(
+                f"shift_labels=True needs labels (N, R), several an example; these have shape "
+                f"{tuple(y.shape)}. Pass shift_labels=False."
+            )
+        self.may_ignore = True
+        if hidden is not None:
+            self._warn_of_hidden(y, hidden)
+            y = y.masked_fill(hidden, IGNORED)
+        if self._shifts:
+            y = _shifted(y)
+            # Before the shift the mask hides labels, after it the positions that would predict one.
+            y = y if hidden is None else y.masked_fill(hidden, IGNORED)
+        return y
+
+    def check(self, f: Any, y: Any) -> None:
+        """Raise an error unless targets fit the model's outputs, see `check_targets`."""
+        check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
+
+    def look_at(self, f: Tensor) -> None:
+        """Warn once if the outputs are probabilities already, by the first batch that can tell."""
+        self._knows_outputs = self._knows_outputs or warn_of_probabilities(f, self.likelihood)
+
+    def _warn_of_hidden(self, y: Tensor, hidden: Tensor) -> None:
+        """Warn once of labels that would count if the mask did not hide them."""
+        if self._has_warned or not (y[hidden] != IGNORED).any():
+            return
+        self._has_warned = True
+        mark = IGNORED if self.options.ignore_index is None else self.options.ignore_index
+        warnings.warn(
+            f"Labels at positions that '{self.options.dict_key_mask}' hides do not count. Mark "
+            f"them with {mark} to say the same, or pass dict_key_mask=None to let all count.",
+            stacklevel=3,
+        )
+
+    def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
+        """Whether the loss that a model computes from labels equals ours with shifted labels.
+
+        False if it computes no loss; None if this batch does not show it.
+
+        Raises:
+            ValueError: it equals ours with both labels or with neither, or cannot be computed.
+        """
+        if not takes_labels(model, x):
+            return False
+        are_labels = self.likelihood.has_labels
+        may_shift = are_labels and y.dim() > 1
+        device = next(model.parameters()).device
+        x, y = detached(x, device), y.to(device)
+        # Step 1: two examples whose labels tell the two ways apart.
+        if splits_by_example(x, y):
+            counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
+            if y.dim() > 1 and y.shape[-1] > 1:
+                counted = counted[..., 1:]  # with shifted labels no output predicts the first one
+            which = counted.reshape(len(y), -1).any(1).nonzero().flatten()[:2]
+            x, y = examples(x, which), y[which]
+            if not len(which):
+                return None
+
+        def fits() -> None:
+            check_targets(call_with(model, {}, x), y, self.likelihood, may_ignore=True)
+
+        with torch.no_grad(), forked_random_numbers(model):
+            # Without labels first, to check these: on a GPU, a label out of range inside the
+            # model's own loss would end the process.
+            if isinstance(attempt(fits), Exception):
+                return None  # reported by name, in the pass itself
+            own_output = own_loss(model, x, y)
+        if own_output is None:
+            return False
+        # Step 2: the model's own loss against ours, with these labels and with shifted ones.
+        f, loss = own_output
+        if not torch.isfinite(loss) or not torch.isfinite(f).all():
+            return None  # reported by name, in the pass itself
+        labels_of_shift = {False: y} | ({True: _shifted(y)} if may_shift else {})
+        means, fitting = [], []
+        for shifts, labels in labels_of_shift.items():
+            ours = float(loss_sum(at_least_float32(f), labels, self.likelihood))
+            terms = max(int(num_counted_terms(f, labels, self.likelihood)), 1)
+            means.append(f"{ours / terms:.6g}")
+            if _is_our_loss(loss, ours, terms, f, self.likelihood):
+                fitting.append(shifts)
+        # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
+        if len(fitting) == 1:
+            self.may_ignore = self.may_ignore or may_shift
+            return fitting[0]
+        raise ValueError(
+            f"{type(model).__name__} computes a loss from labels itself, {float(loss):.6g} for the "
+            f"first examples. Per term ours is {' or, with labels shifted by one, '.join(means)}: "
+            + ("both fit. " if fitting else "another loss (label smoothing, class weights?). ")
+            + f"Say which label belongs to which output: {WHICH_LABEL}."
+        )
+
+
+def _shifted(y: Tensor) -> Tensor:
+    """Each position's label is that of the next one; the last position has none."""
+    return F.pad(y[..., 1:], (0, 1), value=IGNORED)
+
+
+def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, likelihood: str) -> bool:
+    """Whether a model's loss is our sum, or its mean over examples, loss terms or outputs.
+
+    For regression it may also be the squared error, without our factor ½.
+    """
+    kind = likelihood_of(likelihood).kind
+    sizes = {1, len(f), terms} | (set() if kind == "classes" else {f.numel()})
+    factors = (1, 2) if kind == "numbers" else (1,)
+    relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
+    # The rounding of log Σ exp grows with the outputs.
+    rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
+    readings = [ours * factor / size for size in sizes for factor in factors]
+    return any(abs(float(loss) - r) <= relative * abs(r) + rounding for r in readings)
