@@ -1,4 +1,6 @@
-"""The callback in Hugging Face's own Trainer: OnlineTraining's decays, logs, checkpoints."""
+"""The callback in Hugging Face's own Trainer: an own loop's decays, logs, checkpoints."""
+
+import math
 
 import pytest
 import torch
@@ -7,18 +9,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend import CurvatureOptions
-from marglik import PriorLearner
 from tests.marglik.callbacks.online import (
     EPOCHS,
     OPTIONS,
     assert_fitted_where_the_network_is,
     dataset,
-    loader,
+    in_an_own_loop,
     network,
-    online_training,
     sgd,
 )
-from tests.marglik.plain_loop import learn
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,35 +63,26 @@ def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, **options):
     )  # fmt: skip
 
 
-def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
+@pytest.mark.parametrize("clip", [math.inf, 0.05])
+def test_decays_are_those_of_an_own_loop_to_the_bit(clip, tmp_path):
+    """The trainer clips the gradient of the data, as that loop does."""
     model = Classifier()
-    run = trainer(tmp_path, model)
+    run = trainer(tmp_path, model, max_grad_norm=0.0 if clip == math.inf else clip)
     prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
     run.train()
-    other = network()
-    decays, evidence = online_training(other, sgd(other))
-    assert torch.equal(prior.learner.weight_decays(), decays)
+    other, expected = in_an_own_loop(clip)
+    assert torch.equal(prior.learner.weight_decays(), expected.weight_decays())
     for p, q in zip(model.net.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
-    assert prior.learner.evidences[-1] == evidence
+    assert prior.learner.evidences == expected.evidences
     assert prior.posterior.n_data == len(dataset())
     logged = [
         entry for entry in run.state.log_history if "prior/weight_decay/net.0.weight" in entry
     ]
     assert len(logged) == 3
     assert logged[-1]["prior/log_marginal_likelihood_per_example"] == pytest.approx(
-        evidence / len(dataset())
+        prior.learner.evidences[-1] / len(dataset())
     )
-
-
-def test_clips_the_gradient_of_the_data(tmp_path):
-    """As a loop that clips before its step; the prior's gradient is added after it."""
-    model, other = Classifier(), network()
-    run = trainer(tmp_path, model, max_grad_norm=0.05)
-    MarginalLikelihood.attached(run, "classification", **OPTIONS)
-    run.train()
-    learn(other, sgd(other), PriorLearner("classification", **OPTIONS), loader(), EPOCHS, clip=0.05)
-    assert all(map(torch.equal, model.net.parameters(), other.parameters()))
 
 
 def test_resumes_from_a_checkpoint_of_an_epochs_last_step(tmp_path):

@@ -195,24 +195,6 @@ def test_hooks_do_what_the_calls_do_in_their_places(case):
     assert not same(dict(model.state_dict()), dict(hooked["model"]))
 
 
-def test_the_gradient_that_is_clipped_is_that_of_the_data():
-    """Negative control of the order: the sum of both is clipped to something else."""
-
-    def other_order(model, optimizer, add, x, y, step):
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        add()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-
-    CASES["other order"] = sgd, lambda _: other_order
-    try:
-        models = [trained(*args)[0] for args in (("clipped", True), ("other order", True))]
-    finally:
-        del CASES["other order"]
-    assert not torch.equal(models[0][0].weight, models[1][0].weight)
-
-
 @pytest.mark.parametrize("stop", [4, 6, 17, 24])
 def test_a_loop_that_goes_on_from_a_state_comes_to_the_same(stop):
     """At the end of an epoch, within one, within the average, and before `finish`."""
