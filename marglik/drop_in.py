@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
 from marglik.laplace import KronLaplace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def marglik_training(
     model: nn.Module,
     train_loader: DataLoader[Any],
-    likelihood: str = "classification",
+    likelihood: Likelihood | str = "classification",
     hessian_structure: str = "kron",
     backend: type = KfacGGN,
     optimizer_cls: type[Optimizer] = Adam,
@@ -121,10 +121,11 @@ def marglik_training(
             "returned can be differentiated in x, as can laplace.KronLaplace(..., backend=KfacGGN)."
         )
     # laplace-torch's backends know two likelihoods; of ours the options alone are needed.
-    known = "regression" if likelihood == "regression" else "classification"
+    likelihood = likelihood_of(likelihood)
+    of_backend = "regression" if likelihood.name == "regression" else "classification"
     keys = {"dict_key_y": dict_key_y, "kfac_approx": "auto"}
     given: dict[str, Any] = keys | options
-    curvature = backend(model, known, **given).options.replace(dict_key_x=dict_key_x)
+    curvature = backend(model, of_backend, **given).options.replace(dict_key_x=dict_key_x)
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
@@ -152,7 +153,7 @@ def marglik_training(
         if scheduler_cls is None
         else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     )
-    has_sigma = likelihood_of(likelihood).has_sigma
+    has_sigma = likelihood.has_sigma
     learner = PriorLearner(
         likelihood,
         curvature,
@@ -176,7 +177,7 @@ def marglik_training(
     of = result.laplace
     found = KronLaplace(
         model,
-        of.likelihood,  # with the numbers that were learned
+        of.likelihood,  # with the parameters that were learned
         curvature,
         prior_precision=of.prior_precision,
         sigma_noise=of.sigma_noise,

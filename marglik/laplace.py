@@ -22,7 +22,7 @@ from kfac_backend.engine.calls import call_with, plain_attention
 from kfac_backend.engine.checks import check_finite
 from kfac_backend.engine.padding import padding_rows
 from kfac_backend.engine.task import Task, split_batch
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import counted_terms, loss_sum
 from kfac_backend.options import CurvatureOptions, PassOptions, check_keys, check_option
 from kfac_backend.precision import at_least_float32
@@ -48,7 +48,7 @@ LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
     model: nn.Module,
-    likelihood: str,
+    likelihood: Likelihood | str,
     subset_of_weights: Subset = "last_layer",
     hessian_structure: Structure = "kron",
     *,
@@ -89,7 +89,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     """
     check_option("subset_of_weights", subset_of_weights, Subset)
     check_option("hessian_structure", hessian_structure, Structure)
-    check_option("likelihood", likelihood, Literal["classification", "regression"])
+    check_option("likelihood", str(likelihood), Literal["classification", "regression"])
     names, last = subnetwork_indices, ""
     if subset_of_weights == "last_layer":
         listed = trainable_layers(model)
@@ -183,7 +183,7 @@ class KronLaplace(Posterior):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
         **keywords: Any,
     ) -> None:
@@ -321,7 +321,7 @@ class KronLaplace(Posterior):
         """
         link_approx = _checked_link(pred_type, link_approx)
         self._check_predicts()
-        is_classes = self.likelihood == "classification"
+        is_classes = self.likelihood.name == "classification"
         if pred_type == "nn" or (is_classes and link_approx == "mc"):
             options = n_samples, diagonal_output, generator
             samples = self.predictive_samples(x, pred_type, *options)
@@ -361,12 +361,12 @@ class KronLaplace(Posterior):
         """Samples of class probabilities, or of regression's outputs; arguments as above."""
         self._check_predicts()
         samples = self.functional_samples(*args, **keywords)
-        return samples.softmax(-1) if self.likelihood == "classification" else samples
+        return samples.softmax(-1) if self.likelihood.name == "classification" else samples
 
     def _check_predicts(self) -> None:
-        if self.likelihood not in ("classification", "regression"):
+        if self.likelihood.name not in ("classification", "regression"):
             raise NotImplementedError(
-                f"laplace-torch's predictions do not know likelihood {str(self.likelihood)!r}; use "
+                f"laplace-torch's predictions do not know likelihood '{self.likelihood}'; use "
                 "marglik.laplace_predictive(la)(x)."
             )
 
@@ -410,7 +410,7 @@ class KronLaplace(Posterior):
 
     def _restore_fit(self, state: dict[str, Any]) -> None:
         factors = KroneckerFactors.from_state_dict(state).to(self._device)
-        likelihood = likelihood_of(factors.likelihood)  # with the numbers of the fit
+        likelihood = factors.likelihood  # with the parameters of the fit
         if likelihood.name != self.likelihood.name:
             raise ValueError(
                 f"The state is of likelihood '{likelihood}', and this is of '{self.likelihood}'; "

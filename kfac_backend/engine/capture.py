@@ -40,7 +40,7 @@ from kfac_backend.options import KfacApprox
 from kfac_backend.precision import at_least_float32
 
 if TYPE_CHECKING:
-    from kfac_backend.engine.operations import Expression, Follower
+    from kfac_backend.engine.operations.follower import Expression, Follower
 
 
 class Sink:
@@ -193,7 +193,7 @@ class Capture:
             once = {layer for layer, kinds in runs if "followed" in kinds}
             if operations.names or once:
                 # Loaded only where there is something to follow.
-                from kfac_backend.engine.operations import Follower
+                from kfac_backend.engine.operations.follower import Follower
 
                 leaves = {
                     name: self._model.get_parameter(name).detach().requires_grad_()

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import call_with
-from kfac_backend.engine.operations import tensors_in
+from kfac_backend.engine.operations.follower import tensors_in
 
 LOOKUPS = (F.embedding, F.embedding_bag)
 """Functions with the arguments ``input``, ``weight`` and ``padding_idx``."""

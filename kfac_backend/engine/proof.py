@@ -240,7 +240,7 @@ class Proof:
                 if again or not by_example:  # following needs one example and two
                     raise Refusal(candidates)
                 # Loaded only where there is something to follow.
-                from kfac_backend.engine.operations import follow
+                from kfac_backend.engine.operations.classify import follow
 
                 assignment = follow(self._model, assignment, x, candidates, shared)
                 verify_gradients(self._model, assignment, x, candidates | shared)

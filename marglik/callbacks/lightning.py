@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
@@ -51,7 +52,7 @@ class MarginalLikelihood(Callback):
 
     def __init__(
         self,
-        likelihood: str,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         network: str | None = None,

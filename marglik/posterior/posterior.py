@@ -29,7 +29,7 @@ from kfac_backend.eigenvalue_correction import check_read_twice, corrected_facto
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import call_with
 from kfac_backend.engine.checks import check_finite, check_module
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
@@ -92,7 +92,7 @@ class Posterior:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         prior_precision: float | Tensor = 1.0,
@@ -104,11 +104,11 @@ class Posterior:
     ) -> None:
         check_module(model)
         options = options.replace(**keywords)
-        options.check(likelihood)
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
         self.likelihood = likelihood_of(likelihood)
+        options.check(self.likelihood)
         self.options = options
         self.generator = generator
         self.n_params = sum(p.numel() for p in self.params)
@@ -131,7 +131,7 @@ class Posterior:
     def __repr__(self) -> str:
         fitted = "not fitted" if self.factors is None else f"fitted to {self.n_data} examples"
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, {self.likelihood!r}, "
+            f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
             f"{self.n_params} parameters, {fitted})"
         )
 

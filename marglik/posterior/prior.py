@@ -331,7 +331,7 @@ def update_prior(
     }
     if posterior.likelihood.has_sigma:
         record["sigma_noise"] = hyperparameters.sigma_noise.item()
-    if posterior.likelihood.numbers:
+    if posterior.likelihood.parameters:
         record["likelihood"] = str(posterior.likelihood)
     return evidences, record
 

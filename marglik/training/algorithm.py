@@ -59,7 +59,7 @@ def start(
     # A rank with another model or other options would learn something else, or wait forever.
     problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
     if problem.options.learns and (to_learn := likelihood.to_learn()):
-        likelihood = likelihood.but(**to_learn)
+        likelihood = likelihood.replace(**to_learn)
     state = LearnerState(
         hyperparameters,
         likelihood,

@@ -1,4 +1,4 @@
-"""The numbers of a likelihood, such as degrees of freedom, that the evidence learns."""
+"""The parameters of a likelihood, such as degrees of freedom, that the evidence learns."""
 
 from collections.abc import Collection, Sequence
 
@@ -18,7 +18,7 @@ from marglik.training.loaders import Loader
 def likelihood_step(
     posterior: Posterior, data: Loader, names: Collection[str]
 ) -> tuple[Likelihood, Tensor]:
-    """A step of numbers ξ of the likelihood on the evidence at fixed θ and δ; and σ.
+    """A step of parameters ξ of the likelihood on the evidence at fixed θ and δ; and σ.
 
     The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
     outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
@@ -28,25 +28,23 @@ def likelihood_step(
     Args:
         posterior: fitted.
         data: batches of all its data.
-        names: of the numbers, keys of `Likelihood.numbers`.
+        names: keys of `Likelihood.parameters`.
     """
     factors, T = posterior.fitted_factors(), posterior.temperature
     likelihood, sigma = factors.likelihood, posterior.sigma_noise.double().cpu()
-    assert isinstance(likelihood, Likelihood)
     # Leaves with an entry for each output, where there are several, which the pass reads.
     present = [
         xi.expand(posterior.n_outputs).clone() if xi.dim() else xi.clone()
-        for xi in (likelihood.numbers[name] for name in names)
+        for xi in (likelihood.parameters[name] for name in names)
     ]
-    least = [likelihood.least.get(name, 0.0) for name in names]
+    bounds = [likelihood.lower_bounds()[name] for name in names]
 
-    def put(values: Sequence[Tensor]) -> None:
-        likelihood.numbers.update(zip(names, values, strict=True))
+    def at(values: Sequence[Tensor]) -> Likelihood:
+        return likelihood.with_parameters(dict(zip(names, values, strict=True)))
 
     # Step 1: the gradient of −½ log det, and the outputs.
-    put(present)
-    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0)
-    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, least, strict=True)]
+    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0, likelihood=at(present))
+    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)]
     outputs, device = [], posterior.params[0].device
     with torch.no_grad(), eval_mode(posterior.model):
         for batch in data:
@@ -56,10 +54,10 @@ def likelihood_step(
     of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]
 
-    def log_p() -> Tensor:
+    def log_p(likelihood: Likelihood) -> Tensor:
         losses = torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
         # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
-        scale = likelihood.numbers["noise"].log().mean() if likelihood.has_sigma else 0.0
+        scale = likelihood.parameters["noise"].log().mean() if likelihood.has_sigma else 0.0
         count = factors.num_loss_terms * factors.num_outputs
         return -(losses / sigma.square() + count * scale) / T
 
@@ -69,20 +67,20 @@ def likelihood_step(
     def moved() -> list[Tensor]:
         return [
             low + (xi - low) * move.tanh().exp()
-            for xi, low, move in zip(present, least, moves, strict=True)
+            for xi, low, move in zip(present, bounds, moves, strict=True)
         ]
 
     optimizer = torch.optim.LBFGS(moves, max_iter=100, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        put(moved())
-        value = -log_p() - sum((g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True))
+        value = -log_p(at(moved())) - sum(
+            (g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True)
+        )
         value.backward()
         return value
 
     optimizer.step(objective)
-    put(present)
     found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
     taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
-    return likelihood.but(**found), sigma * taken.log().mean().exp()
+    return likelihood.replace(**found), sigma * taken.log().mean().exp()

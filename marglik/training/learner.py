@@ -73,7 +73,7 @@ class PriorLearner:
 
     def __init__(
         self,
-        likelihood: str,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         weight_decay: float = WEIGHT_DECAY,

@@ -50,7 +50,7 @@ class LearnerOptions:
     curvature_from: CurvatureFrom
 
     def __post_init__(self) -> None:
-        self.curvature.check(str(self.likelihood))
+        self.curvature.check(self.likelihood)
         check_option("mean_over", self.mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
         check_positive("temperature", self.temperature)
@@ -330,12 +330,10 @@ class LearnerState:
         measures = copy(self.measures)
         loaded = self.hyperparameters, self.ranges
         states, ranges = [deepcopy(of.state_dict()) for of in loaded], ranges_of(model)
-        numbers = dict(self.likelihood.numbers)
         try:
             yield
         except BaseException:
             vars(self).update(before, measures=measures)
-            self.likelihood.numbers.update(numbers)  # `likelihood_step` differentiates in them
             for of, state in zip(loaded, states, strict=True):
                 of.load_state_dict(state)
             if ranges:

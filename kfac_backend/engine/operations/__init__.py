@@ -1,0 +1,1 @@
+"""Parameters that no hook sees, followed operation by operation."""

@@ -1,0 +1,308 @@
+"""What each operation on followed parameters is, found by two forward passes of a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.engine.batches import examples
+from kfac_backend.engine.calls import DtypesInUse, attempt, close, forked_random_numbers
+from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.checks import is_out_of_memory
+from kfac_backend.engine.operations.follower import (
+    PRODUCTS,
+    Call,
+    Follower,
+    Refused,
+    WeightUse,
+    tensors_in,
+    weight_use,
+)
+from kfac_backend.engine.rule_assignment import (
+    Operations,
+    Refusal,
+    RuleAssignment,
+    TrackedLayer,
+    followed,
+)
+from kfac_backend.layers import FunctionalLayer, Rule, Use
+from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
+
+
+class _CopiedParameters(Sink):
+    """The names of the parameters that were copied for each example."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Take a copy's name."""
+        if isinstance(tracked.layer, OwnParameter):
+            self.names.update(tracked.parameters.values())
+
+
+def follow(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    x: Any,
+    candidates: Mapping[str, str],
+    shared: Mapping[str, str],
+) -> RuleAssignment:
+    """The assignment with parameters that are followed operation by operation.
+
+    The result is not proved yet.
+
+    Args:
+        model: the model.
+        assignment: its tracked layers, with their runs.
+        x: some examples.
+        candidates: the parameters to follow -> the message if that fails.
+        shared: the same for parameters of layers that run once for all examples and whose output is
+            followed, see `find_runs`.
+
+    Raises:
+        Refusal: parameters that cannot be followed.
+    """
+    errors = {**candidates, **shared}
+    operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
+    extended = replace(assignment, operations=operations)
+    copied = _CopiedParameters()
+
+    def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
+        with (
+            Capture(model, extended, copied, follower=follower) as capture,
+            forked_random_numbers(model),
+        ):
+            capture.forward(examples(x, torch.tensor(numbers)))
+            return capture.follower
+
+    # Two runs: sizes that double with a second example are those of examples or of their rows.
+    def trial() -> Any:
+        shapes = run(RecordShapes, [0])
+        return run(partial(ClassifyOperations, seen=shapes.seen, model=model), [0, 0])
+
+    tried = attempt(trial)
+    if isinstance(tried, Exception):
+        raise Refusal(errors) from tried
+    layer_tuples = [kind for kind in operations.kinds.values() if isinstance(kind, tuple)]
+    layers = list(dict.fromkeys(chain.from_iterable(layer_tuples)))
+    of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
+    # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
+    why = dict.fromkeys(copied.names & of_layers, "is a weight, and also meets other operations")
+    why |= tried.refused
+    if why:
+        raise Refusal(
+            {
+                name: f"{error} What it does: '{name}' {why[name]}."
+                for name, error in errors.items()
+                if name in why
+            }
+        )
+    # Weights became layers of their own in the second run, beside those that hooks see; the rest
+    # meets examples by broadcasting, and has the exact block of an elementwise parameter.
+    broadcast = {name: t for name, t in operations.own.items() if name not in of_layers}
+    several_rows = {t.layer: ("several",) for t in tried.several_rows}
+    return replace(
+        assignment,
+        layers=assignment.layers + layers,
+        operations=replace(operations, own=broadcast),
+        runs={**assignment.runs, **several_rows},
+    )
+
+
+class RecordShapes(Follower):
+    """The first of two runs, with one example: the shapes of all tensors that parameters reach.
+
+    With a single example, an expression and a tensor that has met the examples look alike, so both
+    are followed on. In the second run an operation has fewer expressions, and thus another key. So
+    each result is recorded under the keys of all subsets of the operation's expressions: one of
+    these is the subset of the true ones, under which `ClassifyOperations` looks it up.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: dict[int, list[list[torch.Size]]] = {}
+
+    def _run(self, call: Call) -> Any:
+        output = call.run()
+        outputs = tensors_in(output)
+        if not outputs:
+            return output
+        shapes = [value.shape for value in outputs]
+        keys = [e.key for e in call.expressions]
+        # Which of them are expressions in truth, and which have met the one example, shows only in
+        # the second run: it asks by the key of the true ones.
+        # All subsets of many would be too many, as for a list of tensors that is concatenated.
+        sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
+        for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
+            self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
+        if call.changes is None or self._expression(call.changes):
+            self._follow_on(call, outputs)
+        return output
+
+
+class ClassifyOperations(Follower):
+    """The second run, with two examples: decides what each operation is, and tries it at once.
+
+    Where an operation is refused, the run goes on with its plain result: all parameters that cannot
+    be followed are found in one run.
+
+    ``seen`` is what `RecordShapes` saw.
+    """
+
+    def __init__(
+        self, *args: Any, seen: Mapping[int, list[list[torch.Size]]], model: nn.Module
+    ) -> None:
+        super().__init__(*args)
+        self._seen, self._model = seen, model
+        self._times: dict[int, int] = {}  # how often an operation of each key has run so far
+        self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
+        self.refused: dict[str, str] = {}
+        """Name -> why it cannot be followed."""
+        self.several_rows: set[TrackedLayer] = set()
+        """Layers that got several rows of each example."""
+
+    def _run(self, call: Call) -> Any:
+        # The operation runs twice here. One that works in place changes a clone the first time.
+        changed = call.changes
+        before = None if changed is None else changed.detach().clone()
+        expected = call.run(lambda value: value.clone() if value is changed else value)
+        outputs = tensors_in(expected)
+        if not outputs and before is None:
+            return expected
+        time = self._times.get(call.key, 0)
+        self._times[call.key] = time + 1
+        try:
+            kind = self._kind(call, outputs, time)
+            # In a loop the operation comes again, and it must then be the same.
+            first_kind = self._operations.kinds.setdefault(call.key, kind)
+            if first_kind != kind:
+                raise Refused(f"meets {call} in different ways")
+            # Tried at once: with copies of the expressions the result must be what it was without.
+            with DtypesInUse() as used:
+                output = super()._run(call)
+            if kind != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
+                raise Refused(f"meets {call}, which takes no copy of it for each example")
+            return output
+        except Exception as error:  # an operation fails in any way on a tensor of another shape
+            if is_out_of_memory(error):
+                raise
+            why = f"meets {call}, which takes no copy of it for each example"
+            why = str(error) if isinstance(error, Refused) else why
+            self._operations.kinds[call.key] = "refused"
+            self.refused |= {name: why for e in call.expressions for name in e.names}
+            return call.run() if changed is None else expected
+
+    def _kind(self, call: Call, outputs: list[Tensor], time: int) -> Any:
+        """What the operation is, see `OperationKind`: "computed", an axis, or a layer.
+
+        ``time`` is how often the same operation ran before in this forward pass.
+
+        Raises:
+            Refused: it cannot be followed.
+        """
+        use = weight_use(call.func, call.args, call.kwargs)
+        # Step 1: what has no sizes to compare, or cannot be compared.
+        if use is not None and not len(use.a) and self._stored(use.weight):
+            return self._layer_of(call, use, use.a.shape)  # an expert to which nothing is routed
+        if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
+            raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
+        one = self._seen.get(call.key, [])
+        if time >= len(one) or len(one[time]) != len(outputs):
+            raise Refused(f"meets {call} with two examples, and not with one")
+        shapes = [value.shape for value in outputs]
+        # Step 2: the same size for two examples as for one, and no graph from a tracked layer. So
+        # no example has reached it.
+        if shapes == one[time] and not any(value.requires_grad for value in outputs):
+            if call.changes is not None and not self._expression(call.changes):
+                raise Refused(f"is written into a tensor by {call}")
+            return "computed"
+        # Step 3: it has met the examples, along the axis that has twice the size.
+        axis = _grown_axis(one[time], shapes)
+        if axis is None:
+            raise Refused(f"meets {call}, whose output has no axis of examples")
+        # A linear map has a block of its own kind, so that is asked before broadcasting.
+        if use is not None and not self._expression(use.a):
+            if len(shapes[0]) + axis != 0:
+                raise Refused(f"is the weight of {call}, whose examples do not come first")
+            # A layer that is running, which has another parameter, has a rule for its own weight.
+            if self.inside or self._stored(use.weight) is None:
+                return "mapped"
+            return self._layer_of(call, use, shapes[0])
+        if str(call) in PRODUCTS:
+            raise Refused(f"meets {call} as a matrix")
+        # Only an axis of size one can become the axis of the copies.
+        for e in call.expressions:
+            if e.value.dim() >= -axis and e.value.shape[axis] != 1:
+                raise Refused(f"meets {call} with entries of its own for each example")
+        return axis
+
+    def _belongs(self, call: Call) -> bool:
+        """Whether all expressions are made of parameters of the layer that is running.
+
+        So they are made for its weight, as a parametrisation does; else they are its input.
+        """
+        modules = set(self.inside[-1].layer.modules())
+        names = {name for e in call.expressions for name in e.names}
+        return all(self._place(name)[0] in modules for name in names)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """The module that has a parameter, and the parameter's name there."""
+        prefix, _, local = name.rpartition(".")
+        return self._model.get_submodule(prefix), local
+
+    def _layer_of(self, call: Call, use: WeightUse, shape: torch.Size) -> tuple[TrackedLayer, ...]:
+        layers = self._operations.kinds.get(call.key)
+        if not isinstance(layers, tuple):
+            layers = self._new_layer(call, use)
+        if shape[0] > 2:
+            self.several_rows.add(self._in_stack(layers, use))
+        return layers
+
+    def _new_layer(self, call: Call, use: WeightUse) -> tuple[TrackedLayer, ...]:
+        stored = self._stored(use.weight)
+        assert stored is not None
+        name, turned, slot = stored
+        names = {"weight": name}
+        if use.bias is not None and (bias := self._stored(use.bias)):
+            names["bias"] = bias.name
+        rule: type[Rule] | None = use.rule
+        if turned:
+            rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
+        matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
+        if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
+            raise Refused(f"is the weight of {call} in a way without a rule")
+        places = {local: self._place(full) for local, full in names.items()}
+        if slot is not None:
+            # All matrices of a stack at once: in other batches others may be used.
+            E = len(getattr(*places["weight"]))
+            if "bias" in names:
+                raise Refused(f"is the weight of {call} with a bias; add the bias to the result")
+            layers = (FunctionalLayer(places, str(call), use.settings, e) for e in range(E))
+            stack = (
+                TrackedLayer(f"{name}.{e}", layer, rule, names, FunctionalLayer,
+                             slots={"weight": (e, E)})
+                for e, layer in enumerate(layers)
+            )  # fmt: skip
+            return self._stacks.setdefault((name, rule), tuple(stack))
+        layer = FunctionalLayer(places, str(call), use.settings)
+        rule.check(layer)
+        prefix, _, local = name.rpartition(".")
+        prefix = prefix if local == "weight" else name
+        return (TrackedLayer(prefix, layer, rule, names, FunctionalLayer),)
+
+
+def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
+    """The axis, from the end, along which the output for two examples is twice that for one."""
+    if len(one) != 1 or len(two) != 1 or len(one[0]) != len(two[0]):
+        return None
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    ((i, a, b),) = differing
+    return i - len(one[0]) if b == 2 * a else None
