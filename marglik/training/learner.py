@@ -221,9 +221,7 @@ class PriorLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue: tensors, numbers and strings; empty before the start."""
-        if not hasattr(self, "state"):
-            return {}
-        return self.state.state_dict(self.problem)
+        return self.state.state_dict(self.problem) if hasattr(self, "state") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; takes effect at the next `start`.

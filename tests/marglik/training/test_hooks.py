@@ -3,6 +3,8 @@
 import gc
 import weakref
 from copy import deepcopy
+from functools import partial
+from math import inf
 
 import pytest
 import torch
@@ -37,18 +39,11 @@ def fused(model):
 # --- loops; `add` stands where the prior's gradient is added, and does nothing beside hooks ---
 
 
-def plain(model, optimizer, add, x, y, step):
+def plain(model, optimizer, add, x, y, step, clip=inf):
     optimizer.zero_grad()
     cross_entropy(model(x), y).backward()
-    add()
-    optimizer.step()
-
-
-def clipped(model, optimizer, add, x, y, step):
-    """The gradient of the data is clipped."""
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    if clip < inf:  # the gradient of the data
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     add()
     optimizer.step()
 
@@ -92,25 +87,19 @@ class Scheduled:
 class Scaled:
     """By a factor that grows with every second step."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, clip=inf):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        self.clip = clip
 
     def __call__(self, model, optimizer, add, x, y, step):
         optimizer.zero_grad()
         scale = torch.tensor(self.scaler.get_scale())
         self.scaler.scale(cross_entropy(model(x), y)).backward()
+        if self.clip < inf:
+            self.scaler.unscale_(optimizer)
+            scale = 1.0
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         add(scale=scale)
-        self.scaler.step(optimizer)
-        self.scaler.update()
-
-
-class ScaledAndClipped(Scaled):
-    def __call__(self, model, optimizer, add, x, y, step):
-        optimizer.zero_grad()
-        self.scaler.scale(cross_entropy(model(x), y)).backward()
-        self.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        add()
         self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -133,15 +122,15 @@ class Accelerated:
 
 CASES = {
     "plain": (sgd, lambda _: plain),
-    "clipped": (sgd, lambda _: clipped),
+    "clipped": (sgd, lambda _: partial(plain, clip=0.05)),
     "accumulated": (sgd, lambda _: accumulated),
     "a closure": (sgd, lambda _: by_closure),
     "two optimisers": (halves, lambda _: one_after_the_other),
     "a scheduler": (sgd, Scheduled),
     "a scaler": (sgd, Scaled),
     "a scaler, fused": (fused, Scaled),
-    "a scaler, clipped": (sgd, ScaledAndClipped),
-    "a scaler, fused, clipped": (fused, ScaledAndClipped),
+    "a scaler, clipped": (sgd, partial(Scaled, clip=0.05)),
+    "a scaler, fused, clipped": (fused, partial(Scaled, clip=0.05)),
     "accelerate": (sgd, Accelerated),
 }
 
