@@ -11,7 +11,6 @@ from kfac_backend.options import (
 )
 from marglik.data.splits import check_fraction
 from marglik.posterior.prior import PriorStructure, UpdateMethod
-from marglik.training.decay_policy import DecayPolicy
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import CurvatureFrom, Schedule
 
@@ -55,20 +54,16 @@ class PriorConfig(Schedule):
         curvature_from: which pass over the data an update makes. auto draws labels (fisher=mc) in
             all but the last where exact passes would take longer than the training; pass makes each
             as curvature says.
-        clip: largest norm of a step's gradient, in running means of that norm; null takes every
-            step as it is. See `DecayPolicy`.
     """
 
     weight_decay: float = 5e-4
     structure: PriorRules = "layerwise"
     method: PriorMethod = "adam"
     curvature_from: CurvatureFrom = "auto"
-    clip: float | None = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("prior.weight_decay", self.weight_decay)
-        DecayPolicy(clip=self.clip)  # which checks it
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""

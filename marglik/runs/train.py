@@ -368,7 +368,7 @@ class Training:
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True)
         schedule = prior.schedule(run.epochs)
-        policy = DecayPolicy(clip=None if plain else prior.clip)
+        policy = DecayPolicy(clip=None) if plain else DecayPolicy()
         if plain:
             schedule = replace(schedule, updates=0, average=None)
         curvature = self.curvature.options(self.splits.targets)
