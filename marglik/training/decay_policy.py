@@ -144,7 +144,7 @@ class DecayPolicy:
         # Not with optimisers that divide gradients by their size, and the decays' pull with them.
         if (
             state.likelihood.kind != "classes"
-            or not all(isinstance(of, torch.optim.SGD) for of in optimizers)
+            or not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
             or not (problem.steps_per_epoch or isinstance(problem.loader, Sized))
         ):
             return
@@ -153,7 +153,8 @@ class DecayPolicy:
         if first is None:
             return
         # Not so far that the weights would have vanished before the first update.
-        momentum = max(float(g["momentum"]) for of in optimizers for g in of.param_groups)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        momentum = max(float(group["momentum"]) for group in groups)
         rate = problem.rate / max(1 - momentum, 1e-3)
         steps = first * (problem.steps_per_epoch or len(problem.loader))  # pyright: ignore[reportArgumentType]
         assert self.raised_start is not None
@@ -162,7 +163,9 @@ class DecayPolicy:
         raised = precision_to_weight_decay(hyper.prior_precision, N, T)
         for g, decay in enumerate(raised.tolist()):
             members = [
-                name for name, of in zip(problem.named, hyper.groups.index, strict=True) if of == g
+                name
+                for name, index in zip(problem.named, hyper.groups.index, strict=True)
+                if index == g
             ]
             # Not of scale-invariant weights, whose decay acts on the learning rate alone.
             if abs(decay / WEIGHT_DECAY - 1) < 1e-6 and all(
@@ -186,15 +189,15 @@ class DecayPolicy:
         scaled = [rates[p] * state.gradient_scale for p in part.parameters]
         largest = [1 / rate if rate else torch.inf for rate in scaled]
         limited = [n for n, wd, most in zip(part.names, decays, largest, strict=True) if wd > most]
-        known = state.measures.limited
-        if limited or known:
+        earlier = state.measures.limited
+        if limited or earlier:
             warn_of(
-                [name for name in limited if name not in known],
+                [name for name in limited if name not in earlier],
                 "The weight decay of {} has grown beyond 1 / learning rate, where SGD would "
                 "diverge, and is limited to it: the data needs none of it, or training is "
                 "unstable.",
             )
-            others = [name for name in known if name not in part.names]
+            others = [name for name in earlier if name not in part.names]
             state.measures.limited = sorted(others + limited)
         return list(map(min, decays, largest))
 

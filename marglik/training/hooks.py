@@ -120,7 +120,7 @@ def remove_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizers_of(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
 ) -> list[torch.optim.Optimizer]:
     """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
 
@@ -128,22 +128,22 @@ def optimizers_of(
         TypeError: what is no optimiser of torch.
         ValueError: L-BFGS; a weight decay of their own, or a parameter that none of them holds.
     """
-    optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    for index, optimizer in enumerate(optimizers):
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for index, inner in enumerate(optimizers):
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(inner, torch.optim.Optimizer):
             raise TypeError(
-                f"The optimiser is {type(optimizer).__name__}; a torch.optim.Optimizer is needed, "
+                f"The optimiser is {type(inner).__name__}; a torch.optim.Optimizer is needed, "
                 "or a list of them."
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if isinstance(inner, torch.optim.LBFGS):
             raise ValueError(
                 "LBFGS evaluates the loss several times in a step, and remembers the curvature of "
                 "an objective that each update of the prior changes. Pass SGD, Adam or another "
                 "optimiser of single steps."
             )
-        optimizers[index] = optimizer
+        optimizers[index] = inner
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if any(group.get("weight_decay") for group in groups):
         raise ValueError(

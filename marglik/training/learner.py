@@ -278,20 +278,20 @@ def _with_options(objects: tuple[Any, ...], options: Mapping[str, Any]) -> list[
     Raises:
         TypeError: a name that is a field of none of them.
     """
-    names = [[field.name for field in fields(of)] for of in objects]
+    names = [[field.name for field in fields(one)] for one in objects]
     for name in options:
         if not any(name in own for own in names):
             there = " and ".join(
-                f"those of {type(of).__name__} ({', '.join(own)})"
-                for of, own in zip(objects, names, strict=True)
+                f"those of {type(one).__name__} ({', '.join(own)})"
+                for one, own in zip(objects, names, strict=True)
             )
             raise TypeError(
                 f"{name!r} is not an option of PriorLearner; beside its arguments there are "
                 f"{there}."
             )
     return [
-        replace(of, **{name: value for name, value in options.items() if name in own})
-        for of, own in zip(objects, names, strict=True)
+        replace(one, **{name: value for name, value in options.items() if name in own})
+        for one, own in zip(objects, names, strict=True)
     ]
 
 
@@ -319,8 +319,8 @@ def _problem(
     check_module(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizers = optimizers_of(optimizer, named)
-    for of in optimizers:
-        remove_hooks(of)
+    for one in optimizers:
+        remove_hooks(one)
     ranks = Ranks() if ranks is None else ranks
     check_shards(loader, ranks)
     if options.schedule.epochs is None and options.schedule.average == "last":

@@ -328,29 +328,29 @@ class LearnerState:
         """A context after which an error, as of the data, has left the state as it was."""
         before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
         measures = copy(self.measures)
-        loaded = self.hyperparameters, self.ranges
-        states, ranges = [deepcopy(of.state_dict()) for of in loaded], ranges_of(model)
+        parts = self.hyperparameters, self.ranges
+        states, ranges = [deepcopy(part.state_dict()) for part in parts], ranges_of(model)
         try:
             yield
         except BaseException:
             vars(self).update(before, measures=measures)
-            for of, state in zip(loaded, states, strict=True):
-                of.load_state_dict(state)
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
             if ranges:
                 set_ranges(model, ranges)
             raise
 
 
-SAVED = [of.name for of in fields(LearnerState)][:-2]
+SAVED = [field.name for field in fields(LearnerState)][:-2]
 
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Hyperparameters | RangeLearner | WeightAverage):
         return value.state_dict()
     if isinstance(value, Measures):
-        return {of.name: copy(getattr(value, of.name)) for of in fields(value)}
+        return {name: copy(part) for name, part in vars(value).items()}
     if isinstance(value, list):
-        return [_to_plain(of) for of in value]
+        return [_to_plain(item) for item in value]
     return str(value) if isinstance(value, Likelihood) else copy(value)
 
 
@@ -359,10 +359,10 @@ def _from_plain(value: Any, saved: Any) -> Any:
         value.load_state_dict(saved)
         return value
     if isinstance(value, Measures):
-        check_keys("the measures", saved, [of.name for of in fields(value)])
+        check_keys("the measures", saved, list(vars(value)))
         return Measures(**saved)
-    if isinstance(value, list) and any(isinstance(of, WeightAverage) for of in value):
-        return [_from_plain(of, one) for of, one in zip(value, saved, strict=True)]
+    if isinstance(value, list) and any(isinstance(item, WeightAverage) for item in value):
+        return [_from_plain(*pair) for pair in zip(value, saved, strict=True)]
     return likelihood_of(saved) if isinstance(value, Likelihood) else copy(saved)
 
 
