@@ -15,7 +15,8 @@ from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
 from marglik.laplace import KronLaplace
 from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
-from marglik.training.learner import WEIGHT_DECAY, PriorLearner
+from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.learner import PriorLearner
 from marglik.training.loaders import count_on_ranks, num_batches
 from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, Keep, Schedule, settling_rate
