@@ -34,6 +34,7 @@ from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import likelihood_step
 from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
+from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import WeightAverage, add_penalty
 
@@ -164,10 +165,13 @@ def fit(
 
     The last one has the curvature that was asked for, and not a cheaper one.
     """
-    hyper, options, data = state.hyperparameters, problem.options, problem.loader
+    hyper, options, data = state.hyperparameters, problem.options, own_iteration(problem.loader)
     curvature = options.curvature
     if problem.draws_labels and not is_last:
         curvature = curvature.replace(fisher="mc", mc_samples=1)
+    number, N = problem.num_data if is_last else state.sample_size(problem), problem.num_data
+    if number < N:
+        data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
     if problem.ranks.size > 1:
         data = WithExamples(data, curvature)
     former = state.posterior
@@ -188,13 +192,13 @@ def fit(
         torch.manual_seed(state.epoch)
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, problem.num_data, steps, progress=problem.progress
+                hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
         to_learn = options.likelihood.to_learn() if options.learns and steps else {}
         if to_learn:
-            state.likelihood, sigma = likelihood_step(posterior, problem.loader, to_learn)
+            state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
                 hyper.set(hyper.prior_precision, sigma)
     # The last posterior is that of the numbers as they are.

@@ -27,7 +27,7 @@ def likelihood_step(
 
     Args:
         posterior: fitted.
-        data: batches of all its data.
+        data: batches of all its data, or of a sample.
         names: of the numbers, keys of `Likelihood.numbers`.
     """
     factors, T = posterior.fitted_factors(), posterior.temperature
@@ -55,9 +55,10 @@ def likelihood_step(
             outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
     of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]
+    weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
 
     def log_p() -> Tensor:
-        losses = torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
+        losses = weight * torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
         # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
         scale = likelihood.numbers["noise"].log().mean() if likelihood.has_sigma else 0.0
         count = factors.num_loss_terms * factors.num_outputs

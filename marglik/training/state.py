@@ -27,6 +27,7 @@ from marglik.posterior.prior import Hyperparameters
 from marglik.training.decay_policy import DecayPolicy, Measures
 from marglik.training.loaders import Loader
 from marglik.training.loss_agreement import warn_of_another_loss
+from marglik.training.sampled_data import sample_size
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, renew_batch_norm
 
@@ -264,6 +265,17 @@ class LearnerState:
     """What `update_prior` recorded in the latest update, with its seconds."""
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
+
+    def sample_size(self, problem: Problem) -> int:
+        """M, the number of examples of an update that follows now; see `sampled_data`."""
+        options, N = problem.options, problem.num_data
+        # With keep="best", noise would choose among the evidences.
+        takes_all = options.curvature_from != "auto" or options.schedule.keep == "best"
+        if takes_all or not self.steps[-1]:
+            return N
+        since = 1 - (self.updated_at or 0) / self.steps[-1]
+        vectors = problem.vectors if options.curvature.fisher == "exact" else 1
+        return sample_size(N, N * self.epoch * since, 1 if problem.draws_labels else vectors)
 
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
