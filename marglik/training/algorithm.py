@@ -31,7 +31,7 @@ from marglik.augmentation.ranges import RangeLearner, ranges_of
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.decay_policy import Measures
-from marglik.training.learned_numbers import likelihood_step
+from marglik.training.learned_numbers import check_derivatives, likelihood_step
 from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
 from marglik.training.sampled_data import own_iteration, sampled
@@ -59,8 +59,8 @@ def start(
     likelihood, epochs = problem.options.likelihood, problem.options.schedule.epochs
     # A rank with another model or other options would learn something else, or wait forever.
     problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
-    if problem.options.learns and (to_learn := likelihood.to_learn()):
-        likelihood = likelihood.but(**to_learn)
+    to_learn = likelihood.to_learn() if problem.options.learns else {}
+    likelihood = likelihood.but(**to_learn) if to_learn else likelihood
     state = LearnerState(
         hyperparameters,
         likelihood,
@@ -69,8 +69,13 @@ def start(
         [0 for _ in problem.parts],
         Measures(sorted(problem.named), [None for _ in problem.parts]),
     )
-    problem.look_at_data(likelihood, sums_terms, loss)
+    first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
+    if to_learn or state.ranges.modules:  # tried now, before any work is lost
+        curvature = problem.options.curvature
+        posterior = Posterior(problem.model, likelihood, curvature, process_group=None)
+        with forked_random_numbers(problem.model):
+            check_derivatives(posterior, first_batch, to_learn, state.ranges)
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state

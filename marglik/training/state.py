@@ -136,23 +136,27 @@ class Problem:
         likelihood: Likelihood,
         sums_terms: bool,
         loss: Callable[[Any, Any], Tensor] | None,
-    ) -> None:
+    ) -> Any:
         """Count the loss terms per example, which a mean over terms divides the prior by.
 
         Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
         mean_over="terms" it reads all targets, since already the first step needs their number.
+
+        Returns:
+            The first batch.
 
         Raises:
             ValueError: several terms per example of a loss that is a mean over examples, if
                 ``sums_terms`` does not say that it sums them.
         """
         options = self.options
-        task, terms, examples = Task(likelihood, options.curvature), 0, 0
+        task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
         device = next(self.model.parameters()).device
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
                 x, labels = task.split(batch)
                 if index == 0:  # a copy, since a model may change its input in place
+                    first = deepcopy(batch)
                     x, labels = deepcopy(to_device(x, device)), to_device(labels, device)
                 y = task.targets(self.model, x, labels)
                 counted = counted_terms(y, likelihood)
@@ -183,6 +187,7 @@ class Problem:
             )
         if options.mean_over == "terms" and not sums_terms:
             self.terms_per_example = number
+        return first
 
     def compare_loss(self, likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor) -> None:
         """Warn, with the likely cause, if a batch's loss is not that of the likelihood.
