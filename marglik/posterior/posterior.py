@@ -7,6 +7,7 @@ of laplace-torch.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import reduce
 from typing import Any, Literal, Self, TypeVar
 
@@ -227,6 +228,7 @@ class Posterior:
         progress_bar: bool = False,
         *,
         corrected: bool = False,
+        stands_for: int | None = None,
     ) -> None:
         """Compute the curvature at the model's current parameters.
 
@@ -239,6 +241,8 @@ class Posterior:
             progress_bar: whether to show a progress bar.
             corrected: whether to make a second pass over the data, which computes the diagonal of
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
+            stands_for: N, where the data is a random sample of M of N examples: sums are multiplied
+                by N/M, so that loss, curvature and evidence are estimates of all data's.
 
         Raises:
             ValueError: corrected eigenvalues with override=False after a fit, or data that is added
@@ -265,6 +269,8 @@ class Posterior:
                 progress=progress_bar,
                 process_group=self.ranks.process_group,
             )
+        if stands_for is not None:
+            factors = replace(factors * (stands_for / factors.num_data), num_data=stands_for)
         if not override and self.factors is not None:
             factors = self.factors + factors
         if self.ranks.size > 1:

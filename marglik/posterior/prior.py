@@ -263,6 +263,7 @@ def update_prior(
     num_data: int | None = None,
     steps: int = 10,
     *,
+    is_sample: bool = False,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a posterior, then take hyperparameter steps that raise its evidence.
@@ -277,6 +278,7 @@ def update_prior(
         num_data: N, the number of examples that all ranks together should see; None takes what the
             pass has seen.
         steps: number of hyperparameter steps.
+        is_sample: whether the data is a sample that stands for ``num_data`` examples.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -289,7 +291,7 @@ def update_prior(
     """
     ranks, device = posterior.ranks, posterior.params[0].device
     start = _now(device)
-    posterior.fit(data, progress_bar=progress)
+    posterior.fit(data, progress_bar=progress, stands_for=num_data if is_sample else None)
     # The weight decays T·δ/N of the steps and the evidence must be of the same N.
     if num_data is not None and posterior.n_data != num_data:
         raise ValueError(

@@ -32,9 +32,10 @@ from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.decay_policy import Measures
 from marglik.training.label_noise import learn_label_noise
-from marglik.training.learned_numbers import likelihood_step
+from marglik.training.learned_numbers import check_derivatives, likelihood_step
 from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
+from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import WeightAverage, add_penalty
 
@@ -59,8 +60,8 @@ def start(
     likelihood, epochs = problem.options.likelihood, problem.options.schedule.epochs
     # A rank with another model or other options would learn something else, or wait forever.
     problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
-    if problem.options.learns and (to_learn := likelihood.to_learn()):
-        likelihood = likelihood.replace(**to_learn)
+    to_learn = likelihood.to_learn() if problem.options.learns else {}
+    likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
     state = LearnerState(
         hyperparameters,
         likelihood,
@@ -69,8 +70,14 @@ def start(
         [0 for _ in problem.parts],
         Measures(sorted(problem.named), [None for _ in problem.parts]),
     )
-    problem.look_at_data(likelihood, sums_terms, loss)
+    first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
+    to_learn = {} if problem.learns_label_noise else to_learn
+    if to_learn or state.ranges.modules:  # tried now, before any work is lost
+        curvature = problem.options.curvature
+        posterior = Posterior(problem.model, likelihood, curvature, process_group=None)
+        with forked_random_numbers(problem.model):
+            check_derivatives(posterior, first_batch, to_learn, state.ranges)
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -168,10 +175,13 @@ def fit(
 
     The last one has the curvature that was asked for, and not a cheaper one.
     """
-    hyper, options, data = state.hyperparameters, problem.options, problem.loader
+    hyper, options, data = state.hyperparameters, problem.options, own_iteration(problem.loader)
     curvature = options.curvature
     if problem.draws_labels and not is_last:
         curvature = curvature.replace(fisher="mc", mc_samples=1)
+    number, N = problem.num_data if is_last else state.sample_size(problem), problem.num_data
+    if number < N:
+        data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
     if problem.ranks.size > 1:
         data = WithExamples(data, curvature)
     former = state.posterior
@@ -192,14 +202,14 @@ def fit(
         torch.manual_seed(state.epoch)
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, problem.num_data, steps, progress=problem.progress
+                hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
         by_evidence = options.learns and steps and not problem.learns_label_noise
         to_learn = options.likelihood.to_learn() if by_evidence else {}
         if to_learn:
-            state.likelihood, sigma = likelihood_step(posterior, problem.loader, to_learn)
+            state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
                 hyper.set(hyper.prior_precision, sigma)
     # The last posterior is that of the numbers as they are.

@@ -1,6 +1,7 @@
 """The parameters of a likelihood, such as degrees of freedom, that the evidence learns."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,32 @@ from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, logits_of
 from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import Likelihood
-from marglik.augmentation.ranges import evidence_gradient
+from marglik.augmentation.ranges import RangeLearner, evidence_gradient
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.training.loaders import Loader
+
+
+def check_derivatives(
+    posterior: Posterior, batch: Any, names: Collection[str], ranges: RangeLearner
+) -> None:
+    """Raise an error if the evidence has no derivative in what it is to learn.
+
+    Args:
+        posterior: not fitted.
+        batch: some examples.
+        names: of the likelihood's numbers.
+        ranges: of learned invariances.
+
+    Raises:
+        NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
+    """
+    posterior.fit([batch])
+    if ranges.modules:
+        tensors = [module.ranges for module in ranges.modules]
+        list(evidence_gradient(posterior, [[batch]], tensors))
+    if names:
+        likelihood_step(posterior, [batch], names)
 
 
 def likelihood_step(
@@ -27,7 +50,7 @@ def likelihood_step(
 
     Args:
         posterior: fitted.
-        data: batches of all its data.
+        data: batches of all its data, or of a sample.
         names: keys of `Likelihood.parameters`.
     """
     factors, T = posterior.fitted_factors(), posterior.temperature
@@ -53,9 +76,10 @@ def likelihood_step(
             outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
     of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]
+    weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
 
     def log_p(likelihood: Likelihood) -> Tensor:
-        losses = torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
+        losses = weight * torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
         # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
         scale = likelihood.parameters["noise"].log().mean() if likelihood.has_sigma else 0.0
         count = factors.num_loss_terms * factors.num_outputs

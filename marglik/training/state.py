@@ -27,6 +27,7 @@ from marglik.posterior.prior import Hyperparameters
 from marglik.training.decay_policy import DecayPolicy, Measures
 from marglik.training.loaders import Loader
 from marglik.training.loss_agreement import warn_of_another_loss
+from marglik.training.sampled_data import sample_size
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, renew_batch_norm
 
@@ -157,23 +158,27 @@ class Problem:
         likelihood: Likelihood,
         sums_terms: bool,
         loss: Callable[[Any, Any], Tensor] | None,
-    ) -> None:
+    ) -> Any:
         """Count the loss terms per example, which a mean over terms divides the prior by.
 
         Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
         mean_over="terms" it reads all targets, since already the first step needs their number.
+
+        Returns:
+            The first batch.
 
         Raises:
             ValueError: several terms per example of a loss that is a mean over examples, if
                 ``sums_terms`` does not say that it sums them.
         """
         options = self.options
-        task, terms, examples = Task(likelihood, options.curvature), 0, 0
+        task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
         device = next(self.model.parameters()).device
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
                 x, labels = task.split(batch)
                 if index == 0:  # a copy, since a model may change its input in place
+                    first = deepcopy(batch)
                     x, labels = deepcopy(to_device(x, device)), to_device(labels, device)
                 y = task.targets(self.model, x, labels)
                 counted = counted_terms(y, likelihood)
@@ -204,6 +209,7 @@ class Problem:
             )
         if options.mean_over == "terms" and not sums_terms:
             self.terms_per_example = number
+        return first
 
     def compare_loss(self, likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor) -> None:
         """Warn, with the likely cause, if a batch's loss is not that of the likelihood.
@@ -286,6 +292,17 @@ class LearnerState:
     """What `update_prior` recorded in the latest update, with its seconds."""
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
+
+    def sample_size(self, problem: Problem) -> int:
+        """M, the number of examples of an update that follows now; see `sampled_data`."""
+        options, N = problem.options, problem.num_data
+        # With keep="best", noise would choose among the evidences.
+        takes_all = options.curvature_from != "auto" or options.schedule.keep == "best"
+        if takes_all or not self.steps[-1]:
+            return N
+        since = 1 - (self.updated_at or 0) / self.steps[-1]
+        vectors = problem.vectors if options.curvature.fisher == "exact" else 1
+        return sample_size(N, N * self.epoch * since, 1 if problem.draws_labels else vectors)
 
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
