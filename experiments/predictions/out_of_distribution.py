@@ -47,7 +47,7 @@ from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
-from marglik.runs.build import build_from_spec
+from marglik.specification import build_from_spec
 from marglik.storage.run_folder import read_posterior
 
 BATCH_SIZE = 50
