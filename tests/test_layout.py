@@ -159,7 +159,7 @@ def test_a_public_name_means_one_thing(package):
 
 
 def test_commands_are_listed_and_pages_name_no_others():
-    """Targets of make, all of which `make help` lists; each study is in the table of experiments."""
+    """`make help` lists all targets, and experiments/README.md all studies."""
     done = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
