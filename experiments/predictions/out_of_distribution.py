@@ -10,8 +10,8 @@ All rows use the same outputs and covariances, which take one pass per set of im
 out-of-distribution data are the predictive entropy and its epistemic part, which exists only where
 s > 0; beside them, the distance of the last layer's normalised inputs from those of each class.
 
-``make out-of-distribution`` runs digits with three seeds and the ViT with one. It continues
-trainings in ``runs/out_of_distribution/``.
+``python -m experiments.predictions.out_of_distribution`` runs digits with three seeds and the ViT
+with one. It continues trainings in ``runs/out_of_distribution/``.
 """
 
 import statistics
