@@ -308,7 +308,7 @@ def sure_outputs(wrong, n=200, C=4, seed=0):
 
 def test_wrong_labels_are_found_and_no_grid_point_is_better():
     """By hand: Σ log((1 − ε) p_τ(y) + ε/C), with both priors; then the temperature is the true."""
-    data, true = sure_outputs(0.3, n=400)
+    data, true = sure_outputs(0.3, n=2000)
     found = calibration.fit_map(data)
     assert found.label_noise == pytest.approx(0.3 * 4 / 3, abs=0.08)
     assert found.output_temperature == pytest.approx(1, abs=0.2)
@@ -352,7 +352,7 @@ def test_right_labels_change_nothing(seed):
 
 
 def test_a_hint_names_the_likelihood_where_labels_are_wrong(caplog):
-    posterior = fitted("classification")
+    posterior, _ = fitted("classification")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 2, 4, 4, generator=generator, dtype=torch.float64)
     true = posterior.model.eval()(x).argmax(1)
