@@ -38,6 +38,10 @@ def weighted_examples(f):
     return (softmax(f, reduction="none") * torch.linspace(1, 2, N)).mean()
 
 
+def noisy(f):
+    return -(0.8 * f.softmax(-1)[range(N), LABELS] + 0.2 / f.shape[-1]).log().mean()
+
+
 def squared(y):
     return lambda f: F.mse_loss(f, y.to(f))
 
@@ -67,6 +71,11 @@ CASES = {
     "probabilities": (
         "classification", lambda f: -f[range(N), LABELS].abs().log().mean(), "not probabilities",
     ),
+    "noisy labels": ("noisy_classification(noise=0.2)", noisy, None),
+    "noisy labels, right loss": (
+        "noisy_classification(noise=0.2)", softmax, "Pass 'classification'",
+    ),
+    "no noise": ("noisy_classification(noise=0.0)", softmax, None),
     "regression": ("regression", squared(normal(N, C)), None),
     "regression on one-hot targets": ("regression", squared(ONE_HOT), None),
     "regression on signs": ("regression", squared(2 * ONE_HOT - 1), None),
