@@ -118,7 +118,7 @@ def evaluate(
                 entry["against"] = {"predictive": first, "differences": found}
         if ood is not None:
             _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
-        if splits.are_images and likelihood.kind == "classes":
+        if splits.are_images and likelihood.kind == "classes" and y.dim() == 1:
             examples = _most_uncertain(prediction, splits)
             uncertain = {"predictive": label, "examples": examples}
         if (calibration := getattr(predict, "calibration", None)) is not None:
@@ -243,15 +243,16 @@ def _of_test(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _most_uncertain(prediction: Prediction, splits: Splits) -> list[dict[str, Any]]:
-    (images, labels), classes = tensors_in(splits.test), splits.classes or ()
+    images, labels = tensors_in(splits.test)
+    classes = splits.classes or range(prediction.mean.shape[-1])
     entropy = prediction.entropy
     indices: Iterable[int] = entropy.argsort(descending=True, stable=True).tolist()
     probability, predicted = prediction.mean.max(dim=-1)
     return [
         {
             "index": i,
-            "label": classes[int(labels[i])],
-            "predicted": classes[int(predicted[i])],
+            "label": str(classes[int(labels[i])]),
+            "predicted": str(classes[int(predicted[i])]),
             "probability": probability[i].item(),
             "entropy": entropy[i].item(),
             "aleatoric": prediction.aleatoric[i].item(),

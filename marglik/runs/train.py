@@ -29,10 +29,10 @@ from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import Scores, compared, evaluate, predictives_of
 from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
+from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
     build_fabric,
-    build_from_spec,
     check_model,
     with_learned_augmentation,
     with_standardised_columns,
@@ -46,6 +46,7 @@ from marglik.runs.results import (
     posterior_results,
     suspicious_results,
 )
+from marglik.specification import build_from_spec
 from marglik.storage.checkpoint import Checkpoints, check_same_run, leaves
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_folder import (
@@ -253,6 +254,8 @@ def train(
         "complete": False,
         **environment(fabric.device),
     }
+    if splits.table is not None and run.baseline is not False:
+        results = training.beside_simple_models(results, scores)
     if leads:
         write_record(folder / EVALUATION, found)
         write_results(folder, results)  # now, since the plain network may fail
@@ -536,6 +539,21 @@ class Training:
                 "complete": True,
             }
         )
+
+    def beside_simple_models(self, results: dict[str, Any], scores: Scores) -> dict[str, Any]:
+        """The results with those of scikit-learn's models on the same rows of a table."""
+        train, validation = self.splits.train, self.splits.validation
+        if self.held_out and validation is not None:  # the posterior has seen them, too
+            train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
+        entries, changes = evaluate_simple_models(
+            train, self.splits.test, likelihood_of(self.likelihood), [*scores.values()][-1]
+        )
+        if not entries:
+            return results
+        found = evaluation_in_units({"predictives": entries}, self.splits)
+        metrics = {name: entry["metrics"] for name, entry in found["predictives"].items()}
+        merged = {k: results[k] | of for k, of in metrics_of("scikit-learn", found).items()}
+        return results | merged | {"simple_models": simple_models_in_words(metrics, changes)}
 
     def _batches(self, split: SplitName, batch_size: int, *, shuffle: bool = False) -> Batches:
         """A part of the data; what is shuffled is for training, and augmented as the run says."""
