@@ -55,14 +55,12 @@ loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 10)
 model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 optimizer, prior = KFAC(model, "classification", lr=0.1), marglik.PriorLearner("classification")
 prior.start(model, optimizer, loader, 2)
-for epoch in (1, 2):
+for _ in range(2):
     for inputs, labels in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
-        prior.add_to_gradients()
         optimizer.step()
-    prior.end_of_epoch(epoch)
-prior.end_of_training()
+prior.finish()
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 learner = marglik.PriorLearner("classification", epochs=1)
 marglik.OnlineTraining(model, sgd, loader, learner).run()

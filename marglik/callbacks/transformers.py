@@ -9,6 +9,7 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +17,21 @@ from statistics import median
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import Likelihood
+from kfac_backend.loss import loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
 from marglik.training.loss_agreement import OutputOf
 
@@ -50,10 +53,11 @@ class MarginalLikelihood(TrainerCallback):
 
     After some epochs, and at the end, it updates the prior by the evidence on the training data,
     and logs the evidence and the new weight decays through ``trainer.log``; of more than ten groups
-    the smallest, the median and the largest (``learner.record`` has all). Each checkpoint of the
-    trainer gets a folder with its state; checkpoints hold the parameters of the steps, the model
-    holds their average when the training ends (not with ``load_best_model_at_end``, which chooses
-    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. A warning says
+    the smallest, the median and the largest (``learner.state.record`` has all). Each checkpoint of
+    the trainer gets a folder with its state; checkpoints hold the parameters of the steps, the
+    model holds their average when the training ends (not with ``load_best_model_at_end``, which
+    chooses a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. Its
+    ``max_grad_norm`` clips the gradient of the data; the prior's is added after it. A warning says
     if the trainer's loss of the first batch is not that of the likelihood, as with
     ``label_smoothing_factor``.
 
@@ -63,6 +67,9 @@ class MarginalLikelihood(TrainerCallback):
             "regression" or "bernoulli".
         curvature: all options of the curvature pass; for language models use fisher="mc" and
             -100 as the label that does not count, see `TargetOptions` and docs/callbacks.md.
+        held_out: batches that the model is not trained on, from which "noisy_classification" learns
+            the share of wrong labels. The trainer must compute that likelihood's loss: `attached`
+            makes it call `loss`.
         options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:
@@ -75,11 +82,13 @@ class MarginalLikelihood(TrainerCallback):
         trainer: Trainer,
         likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        held_out: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
-        self._trainer = trainer
+        self._trainer, self._held_out = trainer, held_out
 
     @classmethod
     def attached(
@@ -92,7 +101,18 @@ class MarginalLikelihood(TrainerCallback):
         """Make the callback and add it to the trainer; returns the callback."""
         callback = cls(trainer, likelihood, curvature, **options)
         trainer.add_callback(callback)
+        if callback.learner.likelihood.has_label_noise and trainer.compute_loss_func is None:
+            trainer.compute_loss_func = callback.loss
         return callback
+
+    def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        """The likelihood's loss (nats, a mean), which a trainer can take as ``compute_loss_func``.
+
+        `attached` sets it where labels may be wrong, as the model computes another loss.
+        """
+        f, likelihood = logits_of(outputs), self.learner.likelihood
+        count = num_counted_terms(f, labels, likelihood)
+        return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
     @property
     def posterior(self) -> Posterior | None:
@@ -116,7 +136,8 @@ class MarginalLikelihood(TrainerCallback):
         model: nn.Module = kwargs["model"]
         self.learner.detach()  # a training that ended in an error did not
         if args.load_best_model_at_end:
-            self.learner.schedule = replace(self.learner.schedule, average=None)
+            schedule = replace(self.learner.options.schedule, average=None)
+            self.learner.options = replace(self.learner.options, schedule=schedule)
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
             saved = checkpoints.load()
@@ -129,16 +150,19 @@ class MarginalLikelihood(TrainerCallback):
                 )
             self.learner.load_state_dict(saved["prior"])
         loader = kwargs["train_dataloader"]
-        self.learner.start(model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs))
+        self.learner.start(
+            model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs),
+            held_out=self._held_out, hooks="gradients",
+        )  # fmt: skip
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
-        self._log(self.learner.end_of_epoch(math.floor((state.epoch or 0) + ROUNDING)))
+        self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
 
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        task = Task(self.learner.likelihood, self.learner.curvature)
+        task = Task(self.learner.likelihood, self.learner.options.curvature)
         x, y = task.split(dict(batch))
         y = task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
@@ -147,25 +171,23 @@ class MarginalLikelihood(TrainerCallback):
             except Exception:  # it is raised again by the first step, if that calls it so
                 return
         if output.only is not None:
-            self.learner.compare_loss(loss, output.only, y)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the prior's gradient; the trainer has clipped the gradients before this."""
-        self.learner.add_to_gradients()
+            self.learner.problem.compare_loss(self.learner.likelihood, loss, output.only, y)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""
         # The trainer also calls this within an epoch, when the number of steps is reached: the
         # epoch is then a fraction.
-        epoch = math.ceil((state.epoch or 0) - ROUNDING)
-        self._log(self.learner.end_of_epoch(epoch))
+        self._end_epoch(math.ceil((state.epoch or 0) - ROUNDING))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if the parameters have changed since the latest update, and log.
 
         With ``load_best_model_at_end``, for example, they are those of the best epoch.
         """
-        self._log(self.learner.end_of_training())
+        self._log(self.learner.finish())
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
     def _log(self, found: dict[str, float]) -> None:
         decays = {name: v for name, v in found.items() if name.startswith("weight_decay/")}

@@ -117,6 +117,7 @@ def evaluate_run(
         predictives_of(laplace, configs, ensemble, seed=seed),
         splits,
         laplace.likelihood,
+        labels=predictive.labels,
         ood=None if ood is None else out_of_distribution_images(ood, splits),
         batch_size=predictive.batch_size,
         device=device,

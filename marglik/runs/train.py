@@ -28,7 +28,13 @@ from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import Scores, compared, evaluate, predictives_of
-from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
+from marglik.prediction.links import Calibration
+from marglik.prediction.predictive import (
+    Predictive,
+    PredictiveConfig,
+    label_noise_of,
+    map_predictive,
+)
 from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
@@ -38,6 +44,7 @@ from marglik.runs.build import (
     with_standardised_columns,
 )
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.runs.results import (
     augmentation_results,
     calibration_in_units,
@@ -62,10 +69,10 @@ from marglik.storage.run_folder import (
     write_record,
     write_results,
 )
+from marglik.training.decay_policy import DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import WithExamples
 from marglik.training.loop import OneDevice, OnlineResult, OnlineTraining, ranks_of
-from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -138,6 +145,8 @@ def train(
     # Step 1: all that can be wrong with options, data and network is found before any work.
     gains = ["learned weight decays"] if prior.method != "fixed" else []
     gains += ["learned invariances"] if run.augmentation == "learned" else []
+    if gains and "noise" in likelihood_of(likelihood).to_learn():
+        gains += ["label noise"]
     gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
     if run.baseline and not gains:
         raise ValueError(
@@ -232,6 +241,8 @@ def train(
     results = identity | posterior_results(learned.laplace, prior.weight_decay, splits)
     training.calibrate(learned.laplace)
     fit = learned.laplace.calibrations.get(predictive.label)
+    calibration = fit and Calibration(**fit["map_calibration"])
+    noise = label_noise_of(learned.laplace.likelihood, calibration)
     ensemble = None
     if run.members > 1:
         ensemble = training.ensemble(model, learned, provenance.model, states)
@@ -247,7 +258,7 @@ def train(
         "held_out": held_out,
         "calibration": fit and {"predictive": predictive.label} | calibration_in_units(fit, splits),
         "num_positions": found["num_positions"],
-        "suspicious_labels": suspicious_results(learned, splits, kept),
+        "suspicious_labels": suspicious_results(learned, splits, kept, noise),
         **augmentation_results(model, splits),
         # Training counts in full, though resumed; the rest is this process's.
         "seconds": learned.seconds + ready - start + time.perf_counter() - trained,
@@ -369,9 +380,13 @@ class Training:
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True)
+        held_out = None
+        if self.splits.validation is not None:
+            held_out = self._batches("validation", self.predictive.batch_size)
         schedule = prior.schedule(run.epochs)
+        policy = DecayPolicy(clip=None) if plain else DecayPolicy()
         if plain:
-            schedule = replace(schedule, updates=0, average=None, clip=None)
+            schedule = replace(schedule, updates=0, average=None)
         curvature = self.curvature.options(self.splits.targets)
         optimizer, scheduler = build_optimizer(
             model,
@@ -391,6 +406,7 @@ class Training:
             method="adam" if prior.method == "fixed" else prior.method,
             curvature_from=prior.curvature_from,
             schedule=schedule,
+            policy=policy,
         )
         return OnlineTraining(
             model,
@@ -399,6 +415,7 @@ class Training:
             first.replay() if first is not None else learner,
             scheduler=scheduler,
             fabric=self.fabric,
+            held_out=held_out,
             compile_mode=run.compile,
             on_record=log.write if log else None,
             progress=run.progress,
@@ -431,7 +448,8 @@ class Training:
 
     def _calibrated(self, models: list[nn.Module], sigma: float, seconds: float) -> Ensemble:
         """Networks that predict together, calibrated on the validation set if there is one."""
-        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds)
+        labels = self.predictive.labels
+        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds, labels=labels)
         if self.predictive.is_calibrated and self.splits.validation is not None:
             batches = self._batches("validation", self.predictive.batch_size)
             ensemble.calibrate(
@@ -479,6 +497,7 @@ class Training:
             predictives,
             self.splits,
             likelihood,
+            labels=self.predictive.labels,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
@@ -504,6 +523,8 @@ class Training:
             scores: of the learned network, see `evaluate`.
             gains: what the plain network does without, in words.
         """
+        if self.likelihood.to_learn() and self.likelihood.has_label_noise:
+            self = replace(self, likelihood=likelihood_of("classification"))
         try:
             plain = self.train(model.to(self.fabric.device), checkpoints, plain=True)
         except FloatingPointError as error:

@@ -1,6 +1,7 @@
 """`marglik_training`: laplace-torch's function of that name, with our loop and our curvature."""
 
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -14,7 +15,8 @@ from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
 from marglik.laplace import KronLaplace
 from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
-from marglik.training.learner import WEIGHT_DECAY, PriorLearner
+from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.learner import PriorLearner
 from marglik.training.loaders import count_on_ranks, num_batches
 from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, Keep, Schedule, settling_rate
@@ -50,6 +52,7 @@ def marglik_training(
     fabric: "Fabric | None" = None,
     keep: Keep = "last",
     average: Average | None = "last",
+    held_out: Iterable[Any] | None = None,
     **options: Any,
 ) -> tuple[KronLaplace, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
@@ -94,6 +97,7 @@ def marglik_training(
         keep: "last", or "best" for the parameters of the update with the highest evidence, as
             laplace-torch; see `Schedule`.
         average: which parameters are averaged, see `Schedule`.
+        held_out: batches that the network is not trained on, see `OnlineTraining`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets.
 
@@ -170,6 +174,7 @@ def marglik_training(
         train_loader,
         learner,
         scheduler=scheduler,
+        held_out=held_out,
         fabric=fabric,
         progress=progress_bar,
     ).run()
