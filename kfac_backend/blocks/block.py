@@ -169,12 +169,13 @@ class KroneckerBlock:
     ) -> Self:
         """The block on another device or in another dtype."""
         B, rows = self.B.to(device, dtype), self.rows_of_A
-        # In another dtype A is the Gram matrix of the rows in that dtype, as it is once loaded.
-        if rows is not None and type(self) is KroneckerBlock:
-            terms, constants = self.num_terms, self.constants
-            if dtype not in (None, rows.dtype):
-                there = rows.to(device, dtype)
-                return type(self).of_rows(self.name, B, there, terms, constants=constants)
+        # In another dtype A is the Gram matrix of the rows in that dtype, as it is once loaded; in
+        # half precision, in which no Gram matrix is summed, it has no rows.
+        if rows is not None and dtype not in (None, rows.dtype):
+            if dtype in (torch.float32, torch.float64):
+                there, terms = rows.to(device, dtype), self.num_terms
+                return type(self).of_rows(self.name, B, there, terms, constants=self.constants)
+            rows = None
         A = None if self.A is None else self.A.to(device, dtype)
         moved = replace(self, B=B, A=A)
         if rows is not None:

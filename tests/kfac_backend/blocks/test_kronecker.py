@@ -312,8 +312,9 @@ def test_rows_are_kept_by_sums_and_files(tmp_path, monkeypatch):
     assert path.stat().st_size < A.numel() * A.element_size()  # which A alone would take
     loaded = KroneckerFactors.load(path)
     assert torch.equal(loaded.blocks["0.weight"].A, A)
-    half = both.to(dtype=torch.float32)
-    for factors, tolerance in ((both, 1e-12), (loaded, 1e-12), (half, 1e-6), (3 * half, 1e-6)):
+    single, half = both.to(dtype=torch.float32), both.to(dtype=torch.bfloat16)
+    assert half.blocks["0.weight"].A.dtype == torch.bfloat16
+    for factors, tolerance in ((both, 1e-12), (loaded, 1e-12), (single, 1e-6), (3 * single, 1e-6)):
         sizes.clear()
         found = factors.blocks["0.weight"].factor_eigenvalues()[1]
         assert max(sizes) == 12
