@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_backend.blocks.block import decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
@@ -172,8 +173,8 @@ def derivatives_in_factors(
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
     found = {}
-    for (name, block), d in zip(factors.blocks.items(), delta.tolist(), strict=True):
-        eigen = block.decompose()
+    of_blocks = decompose(factors.blocks.values())
+    for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:
             found[name] = BlockDerivative(_in_basis(eigen.Q_B, -0.5 * r / (r * beta + d)))

@@ -19,7 +19,7 @@ from kfac_backend.blocks.block import (
     EigenBlock,
     KroneckerBlock,
     compute_eigenvalues,
-    decompose_on_ranks,
+    decompose,
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
@@ -479,12 +479,12 @@ class Posterior:
         factors = self.fitted_factors()
         scale = 1 / (self.sigma_noise.square() * self.temperature)
         delta = self.prior_precision.expand(len(factors))
+        names = set(factors.blocks if names is None else names)
+        self._decompose([b for n, b in factors.blocks.items() if n in names - self._eigen.keys()])
         blocks = {}
-        for (name, block), d in zip(factors.blocks.items(), delta, strict=True):
-            if names is not None and name not in names:
+        for name, d in zip(factors.blocks, delta, strict=True):
+            if name not in names:
                 continue
-            if name not in self._eigen:
-                self._eigen[name] = self._at_precision(block).decompose()
             eigen = self._eigen[name].scale(scale)
             blocks[name] = eigen, eigen.spectrum(d)
         return blocks
@@ -508,11 +508,13 @@ class Posterior:
         # What only some ranks have is computed again by all, so that all hold the same bits.
         known = ranks.gather(set(self._eigen))
         missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
-        self._eigen |= decompose_on_ranks(map(self._at_precision, missing), ranks)
+        self._decompose(missing, ranks)
 
-    def _at_precision(self, block: KroneckerBlock) -> KroneckerBlock:
-        """The block at least in float32, the dtype in which its eigenvectors are computed."""
-        return block.to(dtype=self._wide_dtype)
+    def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
+        """Compute eigenvectors, at least in float32."""
+        wide = [block.to(dtype=self._wide_dtype) for block in blocks]
+        names = [block.name for block in blocks]
+        self._eigen |= zip(names, decompose(wide, ranks), strict=True)
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
