@@ -20,8 +20,7 @@ from tqdm import tqdm
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.batches import detached
 from kfac_backend.engine.task import Task, split_batch
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, parameter_vector
@@ -91,9 +90,10 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         + (FullSubnetLaplace, DiagSubnetLaplace)
     )
     by_key = {(c.subset, c.hessian_structure): c for c in classes}
+    others: dict[str, type[ParametricLaplace]]
     others = {"all": ParametricLaplace, "last_layer": LLLaplace, "subnetwork": SubnetLaplace}
-    of_key = by_key.get((subset_of_weights, hessian_structure), others[subset_of_weights])
-    return of_key(model, likelihood, structure=hessian_structure, **options)
+    made = by_key.get((subset_of_weights, hessian_structure)) or others[subset_of_weights]
+    return made(model, likelihood, structure=hessian_structure, **options)
 
 
 def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -328,6 +328,16 @@ class ParametricLaplace(Posterior):
         norms = self.evidence_terms.squared_norms
         return (self.of_blocks(self.prior_precision) * norms).sum()
 
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """As of `Posterior`, computed in float64, and then rounded to the model's dtype.
+
+        The dtype is laplace-torch's, but float32 at least.
+        """
+        evidence = super().log_marginal_likelihood(prior_precision, sigma_noise)
+        return evidence.to(self._wide_dtype)
+
     @property
     def log_det_prior_precision(self) -> Tensor:
         """Log det P₀."""
@@ -341,7 +351,7 @@ class ParametricLaplace(Posterior):
     @property
     def log_det_ratio(self) -> Tensor:
         """Log det(H/(σ²T) + P₀) − log det P₀."""
-        return 2 * (self.log_likelihood - self.log_marginal_likelihood()) - self.scatter
+        return 2 * (self.log_likelihood - super().log_marginal_likelihood()) - self.scatter
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ (H/(σ²T) + P₀) (θ − θ*) at parameter vectors θ (..., P)."""
@@ -446,7 +456,7 @@ class ParametricLaplace(Posterior):
             adam = torch.optim.Adam([log_delta], lr=lr)
             for _ in tqdm(range(n_steps), "Evidence", disable=not progress_bar):
                 adam.zero_grad()
-                (-self.log_marginal_likelihood(log_delta.exp())).backward()
+                (-super().log_marginal_likelihood(log_delta.exp())).backward()
                 adam.step()
             self.prior_precision = log_delta.detach().exp()
         elif method == "gridsearch" and val_loader is not None:
@@ -491,7 +501,7 @@ class ParametricLaplace(Posterior):
                 errors = 0.5 * ((parts[0] - y).square() / variance + variance.log())
                 total, count = total + errors.sum().item(), count + len(y)
             else:
-                counted = counted_terms(y, self.likelihood)
+                counted = y != IGNORED
                 errors = -predicted[counted].log().gather(1, y[counted][:, None])
                 total, count = total + errors.sum().item(), count + len(y)
         if is_metric:

@@ -179,8 +179,7 @@ class Posterior:
     @property
     def n_params(self) -> int:
         """The number of parameters that have a posterior."""
-        is_cut = isinstance(self._curvature, JacobianGGN)  # without padding of embeddings
-        return len(self._curvature.indices if is_cut else self.indices)
+        return len(self._ggn_indices())
 
     @property
     def factors(self) -> KroneckerFactors | None:
@@ -334,7 +333,7 @@ class Posterior:
                 process_group=self.ranks.process_group,
             )
         if adds:
-            curvature = self._curvature + curvature
+            curvature = self._curvature + curvature  # pyright: ignore  # of one structure
         if self.ranks.size > 1 and isinstance(curvature, KroneckerFactors):
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
@@ -529,8 +528,7 @@ class Posterior:
         """δ as `evidence_terms` takes it: of a posterior from Jacobians one per parameter."""
         if self.structure == "kron":
             return delta
-        curvature = self._curvature
-        indices = (self.indices if curvature is None else curvature.indices).to(self._device)
+        indices = self._ggn_indices()
         delta = delta.to(self._device, torch.float64)
         tensors = self._tensor_of(indices)
         if delta.numel() == len(self.indices) != self.n_layers:
@@ -542,8 +540,13 @@ class Posterior:
         """One value per block of `evidence_terms` as one per trainable tensor, their sum."""
         if self.structure == "kron":
             return values
-        tensors = self._tensor_of(self.fitted_curvature().indices)
+        tensors = self._tensor_of(self._ggn_indices())
         return values.new_zeros(self.n_layers).index_add(0, tensors, values)
+
+    def _ggn_indices(self) -> Tensor:
+        """Of the parameters that have a posterior; after a fit from Jacobians without padding."""
+        fit = self._curvature
+        return (fit.indices if isinstance(fit, JacobianGGN) else self.indices).to(self._device)
 
     def _tensor_of(self, indices: Tensor) -> Tensor:
         """The number of the tensor that each parameter belongs to."""
@@ -618,7 +621,7 @@ class Posterior:
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
         delta = self.of_blocks(self.prior_precision)
-        among = torch.isin(self.fitted_curvature().indices, curvature.indices)
+        among = torch.isin(self._ggn_indices(), curvature.indices)
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 
     def precision_blocks(
@@ -684,7 +687,7 @@ class Posterior:
         if self.structure == "kron":
             return mean + changes
         samples = mean.repeat(n_samples, 1)
-        samples[:, self.fitted_curvature().indices] += changes.to(mean)
+        samples[:, self._ggn_indices()] += changes.to(mean)
         return samples
 
     def linearised_outputs(
@@ -835,9 +838,8 @@ class Posterior:
     ) -> tuple[Tensor, Tensor, Precision]:
         """Outputs f, their Jacobians J at least in float32, and the precision of J's parameters."""
         curvature, precision = self.fitted_curvature(), self.precision()
-        is_ggn = isinstance(curvature, JacobianGGN)
-        indices = curvature.indices if is_ggn else self.indices.to(self._device)
-        if is_ggn and layers == "last":
+        indices = self._ggn_indices()
+        if isinstance(curvature, JacobianGGN) and layers == "last":
             own = {id(p) for p in self.model.get_submodule(last_layer(self.model, x)).parameters()}
             is_last = torch.tensor([id(p) in own for p in self.params], device=self._device)
             curvature = curvature.restrict(is_last[self._tensor_of(indices)])
