@@ -15,7 +15,7 @@ from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import assign_rules
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption
 
@@ -24,7 +24,7 @@ from kfac_backend.ranks import ProcessGroupOption
 def kronecker_factors(
     model: nn.Module,
     data: Iterable[Any],
-    likelihood: str,
+    likelihood: Likelihood | str,
     options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
     *,
     generator: torch.Generator | None = None,
@@ -110,7 +110,7 @@ class CurvaturePass:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
         *,
         generator: torch.Generator | None = None,
@@ -134,7 +134,7 @@ class CurvaturePass:
         self.driver.add(x, y)
 
     def factors_of(
-        self, data: Iterable[Any], progress: bool = False, likelihood: str | None = None
+        self, data: Iterable[Any], progress: bool = False, likelihood: Likelihood | None = None
     ) -> KroneckerFactors:
         """The factors of some data at the model's present parameters; see `kronecker_factors`.
 
@@ -144,7 +144,7 @@ class CurvaturePass:
         """
         driver = self.driver
         if likelihood is not None:
-            driver.likelihood = likelihood_of(likelihood)
+            driver.likelihood = likelihood
         if not driver.proof.renew():
             driver.proof = Proof(
                 driver.model, assign_rules(driver.model, driver.options.unsupported)

@@ -1,9 +1,12 @@
 """Likelihoods p(y|f): what the outputs f of a network say about targets y.
 
-Each likelihood is a class with a name; `likelihood_of` makes it from the name and its options, as
-in "student_t(df=4)". Outputs f are (N, C), or (N, ..., C) where an example has several loss terms,
-one for each position in ``...``. The loss is ℓ = −log p(y|f) in nats; those of classification,
-regression and bernoulli are up to constants.
+Each likelihood is a frozen dataclass, whose fields are its options: `StudentT(df=4)`. It has a
+name, and `likelihood_of` makes it from a text such as "student_t(df=4)", which `str` returns.
+Public functions take either and make the object once; all others take the object.
+
+Outputs f are (N, C), or (N, ..., C) where an example has several loss terms, one for each position
+in ``...``. The loss is ℓ = −log p(y|f) in nats; those of classification, regression and bernoulli
+are up to constants.
 
 All that depends on the likelihood is here. Training takes `Likelihood.loss`. The curvature takes a
 square root S of Λ, S Sᵀ = Λ, or gradients at targets that are drawn or the data's own. Λ is the
@@ -13,9 +16,11 @@ the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], or what the class says. Pred
 """
 
 import ast
-import inspect
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -43,82 +48,119 @@ MANY_CLASSES = 1024
 """Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
 
 
-class Likelihood(str):
-    """A likelihood; as a string, the text from which `likelihood_of` makes it.
+def parameter(default: Any, *, start: Any = None, above: float = 0.0) -> Any:
+    """A field for a continuous parameter of a likelihood, which is None where it is not given.
 
-    So it is printed, compared and saved as what the user has written. One of your own is a subclass
-    with a ``name`` and `losses`, and with `moments` (numbers) or `log_probabilities` (others) for
-    predictions.
+    `PriorLearner` learns by the evidence what is not given.
+
+    Args:
+        default: the value that stands for None; a list if there is a number for each output.
+        start: the value that learning starts from, ``default`` if None.
+        above: what the numbers must exceed.
+    """
+    start = default if start is None else start
+    return field(default=None, metadata={"default": default, "start": start, "above": above})
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """A likelihood; its fields are its options.
+
+    Likelihoods are equal if their class and options are. ``str`` returns a text from which
+    `likelihood_of` makes an equal one, and as that text they are saved.
+
+    One of your own is a subclass with a ``name`` and `losses`, and with `moments` (continuous) or
+    `log_probabilities` (others) for predictions; if it has options, a frozen dataclass, too.
     The rest follows by autograd. Λ is then the Hessian at the data's targets with its negative
     eigenvalues set to 0, so that it is positive semi-definite also where ℓ is not convex in f.
     """
 
     name: ClassVar[str]
     """How it is asked for."""
-    kind: ClassVar[Literal["classes", "binary", "numbers"]] = "numbers"
+    kind: ClassVar[Literal["classes", "binary", "continuous"]] = "continuous"
     """What is predicted: the class of each loss term, yes or no for each output, or numbers."""
     has_labels: ClassVar[bool] = False
     """Whether targets are the indices of classes, one for each loss term; others have one more
     axis."""
     has_sigma: ClassVar[bool] = False
     """Whether there is a noise σ besides, which divides the loss and its Hessian by σ²."""
-    needs_targets: bool = True
+    needs_targets: ClassVar[bool] = True
     """Whether Λ depends on the data's targets."""
     has_probit: ClassVar[bool] = True
     """Whether link "probit" approximates the mean of the probabilities."""
     is_count: ClassVar[bool] = False
     """Whether the numbers are whole."""
-    learned: ClassVar[dict[str, Any]] = {}
-    """Option -> the number that learning starts from. `PriorLearner` learns those that are not
-    given by the evidence."""
-    least: ClassVar[dict[str, float]] = {}
-    """Option -> what its number must exceed, if not 0."""
+    parameters: ClassVar[Mapping[str, Tensor]]
+    """The values of the fields made by `parameter`, float64, by name. The loss and Λ can be
+    differentiated in those of `with_parameters`."""
 
-    options: dict[str, Any]
-    """What it was made with."""
-    numbers: dict[str, Tensor]
-    """The values of the options in `learned`, float64; the loss and Λ can be differentiated in
-    them."""
-
-    _known: ClassVar[dict[str, type["Likelihood"]]] = {}
+    _by_name: ClassVar[dict[str, type["Likelihood"]]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Make the likelihood known by its name."""
+        """Register the likelihood under its name."""
         if "name" in cls.__dict__:
-            Likelihood._known[cls.name] = cls
+            Likelihood._by_name[cls.name] = cls
 
-    def __new__(cls, **options: Any) -> Self:
-        """The text with these options, which ``__init__`` checks."""
-        options = {name: _plain(value) for name, value in options.items()}
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        self = super().__new__(cls, f"{cls.name}({given})" if options else cls.name)
-        self.options, self.numbers = options, {}
-        return self
+    def __post_init__(self) -> None:
+        """Check the parameters; subclasses check their other options.
 
-    def __init__(self) -> None:
-        """Without options; subclasses say theirs."""
+        Raises:
+            ValueError: a value that is not supported.
+        """
+        parameters: dict[str, Tensor] = {}
+        for option in fields(self):
+            value = _plain(getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
+            if not option.metadata:
+                continue
+            default, above = option.metadata["default"], option.metadata["above"]
+            is_list = isinstance(default, list)
+            number = _finite(default if value is None else value, is_list)
+            if number is None or not (number > above).all():
+                kind = "a list of finite numbers" if is_list else "a finite number"
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(f"{option.name} must exceed {above:g}: {kind}, not {shown!r}")
+            parameters[option.name] = number
+        object.__setattr__(self, "parameters", parameters)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled as a string."""
-        return likelihood_of, (str(self),)
+    def __str__(self) -> str:
+        """The name and the options that are given, as `likelihood_of` reads them."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.name}({options})" if options else self.name
 
-    def but(self, **options: Any) -> "Likelihood":
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as plain data."""
+        return {
+            option.name: list(value) if isinstance(value, tuple) else value
+            for option in fields(self)
+            if (value := getattr(self, option.name)) != option.default
+        }
+
+    def replace(self, **options: Any) -> "Likelihood":
         """The same with other values of some options."""
-        return type(self)(**{**self.options, **options})
+        return dataclasses.replace(self, **options)
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> Self:
+        """A copy that computes with these tensors in place of some `parameters`.
+
+        Its fields, and so its text, stay as they are; `replace` changes these.
+        """
+        other = copy(self)
+        object.__setattr__(other, "parameters", {**self.parameters, **parameters})
+        return other
 
     def to_learn(self) -> dict[str, Any]:
-        """The entries of `learned` whose options are not given."""
-        return {name: at for name, at in self.learned.items() if name not in self.options}
+        """The parameters that are not given, with the values from which learning starts."""
+        return {
+            option.name: option.metadata["start"]
+            for option in fields(self)
+            if option.metadata and getattr(self, option.name) is None
+        }
 
-    def _keep(self, **options: float | Sequence[float]) -> None:
-        """Check the values of options that can be learned, and keep them in `numbers`."""
-        for name, value in options.items():
-            is_list, least = isinstance(self.learned.get(name), list), self.least.get(name, 0)
-            number = _finite(value, is_list)
-            if number is None or not (number > least).all():
-                kind = "a list of finite numbers" if is_list else "a finite number"
-                raise ValueError(f"{name} must exceed {least:g}: {kind}, not {value!r}")
-            self.numbers[name] = number
+    def lower_bounds(self) -> dict[str, float]:
+        """What each parameter must exceed."""
+        return {f.name: f.metadata["above"] for f in fields(self) if f.metadata}
 
     def num_vectors(self, C: int) -> int:
         """The number of columns of `root` at C outputs."""
@@ -299,6 +341,7 @@ class _Labels(Likelihood):
         return f.shape[:-1]
 
 
+@dataclass(frozen=True)
 class Classification(_Labels):
     """A class index for each loss term, by the softmax of its C logits.
 
@@ -311,22 +354,26 @@ class Classification(_Labels):
     """
 
     name = "classification"
+    weights: Sequence[float] | None = None
+    smoothing: float = 0.0
 
-    def __init__(self, weights: Sequence[float] | None = None, smoothing: float = 0.0) -> None:
+    def __post_init__(self) -> None:
         """Check the options."""
-        self._weights = None if weights is None else _finite(weights, is_list=True)
-        self._smoothing, self.needs_targets = smoothing, weights is not None
-        if weights is not None and (self._weights is None or not (self._weights > 0).all()):
+        super().__post_init__()
+        weights, smoothing = self.options.get("weights"), self.smoothing
+        numbers = _finite(weights, is_list=True)
+        if weights is not None and (numbers is None or not (numbers > 0).all()):
             raise ValueError(f"weights must be a positive number for each class, not {weights!r}")
         if _finite(smoothing) is None or not 0 <= smoothing < 1:
             raise ValueError(f"smoothing in [0, 1) is needed, not {smoothing!r}")
+        object.__setattr__(self, "needs_targets", weights is not None)
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
         """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
-        if not self.options:
+        if self.weights is None and self.smoothing == 0:
             return vector
-        C, eps = vector.shape[-1], self._smoothing
-        w = vector.new_ones(C) if self._weights is None else self._weights.to(vector)
+        C, eps = vector.shape[-1], self.smoothing
+        w = vector.new_tensor([1.0] * C if self.weights is None else self.weights)
         h = (1 - eps) * w[y.long().where(y != IGNORED, 0)] + eps * w.mean()
         return vector * h.sqrt()[..., None]
 
@@ -355,9 +402,9 @@ class Classification(_Labels):
                 f"likelihood '{self}' needs at least two outputs, the model has one; "
                 "for one logit use likelihood='bernoulli'."
             )
-        if self._weights is not None and len(self._weights) != C:
+        if self.weights is not None and len(self.weights) != C:
             raise ValueError(
-                f"likelihood '{self}' has weights of {len(self._weights)} classes, and the model "
+                f"likelihood '{self}' has weights of {len(self.weights)} classes, and the model "
                 f"{C} outputs."
             )
         super().check(f, y)
@@ -375,14 +422,14 @@ class Classification(_Labels):
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
-        w = None if self._weights is None else self._weights.to(f)
+        w = None if self.weights is None else f.new_tensor(self.weights)
         found = F.cross_entropy(
             f.flatten(0, -2),
             y.flatten().long(),
             w,
             ignore_index=IGNORED,
             reduction="none",
-            label_smoothing=self._smoothing,
+            label_smoothing=self.smoothing,
         )
         return found.view(*f.shape[:-1], 1)
 
@@ -434,6 +481,7 @@ class Classification(_Labels):
         return torch.log_softmax(f, -1)
 
 
+@dataclass(frozen=True)
 class Ordinal(Diagonal, _Labels):
     """One of K classes in an order, by one output f: p(y ≤ k) = s(c_k − f), s the logistic.
 
@@ -445,36 +493,43 @@ class Ordinal(Diagonal, _Labels):
 
     name = "ordinal"
     has_probit = False
+    cuts: Sequence[float]
 
-    def __init__(self, cuts: Sequence[float]) -> None:
+    def __post_init__(self) -> None:
         """Check the cut points."""
+        super().__post_init__()
+        cuts = self.options["cuts"]
         points = _finite(cuts, is_list=True)
         if points is None or not (points.diff() > 0).all():
             raise ValueError(f"cuts must ascend: a list of finite numbers, not {cuts!r}")
-        self._ends = torch.tensor([-math.inf, *points, math.inf], dtype=torch.float64)
+
+    def _intervals(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The lower and the upper cut point of each class, (K,)."""
+        points = f.new_tensor([-math.inf, *self.cuts, math.inf])
+        return points[:-1], points[1:]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless there is one output for each label."""
         if f.shape[-1] != 1:
             raise ValueError(f"likelihood '{self}' needs one output, the model has {f.shape[-1]}.")
-        K = len(self._ends) - 1
+        K = len(self.cuts) + 1
         Classification().check(f.expand(*f.shape[:-1], K), y, may_ignore)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
         """Log (s(c_k − f) − s(c_{k−1} − f)) without cancellation, (*terms, K)."""
-        low, high = self._ends.to(f)[:-1], self._ends.to(f)[1:]
+        low, high = self._intervals(f)
         width = torch.log1p(-(low - high).exp())
         return F.logsigmoid(high - f) + F.logsigmoid(f - low) + width
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss −log p_y, 0 where the label does not count; (*terms, 1)."""
         # What is out of range is reported by `check`, perhaps later, and must not stop a GPU now.
-        labels = y.long().clamp(0, len(self._ends) - 2).expand(f.shape[:-1])[..., None]
+        labels = y.long().clamp(0, len(self.cuts)).expand(f.shape[:-1])[..., None]
         return -self.log_probabilities(f).gather(-1, labels).where((y != IGNORED)[..., None], 0.0)
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """E[(dℓ/df)²], over the classes."""
-        low, high = self._ends.to(f)[:-1], self._ends.to(f)[1:]
+        low, high = self._intervals(f)
         slopes = torch.sigmoid(f - high) - torch.sigmoid(low - f)
         return (self.log_probabilities(f).exp() * slopes.square()).sum(-1, keepdim=True)
 
@@ -503,6 +558,7 @@ class Regression(Diagonal):
         return f, noise.square().expand_as(f), variance
 
 
+@dataclass(frozen=True)
 class RegressionPerOutput(Regression):
     """A number for each output, each with a noise of its own: N(y_c; f_c, σ² s_c²).
 
@@ -515,22 +571,23 @@ class RegressionPerOutput(Regression):
     """
 
     name = "regression_per_output"
-    learned: ClassVar[dict[str, Any]] = {"noise": [1.0]}
+    noise: Sequence[float] | None = parameter([1.0])
 
-    def __init__(self, noise: Sequence[float] = (1.0,)) -> None:
+    def __post_init__(self) -> None:
         """Divide the noises by their geometric mean."""
-        self._keep(noise=noise)
-        self.numbers["noise"] /= self.numbers["noise"].log().mean().exp()
+        super().__post_init__()
+        noise = self.parameters["noise"]
+        object.__setattr__(self, "parameters", {"noise": noise / noise.log().mean().exp()})
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless there is a noise for each output, too."""
         super().check(f, y)
-        if len(self.numbers["noise"]) not in (1, f.shape[-1]):
+        if len(self.parameters["noise"]) not in (1, f.shape[-1]):
             raise ValueError(f"likelihood '{self}' is not for {f.shape[-1]} outputs.")
 
     def _relative_noise(self, f: Tensor) -> Tensor:
         """Each output's own."""
-        return self.numbers["noise"].to(f)
+        return self.parameters["noise"].to(f)
 
 
 class KnownNoise(Regression):
@@ -573,6 +630,7 @@ class KnownNoise(Regression):
         return number, variance + noise.square(), None
 
 
+@dataclass(frozen=True)
 class Heteroscedastic(Diagonal):
     """A number and its noise from each input: N(y; m, n² exp(k u)) with outputs f = [m, u].
 
@@ -592,11 +650,8 @@ class Heteroscedastic(Diagonal):
     """
 
     name = "heteroscedastic"
-    learned: ClassVar[dict[str, Any]] = {"noise": 1.0, "strength": 0.01}
-
-    def __init__(self, noise: float = 1.0, strength: float = 1.0) -> None:
-        """Check the options."""
-        self._keep(noise=noise, strength=strength)
+    noise: float | None = parameter(1.0)
+    strength: float | None = parameter(1.0, start=0.01)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """Half as many numbers as outputs."""
@@ -609,7 +664,7 @@ class Heteroscedastic(Diagonal):
     def mean_and_log_variance(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The means m and the log variances s = 2 log n + k u, each (*terms, C)."""
         mean, u = f.chunk(2, -1)
-        return mean, 2 * self.numbers["noise"].log().to(f) + self._strength(f) * u
+        return mean, 2 * self.parameters["noise"].log().to(f) + self._strength(f) * u
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """½((y − m)² exp(−s) + s + log 2π) of each number."""
@@ -628,7 +683,7 @@ class Heteroscedastic(Diagonal):
         return mean, (s + 0.5 * self._strength(f).square() * of_u).exp(), of_mean
 
     def _strength(self, f: Tensor) -> Tensor:
-        return self.numbers["strength"].to(f)
+        return self.parameters["strength"].to(f)
 
 
 class Poisson(Diagonal):
@@ -675,6 +730,7 @@ class Poisson(Diagonal):
         return torch.as_tensor(found).to(mean)
 
 
+@dataclass(frozen=True)
 class NegativeBinomial(Poisson):
     """A count for each output, of mean μ = exp(f) and variance μ + μ²/r.
 
@@ -685,27 +741,24 @@ class NegativeBinomial(Poisson):
     """
 
     name = "negative_binomial"
-    learned: ClassVar[dict[str, Any]] = {"r": 1.0}
-
-    def __init__(self, r: float = 1.0) -> None:
-        """Check r."""
-        self._keep(r=r)
+    r: float | None = parameter(1.0)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """−log p(y) of each output."""
-        return _negative_binomial(y.to(f), f.exp(), self.numbers["r"].to(f))
+        return _negative_binomial(y.to(f), f.exp(), self.parameters["r"].to(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal μ r/(μ + r)."""
-        r = self.numbers["r"].to(f)
+        r = self.parameters["r"].to(f)
         return r * torch.sigmoid(f - r.log())
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """The moments of y where μ is log-normal."""
         mean, noise, of_mean = super().moments(f, variance, sigma)
-        return mean, noise + (mean.square() + of_mean) / self.numbers["r"].to(f), of_mean
+        return mean, noise + (mean.square() + of_mean) / self.parameters["r"].to(f), of_mean
 
 
+@dataclass(frozen=True)
 class StudentT(Diagonal):
     """A number for each output with outliers: Student's t around f.
 
@@ -717,16 +770,12 @@ class StudentT(Diagonal):
     """
 
     name = "student_t"
-    learned: ClassVar[dict[str, Any]] = {"df": 4.0, "scale": 1.0}
-    least: ClassVar[dict[str, float]] = {"df": 2}
-
-    def __init__(self, df: float = 4.0, scale: float = 1.0) -> None:
-        """Check the options."""
-        self._keep(df=df, scale=scale)
+    df: float | None = parameter(4.0, above=2.0)
+    scale: float | None = parameter(1.0)
 
     def _noise(self, f: Tensor) -> Tensor:
         """The variance s²ν/(ν − 2) around f."""
-        df, scale = self.numbers["df"].to(f), self.numbers["scale"].to(f)
+        df, scale = self.parameters["df"].to(f), self.parameters["scale"].to(f)
         return (scale.square() * df / (df - 2)).expand_as(f)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
@@ -735,7 +784,7 @@ class StudentT(Diagonal):
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal (ν + 1)/((ν + 3) s²)."""
-        df, scale = self.numbers["df"].to(f), self.numbers["scale"].to(f)
+        df, scale = self.parameters["df"].to(f), self.parameters["scale"].to(f)
         return ((df + 1) / ((df + 3) * scale.square())).expand_as(f)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
@@ -744,7 +793,7 @@ class StudentT(Diagonal):
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """The t distribution's of this variance."""
-        v = self.numbers["df"].to(mean)
+        v = self.parameters["df"].to(mean)
         scale = (variance * (v - 2) / v).sqrt()
         return torch.distributions.StudentT(v, mean, scale, validate_args=False).log_prob(y)
 
@@ -753,11 +802,12 @@ class StudentT(Diagonal):
         with extra("statistics"):
             from scipy import stats
 
-        df = float(self.numbers["df"])
+        df = float(self.parameters["df"])
         scale = (variance * (df - 2) / df).sqrt()
         return torch.as_tensor(stats.t.cdf((y - mean) / scale, df)).to(mean)
 
 
+@dataclass(frozen=True)
 class Weibull(Diagonal):
     """The time t > 0 until an event, some of them censored: the event had not happened by then.
 
@@ -772,11 +822,7 @@ class Weibull(Diagonal):
 
     name = "weibull"
     needs_targets = True
-    learned: ClassVar[dict[str, Any]] = {"shape": 1.0}
-
-    def __init__(self, shape: float = 1.0) -> None:
-        """Check the shape."""
-        self._keep(shape=shape)
+    shape: float | None = parameter(1.0)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """Times, and whether they are of events."""
@@ -792,19 +838,19 @@ class Weibull(Diagonal):
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss eᶻ − d (z + log k) of each output."""
         t, d = y.to(f).chunk(2, -1)
-        k = self.numbers["shape"].to(f)
+        k = self.parameters["shape"].to(f)
         z = k * (t.log() - f)
         return z.exp() - d * (z + k.log())
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         """The diagonal k² eᶻ."""
         t, _ = y.to(f).chunk(2, -1)
-        k = self.numbers["shape"].to(f)
+        k = self.parameters["shape"].to(f)
         return k.square() * (k * (t.log() - f)).exp()
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """Of log t: f − γ/k with Euler's γ, π²/(6k²), and the outputs' variance."""
-        k = self.numbers["shape"].to(f)
+        k = self.parameters["shape"].to(f)
         return f - EULER / k, (math.pi**2 / 6 / k.square()).expand_as(f), variance
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
@@ -858,6 +904,7 @@ class Bernoulli(Diagonal):
         return F.logsigmoid(torch.stack([-f, f], -1))
 
 
+@dataclass(frozen=True)
 class Weighted(Likelihood):
     """Another likelihood whose loss counts w times, with a weight w for each example or loss term.
 
@@ -866,24 +913,35 @@ class Weighted(Likelihood):
     noise σ counts each term once, so that there the mean weight should be 1.
 
     Args:
-        of: the other likelihood, as in "weighted(of='poisson')".
+        of: the other likelihood, or its text, as in "weighted(of='poisson')".
     """
 
     name = "weighted"
+    of: Any
 
-    def __init__(self, of: str) -> None:
+    def __post_init__(self) -> None:
         """Predict as the other likelihood does."""
-        self.of = of = likelihood_of(of)
+        of = likelihood_of(self.of)
+        object.__setattr__(self, "of", of)
         for name in (
             *("kind", "has_sigma", "has_probit", "is_count", "num_vectors", "predicted"),
             *("log_probabilities", "moments", "log_density", "cdf"),
-            *("numbers", "least", "to_learn"),
+            *("parameters", "lower_bounds", "to_learn"),
         ):
-            setattr(self, name, getattr(of, name))
+            object.__setattr__(self, name, getattr(of, name))
 
-    def but(self, **options: Any) -> Likelihood:
+    @property
+    def options(self) -> dict[str, Any]:
+        """The other likelihood's text."""
+        return {"of": str(self.of)}
+
+    def replace(self, **options: Any) -> Likelihood:
         """With other values of some of the other's options."""
-        return Weighted(of=str(self.of.but(**options)))
+        return Weighted(self.of.replace(**options))
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Weighted":
+        """The same, with the other's `with_parameters`."""
+        return Weighted(self.of.with_parameters(parameters))
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """One number more than the other's."""
@@ -929,7 +987,7 @@ class Weighted(Likelihood):
         return y[..., 0].long() if self.of.has_labels else y[..., :-1], y[..., -1:]
 
 
-def likelihood_of(likelihood: str) -> Likelihood:
+def likelihood_of(likelihood: Likelihood | str) -> Likelihood:
     """The likelihood that a text such as "student_t(df=4)" stands for, or the likelihood itself.
 
     Raises:
@@ -939,20 +997,19 @@ def likelihood_of(likelihood: str) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     # The string itself, also of an enumeration such as laplace-torch's.
-    text = likelihood[:] if isinstance(likelihood, str) else str(likelihood)
+    text = likelihood[:] if isinstance(likelihood, str) else ""
     name, bracket, options = text.partition("(")
-    if name not in Likelihood._known:
-        known = ", ".join(map(repr, Likelihood._known))
+    if name not in Likelihood._by_name:
+        names = ", ".join(map(repr, Likelihood._by_name))
         # Data in its place would fill the screen.
-        is_name = isinstance(likelihood, str)
-        given = repr(likelihood) if is_name else f"a {type(likelihood).__name__}"
-        raise ValueError(f"likelihood={given} is not supported; choose one of {known}.")
-    of_class = Likelihood._known[name]
+        value = repr(likelihood) if text else f"a {type(likelihood).__name__}"
+        raise ValueError(f"likelihood={value} is not supported; choose one of {names}.")
+    of_class = Likelihood._by_name[name]
     try:
         return of_class(**_keywords(options) if bracket else {})
     # The parser raises the last two for thousands of brackets inside each other.
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
-        options = ", ".join([*inspect.signature(of_class.__init__).parameters][1:])
+        options = ", ".join(option.name for option in fields(of_class))
         way_out = f"write {name}(option=value), with options {options}"
         reason = getattr(error, "msg", str(error)) or type(error).__name__
         raise ValueError(
@@ -986,10 +1043,9 @@ def _keywords(text: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An option with plain numbers and lists in place of those of NumPy and torch."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+    """An option with plain numbers, and tuples, in place of arrays, tensors and lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _finite(value: Any, is_list: bool = False) -> Tensor | None:

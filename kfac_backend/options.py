@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from kfac_backend.fisher import Fisher
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.precision import BackwardPrecision
 
 Mode = Literal["expand", "reduce"]
@@ -76,20 +76,20 @@ class TargetOptions(Options):
         if isinstance(self.dict_key_x, list):  # as JSON has it
             object.__setattr__(self, "dict_key_x", tuple(self.dict_key_x))
 
-    def check(self, likelihood: str) -> None:
+    def check(self, likelihood: Likelihood) -> None:
         """Raise a ValueError unless the options are for this likelihood."""
-        if likelihood_of(likelihood).has_labels:
+        if likelihood.has_labels:
             return
         if self.ignore_index is not None:
             raise ValueError(
                 f"ignore_index={self.ignore_index} is for the labels of likelihood "
-                f"'classification', not {likelihood!r}; use None, and leave out the examples that "
+                f"'classification', not '{likelihood}'; use None, and leave out the examples that "
                 "do not count."
             )
         if self.shift_labels is True:
             raise ValueError(
                 "shift_labels=True is for the labels of likelihood 'classification', not "
-                f"{likelihood!r}; shift the targets in the data."
+                f"'{likelihood}'; shift the targets in the data."
             )
 
 

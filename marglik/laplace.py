@@ -20,7 +20,7 @@ from tqdm import tqdm
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.batches import detached
 from kfac_backend.engine.task import Task, split_batch
-from kfac_backend.likelihoods import IGNORED, likelihood_of
+from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from marglik.eval_mode import in_eval_mode
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, parameter_vector
@@ -58,7 +58,7 @@ FeatureReduction = Literal["pick_first", "pick_last", "average"]
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
     model: nn.Module,
-    likelihood: str,
+    likelihood: Likelihood | str,
     subset_of_weights: Subset = "last_layer",
     hessian_structure: Structure = "kron",
     **options: Any,
@@ -185,7 +185,7 @@ class ParametricLaplace(Posterior):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
         *,
         structure: Structure | None = None,
@@ -557,7 +557,7 @@ class ParametricLaplace(Posterior):
 
     @property
     def _predicts_numbers(self) -> bool:
-        return self.likelihood == "regression" or self.is_reward
+        return self.likelihood.name == "regression" or self.is_reward
 
     def _predict(
         self,
@@ -571,7 +571,9 @@ class ParametricLaplace(Posterior):
         predicts_numbers: bool | None = None,
     ) -> Any:
         self._check_predicts()
-        numbers = self.likelihood == "regression" if predicts_numbers is None else predicts_numbers
+        numbers = (
+            self.likelihood.name == "regression" if predicts_numbers is None else predicts_numbers
+        )
         if pred_type == "nn" or (not numbers and link_approx == "mc"):
             samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
             return (samples.mean(0), samples.var(0)) if numbers else samples.softmax(-1).mean(0)
@@ -617,9 +619,9 @@ class ParametricLaplace(Posterior):
         return samples if self._predicts_numbers else samples.softmax(-1)
 
     def _check_predicts(self) -> None:
-        if self.likelihood not in ("classification", "regression"):
+        if self.likelihood.name not in ("classification", "regression"):
             raise NotImplementedError(
-                f"laplace-torch's predictions do not know likelihood {str(self.likelihood)!r}; use "
+                f"laplace-torch's predictions do not know likelihood '{self.likelihood}'; use "
                 "marglik.laplace_predictive(la)(x)."
             )
 
@@ -656,7 +658,7 @@ class ParametricLaplace(Posterior):
             )
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
-        likelihood = likelihood_of(curvature.likelihood)  # with the numbers of the fit
+        likelihood = curvature.likelihood  # with the parameters of the fit
         if likelihood.name != self.likelihood.name:
             raise ValueError(
                 f"The state is of likelihood '{likelihood}', and this is of '{self.likelihood}'; "

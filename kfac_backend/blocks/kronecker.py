@@ -17,10 +17,11 @@ from kfac_backend.blocks.block import (
     compute_eigenvalues,
 )
 from kfac_backend.files import parse_json, read_tensors, write_tensors
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 
 FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 6
-FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss", "likelihood")
+FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class KroneckerFactors:
     """The number of loss terms, with weights: N unless examples have several."""
     loss: float
     """Σ ℓ (nats) over the data: see `loss.loss_sum`."""
-    likelihood: str
+    likelihood: Likelihood
     options: CurvatureOptions
     """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
     factors, those of the first."""
@@ -194,6 +195,7 @@ class KroneckerFactors:
                 {entry["name"]: _block(entry, tensors) for entry in header["blocks"]},
                 options=CurvatureOptions(**header["options"]),
                 **{field: header[field] for field in FIELDS},
+                likelihood=likelihood_of(header["likelihood"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -225,7 +227,8 @@ class KroneckerFactors:
 
     def _check_same_kind(self, other: "KroneckerFactors") -> None:
         mine, theirs = (
-            {"likelihood": F.likelihood, "num_outputs": F.num_outputs} | F.options.of_the_matrix()
+            {"likelihood": str(F.likelihood), "num_outputs": F.num_outputs}
+            | F.options.of_the_matrix()
             for F in (self, other)
         )
         for name, value in mine.items():

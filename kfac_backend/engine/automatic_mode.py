@@ -28,7 +28,7 @@ from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
@@ -95,7 +95,7 @@ class BlockTraces(Sink):
 
 
 def block_traces(
-    model: nn.Module, assignment: RuleAssignment, likelihood: str, x: Any, y: Tensor
+    model: nn.Module, assignment: RuleAssignment, likelihood: Likelihood, x: Any, y: Tensor
 ) -> dict[str, Float[Tensor, "3"]]:
     """Layer name -> the three traces of `BlockTraces`.
 
@@ -103,17 +103,17 @@ def block_traces(
         TypeError: targets of a wrong type.
         ValueError: targets that do not fit the outputs.
     """
-    of_likelihood, traces = likelihood_of(likelihood), BlockTraces()
+    traces = BlockTraces()
     with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
         check_targets(f, y, likelihood, may_ignore=True)
         traces.num_examples = len(f)
-        few = of_likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
+        few = likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
         fisher = ExactGGN() if few else DrawnLabels(MOST_VECTORS)
         # A generator of its own, so that the pass's labels are the same with and without a choice.
         generator = torch.Generator(f.device).manual_seed(0)
         some = f[:EXAMPLES].detach(), y[:EXAMPLES]
-        vectors = fisher.vectors(of_likelihood, *some, generator)
+        vectors = fisher.vectors(likelihood, *some, generator)
         others = torch.zeros_like(f[EXAMPLES:])
         capture.backward(f, (torch.cat([v.to(others), others]) for v in vectors))
     return traces.by_name(assignment)

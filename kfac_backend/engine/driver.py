@@ -37,6 +37,7 @@ from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.task import Task, counting
 from kfac_backend.fisher import warn_of_many_passes
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import IGNORED, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
@@ -76,7 +77,7 @@ class Driver:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: CurvatureOptions,
         *,
         generator: torch.Generator | None = None,
@@ -178,7 +179,7 @@ class Driver:
             num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
             padding=self.assignment.padding,
         )  # fmt: skip
-        must_agree = {"the likelihood": self.likelihood, "the options": repr(self.options)}
+        must_agree = {"the likelihood": str(self.likelihood), "the options": repr(self.options)}
         sums = sum_over_ranks(sums, self.ranks, self.model, must_agree)
         # Advance the common generator, so that the next pass draws other labels.
         if self.fisher.draws and self.ranks.size > 1:

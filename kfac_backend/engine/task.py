@@ -20,7 +20,7 @@ from kfac_backend.engine.calls import (
 )
 from kfac_backend.engine.checks import warn_of_probabilities
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
@@ -108,11 +108,11 @@ class Task:
 
     def __init__(
         self,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: TargetOptions = TargetOptions(),  # noqa: B008
     ) -> None:
-        options.check(likelihood)
         self.options, self.likelihood = options, likelihood_of(likelihood)
+        options.check(self.likelihood)
         self.may_ignore = options.ignore_index is not None
         """Whether some targets do not count, as far as it is known so far."""
         # None until a batch shows it; from then on the same for all batches.
@@ -247,7 +247,7 @@ class Task:
             ours = float(loss_sum(at_least_float32(f), labels, self.likelihood))
             terms = max(int(num_counted_terms(f, labels, self.likelihood)), 1)
             means.append(f"{ours / terms:.6g}")
-            if _is_our_loss(loss, ours, terms, f, self.likelihood):
+            if _is_our_loss(loss, ours, terms, f, self.likelihood.kind):
                 fitting.append(shifts)
         # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
         if len(fitting) == 1:
@@ -266,14 +266,13 @@ def _shifted(y: Tensor) -> Tensor:
     return F.pad(y[..., 1:], (0, 1), value=IGNORED)
 
 
-def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, likelihood: str) -> bool:
+def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, kind: str) -> bool:
     """Whether a model's loss is our sum, or its mean over examples, loss terms or outputs.
 
     For regression it may also be the squared error, without our factor ½.
     """
-    kind = likelihood_of(likelihood).kind
     sizes = {1, len(f), terms} | (set() if kind == "classes" else {f.numel()})
-    factors = (1, 2) if kind == "numbers" else (1,)
+    factors = (1, 2) if kind == "continuous" else (1,)
     relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
     # The rounding of log Σ exp grows with the outputs.
     rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())

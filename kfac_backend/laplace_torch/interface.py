@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.laplace_torch.kron import FactorKron, laplace
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 
@@ -38,7 +39,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         last_layer: bool = False,
         subnetwork_indices: torch.LongTensor | None = None,
         dict_key_x: str = "input_ids",
@@ -49,8 +50,11 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         **kwargs: Any,
     ) -> None:
         of_laplace = {k: kwargs.pop(k) for k in ("stochastic", "num_samples") if k in kwargs}
+        self._likelihood = likelihood_of(likelihood)
+        # laplace-torch compares strings.
+        name = str(self._likelihood)
         super().__init__(
-            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, **of_laplace
+            model, name, last_layer, subnetwork_indices, dict_key_x, dict_key_y, **of_laplace
         )
         self.generator = generator
         self.ranks = Ranks(process_group)
@@ -99,10 +103,9 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
     @cached_property
     def _pass(self) -> CurvaturePass:
         # Kept for all batches, since its proof is made only once.
-        likelihood: Any = self.likelihood
         return CurvaturePass(
             self._layers,
-            likelihood,
+            self._likelihood,
             self.options,
             generator=self.generator,
             process_group=self.ranks.process_group,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_backend.engine.checks import check_module
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer.preconditioner import (
     KfacPreconditioner,
     PreconditionerOptions,
@@ -79,7 +80,7 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         lr: float = 0.1,
         *,
         base: BaseOptimizer = "sgd",

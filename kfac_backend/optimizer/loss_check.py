@@ -59,7 +59,7 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
         if name != likelihood.name:
             return (
                 f"The loss's gradient at the outputs is that of likelihood {name!r}, and K-FAC was "
-                f"given {str(likelihood)!r}, which has another curvature. Pass {name!r}."
+                f"given '{likelihood}', which has another curvature. Pass {name!r}."
             )
         if number > 1 and abs(s - 1) < tolerance:
             return (

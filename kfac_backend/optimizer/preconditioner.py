@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.checks import check_module
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer.damped_inverse import (
     DampingOn,
     Inverse,
@@ -155,7 +156,7 @@ class KfacPreconditioner:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
         curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
         *,
@@ -193,7 +194,7 @@ class KfacPreconditioner:
         self._inverses: dict[str, Inverse] = {}
         self._constants: dict[str, tuple[int, int]] = {}  # parameter -> `KroneckerBlock.constants`
         self._options_made_with = {
-            "the likelihood": likelihood,
+            "the likelihood": str(likelihood),
             "mean_over": mean_over,
             "damping_on": options.damping_on,
             **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature) if f.repr},

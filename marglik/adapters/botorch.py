@@ -51,9 +51,9 @@ class LaplaceModel(Model):
 
     def __init__(self, posterior: Posterior, output_indices: list[int] | None = None) -> None:
         super().__init__()
-        if posterior.likelihood != "regression":
+        if posterior.likelihood.name != "regression":
             raise ValueError(
-                f"The posterior's likelihood is {posterior.likelihood!r}, but BoTorch's models are "
+                f"The posterior's likelihood is '{posterior.likelihood}', but BoTorch's models are "
                 "Gaussian; use a network with likelihood 'regression'."
             )
         posterior.fitted_curvature()

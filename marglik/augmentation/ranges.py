@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.factor_derivatives import FactorDerivatives
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.eval_mode import eval_mode
@@ -22,6 +24,7 @@ def evidence_gradient(
     tensors: Sequence[Tensor],
     options: CurvatureOptions | None = None,
     of_loss: float | None = None,
+    likelihood: Likelihood | None = None,
 ) -> Iterator[list[Tensor]]:
     """The gradient of the evidence in tensors that layers' inputs, or the likelihood, depend on.
 
@@ -35,9 +38,13 @@ def evidence_gradient(
         tensors: leaves, such as buffers.
         options: of the pass; those of the posterior by default.
         of_loss: how much the loss counts; −1/(σ²T) by default, 0 is −½ log det alone.
+        likelihood: the posterior's with ``tensors`` as parameters, see
+            `Likelihood.with_parameters`; the posterior's by default.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
+    if likelihood is not None:
+        factors = replace(factors, likelihood=likelihood)
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
     with eval_mode(posterior.model):  # as in the fit: a pass looks at the modes when it is made
         derivatives = FactorDerivatives(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
 from marglik.training.learner import PriorLearner
@@ -50,7 +51,7 @@ class MarginalLikelihood(Callback):
 
     def __init__(
         self,
-        likelihood: str,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         network: str | None = None,

@@ -23,6 +23,7 @@ from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
@@ -72,7 +73,7 @@ class MarginalLikelihood(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        likelihood: str,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         **options: Any,
     ) -> None:
@@ -84,7 +85,7 @@ class MarginalLikelihood(TrainerCallback):
     def attached(
         cls,
         trainer: Trainer,
-        likelihood: str,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         **options: Any,
     ) -> Self:

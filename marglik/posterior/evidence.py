@@ -13,7 +13,7 @@ from torch import Tensor
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import check_positive
 from marglik.posterior.jacobian_ggn import JacobianGGN
 
@@ -34,7 +34,7 @@ class EvidenceTerms:
     num_targets: float
     """Number of scalars in all targets, N·C with one loss term per example; the Gaussian's
     normaliser of regression needs it."""
-    likelihood: str
+    likelihood: Likelihood
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, mean: Tensor) -> "EvidenceTerms":
@@ -94,7 +94,7 @@ def checked_precision(prior_precision: float | Tensor, blocks: int, each: int = 
 def log_likelihood(
     loss: float,
     num_targets: float,
-    likelihood: str,
+    likelihood: Likelihood,
     sigma_noise: Tensor | float = 1.0,
     temperature: Tensor | float = 1.0,
 ) -> Tensor:
@@ -109,7 +109,7 @@ def log_likelihood(
     """
     sigma = as_tensor(sigma_noise).double()
     value = -loss / sigma.square()
-    if likelihood_of(likelihood).has_sigma:
+    if likelihood.has_sigma:
         value = value - num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
     return value / temperature
 
@@ -139,7 +139,7 @@ def log_marginal_likelihood(
     T = _float64(temperature, terms)
     for name, value in (("sigma_noise", sigma), ("temperature", T)):
         check_positive(name, value)
-    if not likelihood_of(terms.likelihood).has_sigma and sigma != 1:
+    if not terms.likelihood.has_sigma and sigma != 1:
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
     delta, ratio = _precision_and_ratio(terms, prior_precision, sigma, T)

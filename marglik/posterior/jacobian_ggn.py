@@ -14,6 +14,7 @@ from kfac_backend.engine.calls import call_with, plain_attention
 from kfac_backend.engine.checks import check_finite
 from kfac_backend.engine.padding import padding_rows
 from kfac_backend.engine.task import Task
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, check_keys
 from marglik.posterior.precision import (
@@ -52,7 +53,7 @@ class JacobianGGN:
     """Of the parameters, in the vector of all trainable ones, (P,)."""
     rank: int
     """The largest K of "lowrank"."""
-    likelihood: str
+    likelihood: Likelihood
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
     num_data: int
@@ -92,8 +93,8 @@ class JacobianGGN:
         same = self.structure == other.structure and self.likelihood == other.likelihood
         if not same or not torch.equal(self.indices, other.indices):
             raise ValueError(
-                f"GGNs of {self.structure!r}, {self.likelihood!r} and {len(self.indices)} "
-                f"parameters and of {other.structure!r}, {other.likelihood!r} and "
+                f"GGNs of {self.structure!r}, '{self.likelihood}' and {len(self.indices)} "
+                f"parameters and of {other.structure!r}, '{other.likelihood}' and "
                 f"{len(other.indices)} cannot be added."
             )
         sums = "loss", "num_data", "num_loss_terms"
@@ -130,7 +131,9 @@ class JacobianGGN:
         """
         names = [f.name for f in fields(cls)]
         check_keys("Laplace's fit", state, names)
-        return cls(**{name: state[name] for name in names})
+        values: dict[str, Any] = {name: state[name] for name in names}
+        values["likelihood"] = likelihood_of(values["likelihood"])
+        return cls(**values)
 
 
 def _sum(structure: str, rank: int, H: Tensor, other: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ def jacobians(
 def jacobian_ggn(
     model: nn.Module,
     data: Iterable[Any],
-    likelihood: str,
+    likelihood: Likelihood,
     options: CurvatureOptions,
     *,
     structure: str,

@@ -102,7 +102,7 @@ class Posterior:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str,
+        likelihood: Likelihood | str,
         options: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         prior_precision: float | Tensor = 1.0,
@@ -120,7 +120,6 @@ class Posterior:
         check_module(model)
         check_option("structure", structure, Structure)
         options = options.replace(**keywords)
-        options.check(likelihood)
         if structure != "kron":
             _check_of_jacobians(options, structure)
         self.structure, self.rank, self.enable_backprop = structure, rank, enable_backprop
@@ -128,6 +127,7 @@ class Posterior:
         """The ranks that fit together."""
         self.model = model
         self.likelihood = likelihood
+        options.check(self.likelihood)
         self.options = options
         self.generator = generator
         number = sum(p.numel() for p in self.params)
@@ -158,7 +158,7 @@ class Posterior:
     def __repr__(self) -> str:
         fitted = "not fitted" if self._curvature is None else f"fitted to {self.n_data} examples"
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, {self.likelihood!r}, "
+            f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
             f"{self.n_params} parameters, {fitted})"
         )
 
@@ -168,7 +168,7 @@ class Posterior:
         return self._likelihood
 
     @likelihood.setter
-    def likelihood(self, likelihood: str) -> None:
+    def likelihood(self, likelihood: Likelihood | str) -> None:
         self._likelihood = likelihood_of(likelihood)
 
     @property

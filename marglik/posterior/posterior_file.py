@@ -68,7 +68,7 @@ def save_posterior(
     names = list(factors.blocks)
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {
-        "likelihood": laplace.likelihood,
+        "likelihood": str(laplace.likelihood),
         "num_data": factors.num_data,
         "num_outputs": factors.num_outputs,
         "curvature": laplace.options.to_json(),

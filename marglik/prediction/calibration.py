@@ -33,7 +33,7 @@ from torch import Tensor
 
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
@@ -94,7 +94,7 @@ class CalibratedPredictive(ModelPredictive):
 class HeldOut:
     """What calibration needs to know about held-out data, for M loss terms."""
 
-    likelihood: str
+    likelihood: Likelihood
     f: Float[Tensor, "M C"]
     """The network's outputs."""
     spread: Float[Tensor, "M C *other"] | Float[Tensor, "M S C"]
@@ -176,25 +176,25 @@ class HeldOut:
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
         """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
-        f, of, weights = self.f, likelihood_of(self.likelihood), None
+        f, likelihood, weights = self.f, self.likelihood, None
         none, variance = torch.zeros_like(f), torch.zeros_like(f)
         sampled = none[None]  # (S, M, C)
         # Samples, or variances where there is a closed form.
         if self.is_sampled:
             sampled = self.spread.movedim(1, 0)
-        elif of.kind == "numbers" or (link == "probit" and of.has_probit):
+        elif likelihood.kind == "continuous" or (link == "probit" and likelihood.has_probit):
             variance = variances_of(self.spread)
         else:
-            sampled, weights = deviations(self.spread, of, noise)
+            sampled, weights = deviations(self.spread, likelihood, noise)
 
         def loss(scale: Tensor | None, sharp: Tensor) -> Tensor:
-            temperature, sigma = (1.0, sharp) if of.kind == "numbers" else (sharp, sharp)
+            temperature, sigma = (1.0, sharp) if likelihood.kind == "continuous" else (sharp, sharp)
             if scale is None:
                 outputs, of_outputs = f[None], none
             else:
                 outputs, of_outputs = f + scale.sqrt() * sampled, scale * variance
             found = negative_log_scores(
-                outputs / temperature, of_outputs / temperature**2, self.targets, of, sigma,
+                outputs / temperature, of_outputs / temperature**2, self.targets, likelihood, sigma,
                 None if scale is None else weights,
             )  # fmt: skip
             return found.sum() / len(f)
@@ -206,7 +206,7 @@ def collected(
     outputs_and_spread: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]],
     batches: Iterable[Any],
     model: torch.nn.Module,
-    likelihood: str,
+    likelihood: Likelihood,
     options: TargetOptions,
     samples: int | None,
     ranks: Ranks,
@@ -410,12 +410,12 @@ def fit_sharpness(held_out: HeldOut) -> Calibration:
 
 def _own(held_out: HeldOut) -> float:
     """Log σ of the posterior, or log τ = 0: where nothing is calibrated."""
-    return math.log(held_out.sigma_noise) if likelihood_of(held_out.likelihood).has_sigma else 0.0
+    return math.log(held_out.sigma_noise) if held_out.likelihood.has_sigma else 0.0
 
 
 def _calibration(held_out: HeldOut, scale: float, log_sharpness: float) -> Calibration:
     value = math.exp(log_sharpness)
-    has_sigma = likelihood_of(held_out.likelihood).has_sigma
+    has_sigma = held_out.likelihood.has_sigma
     return Calibration(scale, 1.0, value) if has_sigma else Calibration(scale, value)
 
 
@@ -437,8 +437,8 @@ def _least(
         from scipy.optimize import minimize  # here, since it takes long to import
 
     own, M = _own(held_out), len(held_out.f)
-    likelihood, of_sharpness = likelihood_of(held_out.likelihood), LOG_SHARPNESS
-    if likelihood.kind == "numbers" and not likelihood.has_sigma:
+    likelihood, of_sharpness = held_out.likelihood, LOG_SHARPNESS
+    if likelihood.kind == "continuous" and not likelihood.has_sigma:
         of_sharpness = 0.0, 0.0  # neither τ nor σ: these outputs are no logits
     bounds = [LOG_SCALES, (own + of_sharpness[0], own + of_sharpness[1])][-len(start) :]
 

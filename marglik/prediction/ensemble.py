@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.checks import check_module
 from kfac_backend.files import read_tensors, write_tensors
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
@@ -49,7 +49,7 @@ class Ensemble:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        likelihood: str = "classification",
+        likelihood: Likelihood | str = "classification",
         sigma_noise: float | Tensor = 1.0,
         calibration: Calibration | None = None,
         seconds: float = 0.0,
@@ -131,7 +131,7 @@ class Ensemble:
         }
         record = {
             "members": len(self.models),
-            "likelihood": self.likelihood,
+            "likelihood": str(self.likelihood),
             "sigma_noise": self.sigma_noise,
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "seconds": self.seconds,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import IGNORED, likelihood_of
+from kfac_backend.likelihoods import IGNORED, Likelihood, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches, split_batches
@@ -52,7 +52,7 @@ MOST_UNCERTAIN = 12
 def evaluate(
     predictives: Mapping[str, Predictive],
     splits: Splits,
-    likelihood: str,
+    likelihood: Likelihood | str,
     *,
     ood: OutOfDistributionImages | None = None,
     batch_size: int = 256,
@@ -82,7 +82,7 @@ def evaluate(
         set. For sequences, all of these are about positions (tokens) that count, and the record has
         their number; intervals are given only if all sequences have the same number of them.
     """
-    of = likelihood_of(likelihood)
+    likelihood = likelihood_of(likelihood)
     *_, y = tensors_in(splits.test)
 
     def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
@@ -104,7 +104,9 @@ def evaluate(
             predict, batches, targets=splits.targets, progress=progress, ranks=ranks
         )
         seconds = time.perf_counter() - start
-        num_positions = len(targets) if of.has_labels and y.dim() > 1 else None  # those that count
+        num_positions = (
+            len(targets) if likelihood.has_labels and y.dim() > 1 else None
+        )  # those that count
         entry = _entry_of_test(prediction, targets, likelihood)
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
@@ -116,7 +118,7 @@ def evaluate(
                 entry["against"] = {"predictive": first, "differences": found}
         if ood is not None:
             _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
-        if splits.are_images and of.kind == "classes":
+        if splits.are_images and likelihood.kind == "classes":
             examples = _most_uncertain(prediction, splits)
             uncertain = {"predictive": label, "examples": examples}
         if (calibration := getattr(predict, "calibration", None)) is not None:
@@ -127,7 +129,7 @@ def evaluate(
 
     record = {
         "data": splits.name,
-        "likelihood": likelihood,
+        "likelihood": str(likelihood),
         "classes": None if splits.classes is None else list(splits.classes),
         "num_test": len(y),
         "num_positions": num_positions,
@@ -190,7 +192,7 @@ def compared(
     return _of_test({name: list(values) for name, values in found})
 
 
-def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
+def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
     """Rows of predictions per test example; None if the number differs between examples.
 
     The rows of a prediction do not say which sequence they belong to.
@@ -201,23 +203,24 @@ def _positions(splits: Splits, likelihood: str, rows: int) -> int | None:
     return rows // len(y) if alike else None
 
 
-def _entry_of_test(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Any]:
+def _entry_of_test(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
+) -> dict[str, Any]:
     """Metrics and curves of the test set."""
     entry: dict[str, Any] = {
         "metrics": _of_test(compute_metrics(prediction, targets, likelihood)),
         "intervals": {},
         "reliability": reliability_curve(prediction, targets, likelihood),
     }
-    of = likelihood_of(likelihood)
-    if of.kind == "classes":
-        labels, *_ = of.observed(targets, prediction.mean)
+    if likelihood.kind == "classes":
+        labels, *_ = likelihood.observed(targets, prediction.mean)
         entry["risk_coverage"] = risk_coverage_curve(prediction.mean, labels)
         entry["classes"] = errors_by_class(prediction.mean, labels)
     return entry
 
 
 def _add_ood(
-    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: str
+    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
 ) -> None:
     """Add how well the entropy tells out-of-distribution data from the test set.
 

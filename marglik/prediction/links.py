@@ -155,7 +155,7 @@ class CalibrationFit:
 
 def predict_from_outputs(
     outputs: Float[Tensor, "S N C"],
-    likelihood: str,
+    likelihood: Likelihood | str,
     sigma_noise: float | Tensor = 1.0,
     weights: Float[Tensor, "S 1 1"] | None = None,
 ) -> Prediction:
@@ -167,10 +167,12 @@ def predict_from_outputs(
         sigma_noise: σ of regression.
         weights: of Bernoulli networks, with sum 1; equal if None.
     """
-    of, outputs = likelihood_of(likelihood), at_least_float32(outputs)
-    if of.kind == "numbers":
-        return Prediction(*_moments(of, outputs, torch.zeros_like(outputs), _tensor(sigma_noise)))
-    p = of.log_probabilities(outputs).exp()
+    likelihood, outputs = likelihood_of(likelihood), at_least_float32(outputs)
+    if likelihood.kind == "continuous":
+        return Prediction(
+            *_moments(likelihood, outputs, torch.zeros_like(outputs), _tensor(sigma_noise))
+        )
+    p = likelihood.log_probabilities(outputs).exp()
     entropies = torch.special.entr(p).sum(-1)
     if weights is None:
         mean, aleatoric = p.mean(0), entropies.mean(0)
@@ -178,13 +180,13 @@ def predict_from_outputs(
         mean, aleatoric = (weights[..., None] * p).sum(0), (weights * entropies).sum(0)
     # The mutual information is not negative, except for rounding.
     epistemic = (torch.special.entr(mean).sum(-1) - aleatoric).clamp(min=0)
-    return Prediction(mean if of.kind == "classes" else mean[..., 1], aleatoric, epistemic)
+    return Prediction(mean if likelihood.kind == "classes" else mean[..., 1], aleatoric, epistemic)
 
 
 def predict_from_gaussian(
     f: Float[Tensor, "N C"],
     covariance: Float[Tensor, "N C *other"],
-    likelihood: str,
+    likelihood: Likelihood | str,
     link: Link,
     noise: Float[Tensor, "S C"],
     sigma_noise: float | Tensor = 1.0,
@@ -208,33 +210,37 @@ def predict_from_gaussian(
         ValueError: an unknown option; variances alone for classification.
     """
     check_option("link", link, Link)
-    of = likelihood_of(likelihood)
-    if covariance.dim() == 2 and of.kind == "classes":
+    likelihood = likelihood_of(likelihood)
+    if covariance.dim() == 2 and likelihood.kind == "classes":
         raise ValueError(
-            f"Likelihood '{of}' needs the covariances (N, C, C) of the outputs, not the variances "
-            f"{tuple(covariance.shape)}: call output_distribution without variance_only."
+            f"Likelihood '{likelihood}' needs the covariances (N, C, C) of the outputs, not the "
+            f"variances {tuple(covariance.shape)}: call output_distribution without variance_only."
         )
     f, covariance = at_least_float32(f), at_least_float32(covariance)
     scale, temperature = calibration.covariance_scale, calibration.output_temperature
     f = f / temperature
     variance = variances_of(covariance) * (scale / temperature**2)
-    if of.kind == "numbers":
+    if likelihood.kind == "continuous":
         sigma = sigma_noise if calibration.sigma_noise is None else calibration.sigma_noise
-        return Prediction(*of.moments(f, variance, _tensor(sigma)))
+        return Prediction(*likelihood.moments(f, variance, _tensor(sigma)))
     sampled, weights = (
-        deviations(covariance, of, noise) if scale else (torch.zeros_like(f[None]), None)
+        deviations(covariance, likelihood, noise) if scale else (torch.zeros_like(f[None]), None)
     )
-    found = predict_from_outputs(f + math.sqrt(scale) / temperature * sampled, of, 1.0, weights)
-    if link == "mc" or not of.has_probit:
+    found = predict_from_outputs(
+        f + math.sqrt(scale) / temperature * sampled, likelihood, 1.0, weights
+    )
+    if link == "mc" or not likelihood.has_probit:
         return found
-    return replace(found, mean=predict_from_outputs(probit_outputs(f, variance)[None], of).mean)
+    return replace(
+        found, mean=predict_from_outputs(probit_outputs(f, variance)[None], likelihood).mean
+    )
 
 
 def negative_log_scores(
     outputs: Float[Tensor, "S N C"],
     variance: Float[Tensor, "N C"],
     y: Tensor,
-    likelihood: str,
+    likelihood: Likelihood | str,
     sigma_noise: Tensor,
     weights: Float[Tensor, "S 1 1"] | None = None,
 ) -> Tensor:
@@ -248,13 +254,14 @@ def negative_log_scores(
         sigma_noise: σ of regression.
         weights: see `predict_from_outputs`.
     """
-    of = likelihood_of(likelihood)
-    if of.kind == "numbers":
-        mean, noise, spread = _moments(of, outputs, variance, sigma_noise)
-        return -of.log_score(y, mean, noise + spread)
-    log_p = of.log_probabilities(probit_outputs(outputs, variance))  # (S, N, K) or (S, N, C, 2)
-    y, *_ = of.observed(y, variance)
-    if of.kind == "classes":  # before the mixture, so that it is one of N numbers
+    likelihood = likelihood_of(likelihood)
+    if likelihood.kind == "continuous":
+        mean, noise, spread = _moments(likelihood, outputs, variance, sigma_noise)
+        return -likelihood.log_score(y, mean, noise + spread)
+    # (S, N, K), or (S, N, C, 2)
+    log_p = likelihood.log_probabilities(probit_outputs(outputs, variance))
+    y, *_ = likelihood.observed(y, variance)
+    if likelihood.kind == "classes":  # before the mixture, so that it is one of N numbers
         log_p = log_p.gather(-1, y.long()[..., None].expand(*log_p.shape[:-1], 1))
         shares = torch.ones_like(log_p[0])
     else:
@@ -263,9 +270,9 @@ def negative_log_scores(
     return -(shares * (log_p + log_weights).logsumexp(0)).sum(-1)
 
 
-def _moments(of: Likelihood, outputs: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
+def _moments(likelihood: Likelihood, outputs: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
     """Of the mixture over outputs (S, N, C), each with this variance."""
-    mean, noise, spread = of.moments(outputs, variance.expand_as(outputs), sigma)
+    mean, noise, spread = likelihood.moments(outputs, variance.expand_as(outputs), sigma)
     return mean.mean(0), noise.mean(0), spread.mean(0) + mean.var(0, correction=0)
 
 
@@ -275,14 +282,14 @@ def variances_of(covariance: Float[Tensor, "N C *other"]) -> Float[Tensor, "N C"
 
 
 def deviations(
-    covariance: Float[Tensor, "N C *other"], likelihood: str, noise: Float[Tensor, "S C"]
+    covariance: Float[Tensor, "N C *other"], likelihood: Likelihood, noise: Float[Tensor, "S C"]
 ) -> tuple[Float[Tensor, "S N C"], Float[Tensor, "S 1 1"] | None]:
     """Deviations d of Gaussian outputs from their means, with weights if these are not equal.
 
     Classification: L z for each standard normal vector z, with the Cholesky factor L of the
     covariance. Bernoulli: √v times the nodes of a quadrature, as outputs are predicted one by one.
     """
-    if likelihood_of(likelihood).kind == "binary":
+    if likelihood.kind == "binary":
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
         z, w = (torch.from_numpy(v).to(covariance)[:, None, None] for v in (nodes, weights))
         return variances_of(covariance).clamp(min=0).sqrt() * z, w / w.sum()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.prediction.links import Prediction
 
 __all__ = [
@@ -37,7 +37,9 @@ MOST_CLASSES = 20
 """Largest number of classes for which there is a confusion matrix."""
 
 
-def compute_metrics(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, float]:
+def compute_metrics(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
+) -> dict[str, float]:
     """The metrics of a prediction, by name.
 
     Classification; the prediction is the first of the most probable classes:
@@ -76,10 +78,11 @@ def compute_metrics(prediction: Prediction, targets: Tensor, likelihood: str) ->
         ValueError: wrong shapes, no examples, labels out of range, soft targets, logits or NaN for
             probabilities, a variance that is not positive.
     """
+    likelihood = likelihood_of(likelihood)
     scores = example_scores(prediction, targets, likelihood)
     means = {name: values.mean().item() for name, values in scores.items()}
-    kind = likelihood_of(likelihood).kind
-    if kind == "numbers":
+    kind = likelihood.kind
+    if kind == "continuous":
         return means | {"reg/RMSE": means["reg/RMSE"] ** 0.5}
     if kind == "classes":
         confidence = prediction.mean.detach().cpu().double().amax(1)
@@ -89,27 +92,31 @@ def compute_metrics(prediction: Prediction, targets: Tensor, likelihood: str) ->
     return means | {"cal/ECE": error}
 
 
-def example_scores(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Tensor]:
+def example_scores(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
+) -> dict[str, Tensor]:
     """Each example's contribution to the metrics that are means: name -> (N,), or (N, C).
 
     Their means are those of `compute_metrics`, whose arguments and errors these are; the square of
     "reg/RMSE" is the mean of what stands under its name here.
     """
+    likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
-    of = likelihood_of(likelihood)
-    if of.kind == "numbers":
-        number, _, censored = of.observed(y, variance)
+    if likelihood.kind == "continuous":
+        number, _, censored = likelihood.observed(y, variance)
         residual = number - mean
         if censored is not None:
             residual = torch.where(censored, residual.clamp(min=0), residual)
-        inside = _inside_intervals(*of.ranks(y, mean, variance), [*COVERAGE_LEVELS.values()])
+        inside = _inside_intervals(
+            *likelihood.ranks(y, mean, variance), [*COVERAGE_LEVELS.values()]
+        )
         return {
-            "reg/NLL": -of.log_score(y, mean, variance).sum(dim=1),
+            "reg/NLL": -likelihood.log_score(y, mean, variance).sum(dim=1),
             "reg/RMSE": residual.square(),
             **dict(zip(COVERAGE_LEVELS, inside, strict=True)),
         }
     tiny = torch.finfo(prediction.mean.dtype).tiny
-    if of.kind == "binary":
+    if likelihood.kind == "binary":
         return {
             "cls/NLL": -torch.where(y == 1, mean, 1 - mean).clamp(min=tiny).log().sum(dim=1),
             "cls/accuracy": ((mean > 0.5) == (y == 1)).double(),
@@ -124,7 +131,9 @@ def example_scores(prediction: Prediction, targets: Tensor, likelihood: str) -> 
     }
 
 
-def reliability_curve(prediction: Prediction, targets: Tensor, likelihood: str) -> dict[str, Any]:
+def reliability_curve(
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
+) -> dict[str, Any]:
     """The data of a reliability diagram as plain lists.
 
     For classification, confidence and accuracy in `BINS` bins of the confidence, of equal width on
@@ -133,12 +142,12 @@ def reliability_curve(prediction: Prediction, targets: Tensor, likelihood: str) 
     max(p, 1 − p). For regression, the share of all N·C targets ("coverage") within the central
     interval of each level ("levels"), and their number ("count").
     """
+    likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
-    of = likelihood_of(likelihood)
-    if of.kind == "numbers":
-        shares = _inside_intervals(*of.ranks(y, mean, variance), LEVELS).mean(dim=(1, 2))
+    if likelihood.kind == "continuous":
+        shares = _inside_intervals(*likelihood.ranks(y, mean, variance), LEVELS).mean(dim=(1, 2))
         return {"levels": list(LEVELS), "coverage": shares.tolist(), "count": mean.numel()}
-    if of.kind == "classes":
+    if likelihood.kind == "classes":
         confidence, predicted = mean.max(dim=1)
         return _bins(confidence, predicted == y)
     return _bins(torch.maximum(mean, 1 - mean).flatten(), ((mean > 0.5) == (y == 1)).flatten())
@@ -320,23 +329,24 @@ def _plain(values: Tensor) -> list[float]:
 
 
 def _checked(
-    prediction: Prediction, targets: Tensor, likelihood: str
+    prediction: Prediction, targets: Tensor, likelihood: Likelihood
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, targets and total variance on the CPU, in float64 (labels in int64)."""
     mean, y = prediction.mean.detach().cpu().double(), targets.detach().cpu()
-    of = likelihood_of(likelihood)
-    kind, is_classes = of.kind, of.kind == "classes"
+    kind, is_classes = likelihood.kind, likelihood.kind == "classes"
     variance = prediction.total.detach().cpu().double()
-    y = y.double() if kind == "numbers" else y
+    y = y.double() if kind == "continuous" else y
     # Numbers may have a noise of their own, which their variances lack so far.
-    seen, with_noise, _ = of.observed(y, variance.expand_as(mean) if kind == "numbers" else mean)
+    seen, with_noise, _ = likelihood.observed(
+        y, variance.expand_as(mean) if kind == "continuous" else mean
+    )
     if mean.dim() != 2 or not mean.numel() or seen.shape != mean.shape[: 1 if is_classes else 2]:
         wanted = "(N, C) and (N,)" if is_classes else "(N, C) and (N, C)"
         raise ValueError(
             f"Predictions have shape {tuple(mean.shape)}, targets {tuple(seen.shape)}; expected "
             f"{wanted}, of at least one example."
         )
-    if kind == "numbers":
+    if kind == "continuous":
         for name, values in (("means", mean), ("targets", y), ("variances", with_noise)):
             _refuse(values[~values.isfinite()], f"The {name} include {{}}; expected finite ones.")
         _refuse(with_noise[with_noise <= 0], "The variances include {}; expected positive ones.")

@@ -16,7 +16,7 @@ from kfac_backend.engine.batches import each_batch, examples, to_device
 from kfac_backend.engine.calls import call_with, num_examples
 from kfac_backend.engine.checks import check_finite, check_module
 from kfac_backend.engine.task import Task, split_batch
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.loss import counted_terms
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -52,7 +52,7 @@ class ModelPredictive:
 
     predict: Predictive = field(repr=False)
     model: nn.Module = field(repr=False)
-    likelihood: str
+    likelihood: Likelihood
     calibration: Calibration | None = field(default=None, kw_only=True)
     """s, τ and σ, if it is calibrated."""
 
@@ -112,7 +112,7 @@ class PredictiveConfig:
         """Its name in tables and files."""
         return f"Laplace, {self.method}{', last layer' if self.layers == 'last' else ''}"
 
-    def check_cost(self, positions: int, classes: int, likelihood: str) -> None:
+    def check_cost(self, positions: int, classes: int, likelihood: Likelihood) -> None:
         """Raise a ValueError if the outputs' covariances would take hours for a single example.
 
         Args:
@@ -122,7 +122,7 @@ class PredictiveConfig:
                 others the variances (C,).
         """
         passes = positions * classes if self.layers == "all" else 0
-        too_wide = likelihood_of(likelihood).kind == "classes" and classes > MOST_CLASSES
+        too_wide = likelihood.kind == "classes" and classes > MOST_CLASSES
         too_long = positions > 1 and passes > MOST_BACKWARD_PASSES
         if self.method != "linearised" and (too_wide or too_long):
             last = "" if too_wide else ", or --predictive.layers last"
@@ -136,7 +136,7 @@ class PredictiveConfig:
 
 def map_predictive(
     model: nn.Module,
-    likelihood: str = "classification",
+    likelihood: Likelihood | str = "classification",
     sigma_noise: float | Tensor = 1.0,
     output_temperature: float = 1.0,
 ) -> ModelPredictive:
@@ -149,7 +149,7 @@ def map_predictive(
         output_temperature: τ > 0, by which outputs are divided (temperature scaling).
     """
     check_module(model)
-    likelihood_of(likelihood)
+    likelihood = likelihood_of(likelihood)
     check_positive("sigma_noise", sigma_noise)
     check_positive("output_temperature", output_temperature)
 
@@ -293,8 +293,8 @@ def predict_all(
     model = getattr(predict, "model", None)
     if model is None and targets.shift_labels == "auto":
         targets = targets.replace(shift_labels=False)
-    likelihood: str = getattr(predict, "likelihood", "classification")
-    task = Task(likelihood, targets)
+    task = Task(getattr(predict, "likelihood", "classification"), targets)
+    likelihood = task.likelihood
 
     def of_batch(x: Any, y: Any) -> tuple[Prediction, Tensor]:
         return _of_counted_terms(predict(x).to("cpu"), task.targets(model, x, y).cpu(), likelihood)
@@ -329,7 +329,7 @@ def gathered(
 
 
 def _of_counted_terms(
-    prediction: Prediction, y: Tensor, likelihood: str
+    prediction: Prediction, y: Tensor, likelihood: Likelihood
 ) -> tuple[Prediction, Tensor]:
     """Prediction and targets of the positions that count, (M, ...)."""
     # Only for sequences: a predictive that is not ours does not say its likelihood, and

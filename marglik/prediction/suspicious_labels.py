@@ -24,7 +24,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches
@@ -111,7 +111,7 @@ class TrainingProbabilities:
         ranks: the ranks that each have a part of the data.
     """
 
-    def __init__(self, loader: Iterable[Any], likelihood: str, ranks: Ranks) -> None:
+    def __init__(self, loader: Iterable[Any], likelihood: Likelihood, ranks: Ranks) -> None:
         self._loader: Any = loader
         self._ranks = ranks
         self.unknown: str = _why_unknown(loader, likelihood, ranks)
@@ -199,9 +199,9 @@ class TrainingProbabilities:
         self._sums, self.unknown = state["sums"], state["unknown"]
 
 
-def _why_unknown(loader: Any, likelihood: str, ranks: Ranks) -> str:
+def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
-    if likelihood_of(likelihood).name != "classification":
+    if likelihood.name != "classification":
         return f"the likelihood is {likelihood}, and only classification is supported"
     if isinstance(loader, Batches):
         return ""

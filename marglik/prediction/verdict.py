@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from kfac_backend.engine.task import split_batch
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import differences, of_examples
@@ -31,7 +31,7 @@ def verdict(
     model: nn.Module,
     plain: nn.Module,
     test: Iterable[Any],
-    likelihood: str = "classification",
+    likelihood: Likelihood | str = "classification",
     *,
     held_out: Iterable[Any] = (),
     sigma_noise: tuple[float, float] | None = None,
@@ -58,7 +58,8 @@ def verdict(
     Raises:
         ValueError: no test example, or regression without σ.
     """
-    if likelihood_of(likelihood).has_sigma and sigma_noise is None:
+    likelihood = likelihood_of(likelihood)
+    if likelihood.has_sigma and sigma_noise is None:
         raise ValueError("Regression needs the noise of both networks; pass sigma_noise=(σ, σ).")
     batches, held_out, metrics, scores = list(test), list(held_out), [], []
     for network, sigma in zip((model, plain), sigma_noise or (1.0, 1.0), strict=True):
@@ -71,7 +72,7 @@ def verdict(
     # Positions of one example are not independent: they are averaged first. Where not all count,
     # the rows do not say which example they belong to.
     ys = [split_batch(batch, targets)[1] for batch in batches]
-    own_axes = not likelihood_of(likelihood).has_labels
+    own_axes = not likelihood.has_labels
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
     changes = {}
     if rows == len(next(iter(scores[0].values()))):

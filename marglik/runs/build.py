@@ -23,7 +23,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 from marglik.data.batches import split_batches
 from marglik.data.splits import DataSource, Splits, described, tensors_in
@@ -250,7 +250,7 @@ def check_model(
     model: nn.Module,
     splits: Splits,
     curvature: CurvatureConfig | None,
-    likelihood: str = "classification",
+    likelihood: Likelihood | str = "classification",
     predictive: PredictiveConfig | None = None,
 ) -> None:
     """Run two training examples through the network, the curvature pass and the predictive.
@@ -262,9 +262,10 @@ def check_model(
         TypeError: outputs that are no tensor, class labels that are not integers.
         NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
     """
-    if splits.classes is not None and likelihood_of(likelihood).kind == "numbers":
+    likelihood = likelihood_of(likelihood)
+    if splits.classes is not None and likelihood.kind == "continuous":
         raise ValueError(
-            f"{splits.name} has {len(splits.classes)} classes, but likelihood {likelihood!r} is "
+            f"{splits.name} has {len(splits.classes)} classes, but likelihood '{likelihood}' is "
             "for numbers. If the target of a table is a number, pass --data.classes false."
         )
     x, y = next(iter(split_batches(splits, "train", 2)))
@@ -286,7 +287,7 @@ def check_model(
         y = task.targets(model, x, y)
         task.check(f, y)
         classes = splits.classes
-        has_logits = likelihood_of(likelihood).name == "classification"
+        has_logits = likelihood.name == "classification"
         if classes is not None and has_logits and f.shape[-1] != len(classes):
             raise ValueError(
                 f"{name} returns {f.shape[-1]} outputs, but {splits.name} has {len(classes)} "

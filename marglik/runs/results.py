@@ -79,7 +79,7 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
     trainable = [n for n, p in laplace.model.named_parameters() if p.requires_grad]
     delta = laplace.prior_precision.expand(len(trainable))
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
-    relative = laplace.likelihood.numbers.get("noise", 1.0)  # of each output
+    relative = laplace.likelihood.parameters.get("noise", 1.0)  # of each output
     std = 1.0 if splits.target_scale is None else splits.target_scale[1]
     sigma = (laplace.sigma_noise.double().cpu() * relative * std).tolist()
     return {

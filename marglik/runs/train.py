@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Classification, Likelihood, likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.augmentation import LearnedAugmentation
 from marglik.data.batches import Batches, split_batches
@@ -175,7 +175,7 @@ def train(
         )
     training = Training(
         splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
-        fabric, ranks, likelihood,
+        fabric, ranks, likelihood_of(likelihood),
     )  # fmt: skip
     identity = _identity(training, model, provenance)
     ranks.agree(leaves(identity))
@@ -308,7 +308,7 @@ def _identity(training: "Training", model: nn.Module, provenance: Provenance) ->
         "ood": None if ood is None else ood.name,
         "model": type(_inner(model)).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
-        "likelihood": training.likelihood,
+        "likelihood": str(training.likelihood),
         "config": config,
         "sums": {
             "examples": sha256_of_tensors(t for found in tensors.values() for t in found),
@@ -347,7 +347,7 @@ class Training:
     fabric: "Fabric | OneDevice"
     ranks: Ranks = Ranks(None)
     """The ranks of the Fabric, each of which has a part of every batch."""
-    likelihood: str = "classification"
+    likelihood: Likelihood = Classification()
 
     def train(
         self,
@@ -470,7 +470,7 @@ class Training:
         return self._evaluated(predictives, laplace.likelihood)
 
     def _evaluated(
-        self, predictives: dict[str, Predictive], likelihood: str
+        self, predictives: dict[str, Predictive], likelihood: Likelihood
     ) -> tuple[dict[str, Any], Scores]:
         found, scores = evaluate(
             predictives,
@@ -508,7 +508,7 @@ class Training:
             return results | {"complete": True, "verdict": said}
         trained = time.perf_counter()
         sigma = 1.0
-        if likelihood_of(self.likelihood).has_sigma:  # of the residuals; the loss is half of σ²
+        if self.likelihood.has_sigma:  # of the residuals; the loss is half of σ²
             y = tensors_in(self.splits.train)[-1]
             sigma = (2 * plain.records[-1]["loss"] / y[0].numel()) ** 0.5
         scaled = self._calibrated([model], sigma, plain.seconds)

@@ -8,7 +8,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.laplace import KronLaplace, fisher_of_backend
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def marglik_training(
     model: nn.Module,
     train_loader: DataLoader[Any],
-    likelihood: str = "classification",
+    likelihood: Likelihood | str = "classification",
     hessian_structure: str = "kron",
     backend: type | None = None,
     optimizer_cls: type[Optimizer] = Adam,
@@ -107,6 +107,7 @@ def marglik_training(
             "laplace.marglik_training(..., backend=KfacGGN)."
         )
 
+    likelihood = likelihood_of(likelihood)
     curvature = CurvatureOptions(dict_key_x=dict_key_x, dict_key_y=dict_key_y).replace(
         **fisher_of_backend(backend, options)
     )
@@ -137,7 +138,7 @@ def marglik_training(
         if scheduler_cls is None
         else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     )
-    has_sigma = likelihood_of(likelihood).has_sigma
+    has_sigma = likelihood.has_sigma
     learner = PriorLearner(
         likelihood,
         curvature,
@@ -161,7 +162,7 @@ def marglik_training(
     of = result.laplace
     found = KronLaplace(
         model,
-        of.likelihood,  # with the numbers that were learned
+        of.likelihood,  # with the parameters that were learned
         curvature,
         prior_precision=of.prior_precision,
         sigma_noise=of.sigma_noise,

@@ -152,7 +152,7 @@ class PriorLearner:
 
     def __init__(
         self,
-        likelihood: str,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         weight_decay: float = WEIGHT_DECAY,
@@ -180,23 +180,24 @@ class PriorLearner:
                     f"({', '.join(of_curvature)})."
                 )
         curvature = curvature.replace(**{k: v for k, v in options.items() if k in of_curvature})
+        likelihood = likelihood_of(likelihood)
         curvature.check(likelihood)
         check_option("mean_over", mean_over, MeanOver)
         check_option("curvature_from", curvature_from, CurvatureFrom)
         check_positive("weight_decay", weight_decay)
         check_positive("temperature", temperature)
         check_positive("loss_scale", loss_scale)
-        if learn_sigma_noise and not likelihood_of(likelihood).has_sigma:
+        if learn_sigma_noise and not likelihood.has_sigma:
             raise ValueError(
-                f"learn_sigma_noise=True is for likelihood 'regression', not {likelihood!r}."
+                f"learn_sigma_noise=True is for likelihood 'regression', not '{likelihood}'."
             )
-        self._asked = likelihood_of(likelihood)
+        self._asked = likelihood
         self.curvature = curvature
         s = replace(schedule, **{k: v for k, v in options.items() if k in of_schedule})
         self.schedule = s
         learns = bool(s.updates and s.steps and (s.epochs is None or s.burn_in <= s.epochs))
         self._to_learn = self._asked.to_learn() if learns else {}
-        self.likelihood = self._asked.but(**self._to_learn) if self._to_learn else self._asked
+        self.likelihood = likelihood.replace(**self._to_learn) if self._to_learn else likelihood
         """The likelihood, with the noises that it has come to."""
         self.temperature = temperature
         self.mean_over: MeanOver = mean_over
@@ -630,12 +631,10 @@ class PriorLearner:
         before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
         parts = self.hyperparameters, self._ranges
         states, ranges = [deepcopy(part.state_dict()) for part in parts], ranges_of(self._model)
-        numbers = dict(self.likelihood.numbers)
         try:
             yield
         except BaseException:
             vars(self).update(before)
-            self.likelihood.numbers.update(numbers)  # `likelihood_step` differentiates in them
             for part, state in zip(parts, states, strict=True):
                 part.load_state_dict(state)
             if ranges:
@@ -939,7 +938,7 @@ def update_prior(
     }
     if posterior.likelihood.has_sigma:
         record["sigma_noise"] = hyperparameters.sigma_noise.item()
-    if posterior.likelihood.numbers:
+    if posterior.likelihood.parameters:
         record["likelihood"] = str(posterior.likelihood)
     return evidences, record
 
@@ -947,7 +946,7 @@ def update_prior(
 def likelihood_step(
     posterior: Posterior, data: Loader, names: Collection[str]
 ) -> tuple[Likelihood, Tensor]:
-    """A step of numbers ξ of the likelihood on the evidence at fixed θ and δ; and σ.
+    """A step of parameters ξ of the likelihood on the evidence at fixed θ and δ; and σ.
 
     The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
     outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
@@ -957,25 +956,23 @@ def likelihood_step(
     Args:
         posterior: fitted.
         data: batches of all its data.
-        names: of the numbers, keys of `Likelihood.numbers`.
+        names: keys of `Likelihood.parameters`.
     """
     factors, T = posterior.fitted_factors(), posterior.temperature
     likelihood, sigma = factors.likelihood, posterior.sigma_noise.double().cpu()
-    assert isinstance(likelihood, Likelihood)
     # Leaves with an entry for each output, where there are several, which the pass reads.
     present = [
         xi.expand(posterior.n_outputs).clone() if xi.dim() else xi.clone()
-        for xi in (likelihood.numbers[name] for name in names)
+        for xi in (likelihood.parameters[name] for name in names)
     ]
-    least = [likelihood.least.get(name, 0.0) for name in names]
+    bounds = [likelihood.lower_bounds()[name] for name in names]
 
-    def put(values: Sequence[Tensor]) -> None:
-        likelihood.numbers.update(zip(names, values, strict=True))
+    def at(values: Sequence[Tensor]) -> Likelihood:
+        return likelihood.with_parameters(dict(zip(names, values, strict=True)))
 
     # Step 1: the gradient of −½ log det, and the outputs.
-    put(present)
-    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0)
-    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, least, strict=True)]
+    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0, likelihood=at(present))
+    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)]
     outputs, device = [], posterior.params[0].device
     with torch.no_grad(), eval_mode(posterior.model):
         for batch in data:
@@ -985,10 +982,10 @@ def likelihood_step(
     of_ranks = posterior.ranks.gather(outputs)
     outputs = [pair for own in of_ranks for pair in own]
 
-    def log_p() -> Tensor:
+    def log_p(likelihood: Likelihood) -> Tensor:
         losses = torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
         # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
-        scale = likelihood.numbers["noise"].log().mean() if likelihood.has_sigma else 0.0
+        scale = likelihood.parameters["noise"].log().mean() if likelihood.has_sigma else 0.0
         count = factors.num_loss_terms * factors.num_outputs
         return -(losses / sigma.square() + count * scale) / T
 
@@ -998,23 +995,23 @@ def likelihood_step(
     def moved() -> list[Tensor]:
         return [
             low + (xi - low) * move.tanh().exp()
-            for xi, low, move in zip(present, least, moves, strict=True)
+            for xi, low, move in zip(present, bounds, moves, strict=True)
         ]
 
     optimizer = torch.optim.LBFGS(moves, max_iter=100, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        put(moved())
-        value = -log_p() - sum((g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True))
+        value = -log_p(at(moved())) - sum(
+            (g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True)
+        )
         value.backward()
         return value
 
     optimizer.step(objective)
-    put(present)
     found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
     taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
-    return likelihood.but(**found), sigma * taken.log().mean().exp()
+    return likelihood.replace(**found), sigma * taken.log().mean().exp()
 
 
 def _warn_of(names: Sequence[str], text: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from marglik.posterior.prior import parameter_kind
@@ -60,7 +61,7 @@ def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
     num_steps: int,
-    likelihood: str = "classification",
+    likelihood: Likelihood | str = "classification",
     curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
     seed: int = 0,
     settles: bool = False,

@@ -189,5 +189,5 @@ def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
     generator = torch.Generator(laplace.mean.device).manual_seed(0)
     predict = laplace_predictive(laplace, generator=generator)
     found = predict_all(predict, batches, targets=laplace.options)
-    key = "reg/NLL" if laplace.likelihood.kind == "numbers" else "cls/NLL"
+    key = "reg/NLL" if laplace.likelihood.kind == "continuous" else "cls/NLL"
     return compute_metrics(*found, laplace.likelihood)[key]

@@ -284,6 +284,8 @@ def classes_come_in_any_order(case: Case) -> None:
 @relation(10, batches=TWO)
 def frozen_is_absent(case: Case) -> None:
     """Parameters that are frozen have no block, and the blocks of the others stay."""
+    if any(layer.use == "functional" for layer in case.net.layers):
+        raise Impossible  # without its weight, the bias is a vector that is added
     made = case.build()
     expected = factors_of(made)
     left, frozen = thirds(list(expected.blocks), case.dice)
@@ -354,7 +356,12 @@ def float32_is_near(case: Case) -> None:
     (batch,) = made.batches
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     cast = {k: t.float() if t.is_floating_point() else t for k, t in items}
-    found = factors_of(made, [cast if isinstance(batch, dict) else tuple(cast.values())])
+    # The modes of float64, since "auto" compares traces that may be equal up to rounding.
+    found = factors_of(
+        made,
+        [cast if isinstance(batch, dict) else tuple(cast.values())],
+        kfac_approx=expected.options.kfac_approx,
+    )
     for name, block in expected.blocks.items():
         same(f"the block of '{name}'", found.to_dense(name), block.to_dense(), 1.0, rtol=2e-3)
 
@@ -504,7 +511,10 @@ def evidence_is_the_determinants(case: Case) -> None:
     posterior = fitted(case.build(), case)
     moves, delta = moving(posterior, case), posterior.prior_precision.double()
     theta = posterior.mean[moves]
-    log_det = sum(torch.linalg.slogdet(P)[1] for P in precision(posterior).values())
+    matrices = list(precision(posterior).values())
+    if any(torch.linalg.cond(P) > 1e9 for P in matrices):
+        raise Impossible  # its determinant is rounding
+    log_det = sum(torch.linalg.slogdet(P)[1] for P in matrices)
     log_det = log_det - (~moves).sum() * delta.log()
     prior = delta * theta.square().sum() - len(theta) * delta.log()
     expected = posterior.log_likelihood - 0.5 * (prior + log_det)
@@ -591,7 +601,8 @@ def laplace_is_a_posterior(case: Case) -> None:
         H = exact_matrix(made, posterior.fitted_factors().blocks)
         H = H / (posterior.sigma_noise**2 * posterior.temperature) / 0.7
         log_det = torch.linalg.slogdet(H + torch.eye(n, dtype=torch.float64))[1]
-        expected = posterior.log_likelihood - 0.5 * (0.7 * posterior.mean.square().sum() + log_det)
+        theta = posterior.mean[moving(posterior, case)]
+        expected = posterior.log_likelihood - 0.5 * (0.7 * theta.square().sum() + log_det)
     same("the evidence", found.log_marginal_likelihood(), expected, n)
 
 
@@ -893,7 +904,10 @@ def train(
         made.model.train()
         for batch in made.batches:
             optimizer.zero_grad()
-            loss_of(made, batch, learner.likelihood).backward()
+            loss = loss_of(made, batch, learner.likelihood)
+            if not loss < 1e4:
+                raise Impossible  # the training diverges
+            loss.backward()
             learner.add_to_gradients()
             optimizer.step()
         learner.end_of_epoch(epoch)
@@ -944,7 +958,7 @@ def all_ways_train_alike(case: Case) -> None:
         optimizer_cls=SGD, optimizer_kwargs={"lr": 0.01},
         scheduler_cls=torch.optim.lr_scheduler.ConstantLR, scheduler_kwargs={"factor": 1.0},
         n_epochs=EPOCHS, n_hypersteps=2, marglik_frequency=1, average=learner.schedule.average,
-        dict_key_x="x", **{name: getattr(made.options, name) for name in names},
+        **{name: getattr(made.options, name) for name in names},
     )  # fmt: skip
     same_posteriors(found, expected)
 

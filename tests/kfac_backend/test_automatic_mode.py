@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from kfac_backend import examples_of_rows, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.automatic_mode import block_traces, nearest_modes
+from kfac_backend.likelihoods import Classification
 from tests.kfac_backend.block_checks import assert_same, factors_of
 from tests.kfac_backend.networks import random_model
 from tests.oracles import dense_ggn_blocks
@@ -54,7 +55,7 @@ def test_the_mode_with_the_better_trace(name):
     exact = dense_ggn_blocks(model, x, "classification")
     by_mode = [kfac_blocks(model, x, "classification", mode) for mode in ("expand", "reduce")]
     assignment = CurvaturePass(model, "classification").driver.assignment
-    traces = block_traces(model, assignment, "classification", x, y)
+    traces = block_traces(model, assignment, Classification(), x, y)
     assert list(traces) == layers
     modes = {}
     for layer in layers:
@@ -82,7 +83,7 @@ def test_a_whole_batch_has_the_traces_of_its_first_examples(classes):
     assignment = CurvaturePass(model, "classification").driver.assignment
 
     def traces(which: slice) -> Tensor:
-        of_layers = block_traces(model, assignment, "classification", x[which], y[which])
+        of_layers = block_traces(model, assignment, Classification(), x[which], y[which])
         return torch.stack(list(of_layers.values()))
 
     assert_close(traces(slice(20)), traces(slice(8)))

@@ -106,7 +106,7 @@ def test_loss_terms_of_one_example_are_never_mixed():
 )
 def test_wrong_targets_are_named(f, y, likelihood, error, message):
     with pytest.raises(error) as raised:
-        check_targets(f, y, likelihood)
+        check_targets(f, y, likelihood_of(likelihood))
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -115,6 +115,7 @@ def test_wrong_targets_are_named(f, y, likelihood, error, message):
 def test_sums_of_losses_in_half_precision(likelihood):
     f = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = torch.zeros(4000).long() if likelihood == "classification" else torch.zeros(4000, 3)
+    likelihood = likelihood_of(likelihood)
     assert_close(loss_sum(f, y, likelihood).double(), loss_sum(f.double(), y, likelihood))
 
 
@@ -187,14 +188,14 @@ def test_examples_without_a_label(fisher):
 
 
 def test_targets_that_do_not_count_are_in_order():
-    f, y = sequences()
-    check_targets(f, y, "classification", may_ignore=True)
+    (f, y), likelihood = sequences(), likelihood_of("classification")
+    check_targets(f, y, likelihood, may_ignore=True)
     with pytest.raises(ValueError, match="Label -100 .*, pass ignore_index=-100"):
-        check_targets(f, y, "classification")
+        check_targets(f, y, likelihood)
     with pytest.raises(ValueError, match="Label -1 is out of range.*, pass ignore_index=-1"):
-        check_targets(f, y.where(y != y[0, 0], -1), "classification", may_ignore=True)
+        check_targets(f, y.where(y != y[0, 0], -1), likelihood, may_ignore=True)
     with pytest.raises(ValueError, match="Label 5 is out of range.*Relabel the data"):
-        check_targets(f, y.where(y != y[0, 0], 5), "classification", may_ignore=True)
+        check_targets(f, y.where(y != y[0, 0], 5), likelihood, may_ignore=True)
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])

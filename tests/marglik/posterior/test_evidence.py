@@ -10,6 +10,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.layers import Bias, Scale
+from kfac_backend.likelihoods import likelihood_of
 from marglik.posterior.evidence import (
     EvidenceTerms,
     effective_parameters,
@@ -87,7 +88,7 @@ def test_fixup_network_equals_brute_force(likelihood, kfac_approx, temperature):
     assert float(log_marginal_likelihood(terms, deltas, sigma, temperature)) == pytest.approx(
         expected, rel=0, abs=1e-8
     )
-    found = log_likelihood(terms.loss, terms.num_targets, likelihood, sigma, temperature)
+    found = log_likelihood(terms.loss, terms.num_targets, terms.likelihood, sigma, temperature)
     assert_close(found, expected_likelihood / temperature, **EXACT)
     gamma = effective_parameters(terms, deltas, sigma, temperature)
     P0 = torch.diag(deltas.repeat_interleave(sizes))
@@ -134,7 +135,7 @@ def small_terms(likelihood="regression"):
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     sizes = torch.tensor([3.0, 1.0, 5.0], dtype=torch.float64)
     spectra = Spectra.of(KroneckerBlock(f"{v}", torch.diag(v)) for v in eigenvalues)
-    return EvidenceTerms(spectra, sizes, norms, 4.2, 10, likelihood)
+    return EvidenceTerms(spectra, sizes, norms, 4.2, 10, likelihood_of(likelihood))
 
 
 def test_gradients_in_all_hyperparameters():

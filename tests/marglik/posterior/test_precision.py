@@ -50,7 +50,7 @@ class Dense:
     """Brute force: H, the precision and Σ (P, P) of a posterior, block by block of "kron"."""
 
     def __init__(self, posterior, delta=None):
-        model, likelihood = posterior.model, posterior.likelihood
+        model, likelihood = posterior.model, posterior.likelihood.name
         x, y = data(likelihood)
         values = {name: p.detach() for name, p in model.named_parameters()}
         self.sizes = [p.numel() for p in values.values()]

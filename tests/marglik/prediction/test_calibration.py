@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch.testing import assert_close
 
+from kfac_backend.likelihoods import Classification, Regression, likelihood_of
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction import calibration
 from marglik.prediction.calibration import (
@@ -49,7 +50,7 @@ def held_out(likelihood, n=60, C=3, seed=0, sigma_noise=1.0):
         y = ((f + 2 * noise) > 0).double()
     else:
         y = f + covariance.diagonal(dim1=1, dim2=2).sqrt() * noise + 0.7 * noise.flip(0)
-    return HeldOut(likelihood, f, covariance, y, sigma_noise)
+    return HeldOut(likelihood_of(likelihood), f, covariance, y, sigma_noise)
 
 
 def nll(data, link, calibration):
@@ -59,7 +60,7 @@ def nll(data, link, calibration):
     prediction = predict_from_gaussian(
         data.f, data.spread, data.likelihood, link, noise, data.sigma_noise, calibration
     )
-    if data.likelihood != "regression":
+    if data.likelihood.name != "regression":
         return compute_metrics(prediction, data.targets, data.likelihood)["cls/NLL"]
     normal = stats.norm(prediction.mean, prediction.total.sqrt())
     return -normal.logpdf(data.targets).sum(1).mean()
@@ -116,7 +117,7 @@ def of_few(n, draws=20):
     true = variance + 0.49
     y, coverages, nlls = f + true.sqrt() * noise, [], []
     for some in torch.arange(draws * n).split(n):
-        data = HeldOut("regression", f[some], covariance[some], y[some], 0.7)
+        data = HeldOut(Regression(), f[some], covariance[some], y[some], 0.7)
         found = fit_calibration(data).calibration
         total = found.covariance_scale * variance + found.sigma_noise**2
         z = torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64)) * (total / true).sqrt()
@@ -135,7 +136,7 @@ def test_few_examples_leave_a_right_posterior_nearly_as_it_is(monkeypatch):
     # Twenty examples, all of them right: the likelihood alone would make τ zero.
     monkeypatch.undo()
     f, covariance = gaussians(3, 20)
-    fit = fit_calibration(HeldOut("classification", f, covariance, f.argmax(1)), "mc", 50)
+    fit = fit_calibration(HeldOut(Classification(), f, covariance, f.argmax(1)), "mc", 50)
     assert 0.05 < fit.calibration.output_temperature < 1
     assert fit.nll < fit.nll_uncalibrated
 
@@ -146,7 +147,7 @@ def test_it_finds_what_made_the_data():
     spread = data.spread.diagonal(dim1=1, dim2=2)
     noise = torch.randn(data.f.shape, dtype=torch.float64, generator=torch.Generator())
     targets = data.f + (0.3 * spread + 0.25).sqrt() * noise
-    fit = fit_calibration(HeldOut("regression", data.f, data.spread, targets))
+    fit = fit_calibration(HeldOut(Regression(), data.f, data.spread, targets))
     assert fit.calibration.covariance_scale == pytest.approx(0.3, rel=0.05)
     assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
     assert fit.nll < min(fit.nll_scaled_map - 0.01, fit.nll_uncalibrated - 0.1)
@@ -157,14 +158,14 @@ def test_it_finds_what_made_the_data():
     noise = torch.randn(len(f), 4, 1, generator=generator, dtype=torch.float64)
     outputs = (f + (root @ noise).squeeze(-1)) / 0.5
     y = torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(1)
-    fit = fit_calibration(HeldOut("classification", f, covariance, y), "mc", 200)
+    fit = fit_calibration(HeldOut(Classification(), f, covariance, y), "mc", 200)
     # Both narrow the probabilities, so that one may stand in for the other to a degree.
     assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.3)
     assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.3)
     assert fit.nll < fit.nll_scaled_map - 0.01
 
     y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=generator).squeeze(1)
-    fit = fit_calibration(HeldOut("classification", f, covariance, y), "probit")
+    fit = fit_calibration(HeldOut(Classification(), f, covariance, y), "probit")
     assert fit.nll > fit.nll_scaled_map - 3 / 4000  # two numbers gain about one nat by chance
     assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
 

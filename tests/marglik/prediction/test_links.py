@@ -9,6 +9,7 @@ import torch
 from scipy import linalg, special, stats
 from torch.testing import assert_close
 
+from kfac_backend.likelihoods import Classification
 from marglik.prediction.links import Calibration, deviations, predict_from_outputs
 from tests.marglik.prediction.gaussians import entropy, gaussians, predict
 
@@ -77,7 +78,7 @@ def test_deviations_have_the_covariance_that_is_given(rank, dtype):
     factor = torch.randn(5, 40, rank, generator=torch.Generator().manual_seed(0)).to(dtype)
     covariance = factor @ factor.mT / 40
     covariance[0] = torch.diag(torch.linspace(-1e-3, 1, 40))  # rounded more than by rounding
-    columns, _ = deviations(covariance, "classification", torch.eye(40, dtype=dtype))
+    columns, _ = deviations(covariance, Classification(), torch.eye(40, dtype=dtype))
     found = torch.einsum("snc,snd->ncd", columns, columns)
     expected = covariance.clone()
     expected[0].clamp_(min=0)

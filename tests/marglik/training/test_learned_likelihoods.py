@@ -13,7 +13,7 @@ from scipy import optimize, stats
 from torch import nn
 from torch.testing import assert_close
 
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import NegativeBinomial, RegressionPerOutput, likelihood_of
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.training.learner import likelihood_step
 from tests.evidence_oracles import bayesian_linear_regression_log_evidence
@@ -69,7 +69,7 @@ def test_evidence_and_its_steps_are_those_of_bayesian_linear_regression(data):
         likelihood, sigma = likelihood_step(
             posterior, [(x[:20], y[:20]), (x[20:], y[20:])], ["noise"]
         )
-        before, noises = noises, sigma * likelihood.numbers["noise"]
+        before, noises = noises, sigma * likelihood.parameters["noise"]
         if torch.allclose(noises, before, rtol=1e-6, atol=0):
             break
     assert all(b > a - 1e-9 for a, b in zip(evidences, evidences[1:], strict=False))
@@ -132,7 +132,7 @@ def shape_posterior(name, f, y, numbers):
     model = nn.Linear(1, len(f), bias=False).double()
     with torch.no_grad():
         model.weight.copy_(torch.tensor(f)[:, None])
-    likelihood = likelihood_of(name).but(**numbers)
+    likelihood = likelihood_of(name).replace(**numbers)
     posterior = Posterior(model, likelihood, prior_precision=DELTA)
     x, y = torch.ones(len(y), 1).double(), torch.from_numpy(y.astype(float))
     posterior.fit([(x, y)])
@@ -145,10 +145,10 @@ def test_a_step_is_the_maximum_of_the_fit_and_the_tangent_of_the_determinant(nam
     f, draw, log_p, diagonal = SHAPES[name]
     f, y = np.array(f), draw(np.random.default_rng(0), 12)
     likelihood = likelihood_of(name)
-    start = {key: 1.3 * value for key, value in likelihood.learned.items()}
+    start = {key: 1.3 * value for key, value in likelihood.to_learn().items()}
     if name == "student_t":
         start["scale"] = 0.4  # within a factor e of the best
-    least = np.array([likelihood.least.get(key, 0) for key in start])
+    least = np.array([likelihood.lower_bounds()[key] for key in start])
     xi = np.array([*start.values()])
 
     def value(move):  # the numbers, at logarithms of their distance from the least ones
@@ -178,8 +178,8 @@ def test_a_step_is_the_maximum_of_the_fit_and_the_tangent_of_the_determinant(nam
     np.testing.assert_allclose(found, best(tangent), rtol=2e-3)
     # Negative control: the determinant counts.
     assert np.abs(best(tangent) / best(0 * tangent) - 1).max() > 5e-3
-    assert posterior.likelihood.numbers.keys() == start.keys()  # which are as they were
-    assert [float(v) for v in posterior.likelihood.numbers.values()] == pytest.approx([*xi])
+    assert posterior.likelihood.parameters.keys() == start.keys()  # which are as they were
+    assert [float(v) for v in posterior.likelihood.parameters.values()] == pytest.approx([*xi])
 
 
 @pytest.mark.parametrize("name", ["negative_binomial", "student_t", "weibull"])
@@ -188,7 +188,7 @@ def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
     f, draw, log_p, _ = SHAPES[name]
     y = draw(np.random.default_rng(1), 300)
     likelihood = likelihood_of(name)
-    numbers = dict(likelihood.learned)
+    numbers = likelihood.to_learn()
     for _ in range(30):
         xi = [*numbers.values()]
         f = optimize.minimize(lambda f, xi=xi: -log_p(y, f, *xi).sum() + 0.5 * DELTA * f @ f, f).x
@@ -210,7 +210,7 @@ def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
     ).x  # fmt: skip
     assert np.abs(exact).max() < 0.03
     # Negative control: it is not flat, and the start was another.
-    start = np.array([*likelihood.learned.values()])
+    start = np.array([*likelihood.to_learn().values()])
     assert evidence(xi) > evidence(start) + 1 and np.abs(np.log(start / xi)).max() > 0.2
 
 
@@ -223,7 +223,7 @@ def test_a_network_with_batch_norm_learns_numbers(data):
     learner = PriorLearner("regression_per_output", epochs=4)
     batches = [(x[:30], y[:30]), (x[30:], y[30:])]
     OnlineTraining(model, torch.optim.SGD(model.parameters(), 0.01), batches, learner).run()
-    assert learner.posterior.likelihood == learner.likelihood != "regression_per_output"
+    assert learner.posterior.likelihood == learner.likelihood != RegressionPerOutput()
 
 
 def test_training_learns_what_is_not_given():
@@ -251,16 +251,16 @@ def test_training_learns_what_is_not_given():
     again.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
     assert again.likelihood == learned.likelihood
     member = learned.replay()  # of an ensemble: from the same start
-    assert member.likelihood == "negative_binomial(r=1.0)"
+    assert member.likelihood == NegativeBinomial(r=1)
     member.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
     for epoch in range(1, 40):
         member.end_of_epoch(epoch)
-    assert float(member.likelihood.numbers["r"]) == pytest.approx(r, rel=0.05)
+    assert float(member.likelihood.parameters["r"]) == pytest.approx(r, rel=0.05)
     assert learned.record["likelihood"] == f"negative_binomial(r={r!r})"
-    assert trained("negative_binomial(r=0.7)").likelihood == "negative_binomial(r=0.7)"
-    assert trained("negative_binomial", updates=0).likelihood == "negative_binomial"
+    assert trained("negative_binomial(r=0.7)").likelihood == NegativeBinomial(r=0.7)
+    assert trained("negative_binomial", updates=0).likelihood == NegativeBinomial()
     weighted = torch.cat([y, torch.ones_like(y)], 1), "weighted(of='negative_binomial')"
     y, text = weighted
     of = trained(text).likelihood
-    assert of.startswith("weighted(of='negative_binomial(r=")
-    assert float(of.numbers["r"]) == pytest.approx(r, rel=1e-3)
+    assert str(of).startswith("weighted(of='negative_binomial(r=")
+    assert float(of.parameters["r"]) == pytest.approx(r, rel=1e-3)

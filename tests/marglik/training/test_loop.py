@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from kfac_backend import CurvatureOptions, kronecker_factors
-from kfac_backend.loss import loss_sum
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import (
     Hyperparameters,
@@ -185,7 +185,7 @@ def test_kfac_takes_natural_gradient_steps_on_the_posterior(likelihood, sigma):
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in parameters.items()}
     factors = kronecker_factors(model, [(x, y)], likelihood, unsupported="diagonal")
-    (loss_sum(model(x), y, likelihood) / len(x)).backward()
+    (likelihood_of(likelihood).loss(model(x), y) / len(x)).backward()
     gradients = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
     }

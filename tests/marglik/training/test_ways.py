@@ -242,11 +242,11 @@ def test_what_is_learned_is_kept(text, way, tmp_path):
     likelihood, given = posterior.likelihood, likelihood_of(text)
     # What was left open has moved, and what was given has not.
     start, moves = given.to_learn(), [0.0]
-    for name, number in likelihood.numbers.items():
+    for name, number in likelihood.parameters.items():
         if name in start:
             moves.append(float((number.log() - torch.tensor(start[name]).log()).abs().max()))
         else:
-            assert_close(number, given.numbers[name])
+            assert_close(number, given.parameters[name])
     assert (max(moves) > 0.05) == bool(start)
     assert (float(posterior.sigma_noise) != 1) == given.has_sigma
     # The posterior is that of these numbers: a new fit has the same evidence. Not of the others.
@@ -267,7 +267,7 @@ def test_what_is_learned_is_kept(text, way, tmp_path):
 
     assert evidence == pytest.approx(of(likelihood), rel=1e-6)
     if start:
-        assert abs(evidence - of(given.but(**start))) > 0.1
+        assert abs(evidence - of(given.replace(**start))) > 0.1
     # Saved and loaded.
     save_posterior(posterior, tmp_path / "saved")
     loaded = load_posterior(tmp_path / "saved", posterior.model)
