@@ -20,6 +20,11 @@ from kfac_backend.blocks.block import EigenBlock
 class Precision(ABC):
     """The symmetric, positive definite matrix H/(σ²T) + P₀, (P, P)."""
 
+    size: int
+    """P."""
+    example: Tensor
+    """A tensor with the dtype and on the device of draws."""
+
     @abstractmethod
     def matvec(self, v: Float[Tensor, "*rows P"]) -> Float[Tensor, "*rows P"]:
         """(H/(σ²T) + P₀) v."""
@@ -45,16 +50,6 @@ class Precision(ABC):
     @abstractmethod
     def variances(self) -> Float[Tensor, "P"]:
         """The diagonal of Σ."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """P."""
-
-    @property
-    @abstractmethod
-    def example(self) -> Tensor:
-        """A tensor with the dtype and on the device of draws."""
 
     def to_dense(self) -> Float[Tensor, "P P"]:
         """The matrix itself."""
@@ -90,16 +85,8 @@ class KroneckerPrecision(Precision):
         constants: Mapping[str, tuple[int, int]] = {},  # noqa: B006  # never written
     ) -> None:
         self.blocks, self.constants = blocks, constants
-
-    @property
-    def size(self) -> int:
-        """P, with entries that are constants."""
-        return sum(eigen.numel for eigen, _ in self.blocks.values())
-
-    @property
-    def example(self) -> Tensor:
-        """A spectrum."""
-        return next(iter(self.blocks.values()))[1]
+        self.size = sum(eigen.numel for eigen, _ in blocks.values())  # with constants
+        self.example = next(iter(blocks.values()))[1]
 
     def power(self, v: Tensor, exponent: float) -> Tensor:
         """(H/(σ²T) + P₀)^exponent v."""
@@ -153,17 +140,7 @@ class DensePrecision(Precision):
 
     def __init__(self, H: Tensor, delta: Tensor, example: Tensor) -> None:
         self._matrix = H + torch.diag(delta)
-        self._example = example
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return len(self._matrix)
-
-    @property
-    def example(self) -> Tensor:
-        """As it was passed."""
-        return self._example
+        self.size, self.example = len(delta), example
 
     @cached_property
     def _inverse(self) -> Tensor:
@@ -183,7 +160,7 @@ class DensePrecision(Precision):
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """L ε with L Lᵀ = Σ."""
-        root = torch.linalg.cholesky(self._inverse).to(self._example)
+        root = torch.linalg.cholesky(self._inverse).to(self.example)
         return self._noise(n_samples, self.size, generator) @ root.mT
 
     def diagonal(self) -> Tensor:
@@ -199,17 +176,8 @@ class DiagonalPrecision(Precision):
     """A diagonal; arguments as those of `DensePrecision`, with H (P,)."""
 
     def __init__(self, H: Tensor, delta: Tensor, example: Tensor) -> None:
-        self._diagonal, self._example = H + delta, example
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return len(self._diagonal)
-
-    @property
-    def example(self) -> Tensor:
-        """As it was passed."""
-        return self._example
+        self._diagonal = H + delta
+        self.size, self.example = len(delta), example
 
     def matvec(self, v: Tensor) -> Tensor:
         """Entry by entry."""
@@ -247,17 +215,8 @@ class LowRankPrecision(Precision):
     """
 
     def __init__(self, R: Tensor, delta: Tensor, example: Tensor) -> None:
-        self._R, self._delta, self._example = R, delta, example
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return len(self._delta)
-
-    @property
-    def example(self) -> Tensor:
-        """As it was passed."""
-        return self._example
+        self._R, self._delta = R, delta
+        self.size, self.example = len(delta), example
 
     @cached_property
     def _inner(self) -> Tensor:

@@ -68,7 +68,8 @@ def is_for(call, note, structure, likelihood):
     ):
         return structure in (named or ["kron"])
     other = {"regression": "classification", "classification": "regression"}[likelihood]
-    return not note.startswith(other) and not (note == '"kron"' and structure != "kron")
+    structures = re.findall('"(kron|diag|full)"', note) if note.startswith('"') else [structure]
+    return not note.startswith(other) and structure in structures
 
 
 CASES = [
