@@ -68,8 +68,8 @@ def is_for(call, note, structure, likelihood):
     ):
         return structure in (named or ["kron"])
     other = {"regression": "classification", "classification": "regression"}[likelihood]
-    structures = re.findall('"(kron|diag|full)"', note) if note.startswith('"') else [structure]
-    return not note.startswith(other) and structure in structures
+    structures = re.findall('"(kron|diag|full)"', note) if note.startswith('"') else []
+    return not note.startswith(other) and structure in (structures or [structure])
 
 
 CASES = [
