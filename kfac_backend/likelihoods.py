@@ -88,6 +88,8 @@ class Likelihood:
     """Whether Λ depends on the data's targets."""
     has_probit: ClassVar[bool] = True
     """Whether link "probit" approximates the mean of the probabilities."""
+    has_label_noise: ClassVar[bool] = False
+    """Whether ``noise`` is the share of labels that were drawn at random."""
     is_count: ClassVar[bool] = False
     """Whether the numbers are whole."""
     parameters: ClassVar[Mapping[str, Tensor]]
@@ -341,31 +343,22 @@ class _Labels(Likelihood):
         return f.shape[:-1]
 
 
-@dataclass(frozen=True)
-class Classification(_Labels):
-    """A class index for each loss term, by the softmax of its C logits.
+class _Softmax(_Labels):
+    """A likelihood of classes with probabilities p = softmax(f), for each loss term.
 
-    Args:
-        weights: of the classes, w; the loss of label y counts w_y times.
-        smoothing: ε; the loss is that of labels of which ε is spread evenly over all classes. With
-            weights, each class's part has its own, as in `torch.nn.CrossEntropyLoss`.
-
-    With either, exp(−ℓ) is no probability, and the evidence is that of a pseudo-likelihood.
+    Its dataclasses have a field ``weights``, of the classes.
     """
 
-    name = "classification"
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | None
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the weights."""
         super().__post_init__()
-        weights, smoothing = self.options.get("weights"), self.smoothing
+        weights = self.options.get("weights")
         numbers = _finite(weights, is_list=True)
         if weights is not None and (numbers is None or not (numbers > 0).all()):
             raise ValueError(f"weights must be a positive number for each class, not {weights!r}")
-        if _finite(smoothing) is None or not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing in [0, 1) is needed, not {smoothing!r}")
         object.__setattr__(self, "needs_targets", weights is not None)
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
@@ -376,10 +369,6 @@ class Classification(_Labels):
         w = vector.new_tensor([1.0] * C if self.weights is None else self.weights)
         h = (1 - eps) * w[y.long().where(y != IGNORED, 0)] + eps * w.mean()
         return vector * h.sqrt()[..., None]
-
-    def num_vectors(self, C: int) -> int:
-        """C − 1, the rank of diag(p) − ppᵀ."""
-        return C - 1
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless the labels fit the logits."""
@@ -419,6 +408,41 @@ class Classification(_Labels):
                 f"Label {label} is out of range: the model has {C} outputs, labels must be 0 to "
                 f"{C - 1}. {way_out}"
             )
+
+    def predicted(self, f: Tensor) -> Tensor:
+        """The most probable class of each term."""
+        return f.argmax(-1)
+
+    def log_probabilities(self, f: Tensor) -> Tensor:
+        """The log softmax of f."""
+        return torch.log_softmax(f, -1)
+
+
+@dataclass(frozen=True)
+class Classification(_Softmax):
+    """A class index for each loss term, by the softmax of its C logits.
+
+    Args:
+        weights: of the classes, w; the loss of label y counts w_y times.
+        smoothing: ε; the loss is that of labels of which ε is spread evenly over all classes. With
+            weights, each class's part has its own, as in `torch.nn.CrossEntropyLoss`.
+
+    With either, exp(−ℓ) is no probability, and the evidence is that of a pseudo-likelihood.
+    """
+
+    name = "classification"
+    weights: Sequence[float] | None = None
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
+
+    def num_vectors(self, C: int) -> int:
+        """C − 1, the rank of diag(p) − ppᵀ."""
+        return C - 1
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
@@ -472,13 +496,79 @@ class Classification(_Labels):
         g = p.scatter_add_(-1, labels, -torch.ones_like(p[..., :1]))
         return self._with_weight(g, y)
 
-    def predicted(self, f: Tensor) -> Tensor:
-        """The most probable class of each term."""
-        return f.argmax(-1)
 
-    def log_probabilities(self, f: Tensor) -> Tensor:
-        """The log softmax of f."""
-        return torch.log_softmax(f, -1)
+@dataclass(frozen=True)
+class NoisyClassification(_Softmax):
+    """A class index that was replaced, with probability ε, by one drawn from all C classes.
+
+    p(y|f) = q_y = (1 − ε) p_y + ε/C with p = softmax(f), and ℓ = −log q_y ≤ log(C/ε): a label that
+    contradicts all others is given up instead of being fitted. If a share w of the labels was
+    changed to another class, ε = w C/(C − 1). Λ is the Fisher information, Σ_c s_c s_cᵀ with s_c =
+    (1 − ε) p_c (e_c − p)/√q_c; at ε = 0 it is that of `Classification`. Predictions are of the true
+    class, p. Source: the "random label" model of Angluin & Laird 1988 (Machine Learning 2).
+
+    Args:
+        noise: ε in [0, 1); 0 where it is neither given nor learned.
+        weights: of the classes, w; the loss of label y counts w_y times.
+    """
+
+    name = "noisy_classification"
+    has_label_noise = True
+    noise: Any = parameter(0.0, start=0.1, above=-math.inf)
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the noise."""
+        number = _finite(0.0 if self.noise is None else self.noise)
+        if number is None or not 0 <= number < 1:
+            raise ValueError(f"noise in [0, 1) is needed, not {self.noise!r}")
+        super().__post_init__()
+
+    def num_vectors(self, C: int) -> int:
+        """One for each class."""
+        return C
+
+    def losses(self, f: Tensor, y: Tensor) -> Tensor:
+        """The loss −log q_y, w_y times; 0 where y is `IGNORED`."""
+        counts = y != IGNORED
+        label = y.long().where(counts, 0)[..., None]
+        log_q = self.recorded(torch.log_softmax(f, -1)).gather(-1, label)
+        if self.weights is not None:
+            log_q = log_q * f.new_tensor(self.weights)[label]
+        return -log_q.where(counts[..., None], 0.0)
+
+    def recorded(self, log_p: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms C"]:
+        """Log q, of the label as it would be recorded, from log p of the true class."""
+        return with_label_noise(log_p, self.parameters["noise"].to(log_p), log_p.shape[-1])
+
+    def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """The columns s_c."""
+        p, scale = self._scaled(f)
+        for c in range(f.shape[-1]):
+            column = -p * scale[..., c, None]
+            column[..., c] += scale[..., c]
+            yield self._with_weight(column, y)
+
+    def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The draw Σ_c s_c ε_c."""
+        p, scale = self._scaled(f)
+        scaled = scale * _normal(f, generator)
+        return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
+
+    def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The gradient −(1 − ε) p_ŷ (e_ŷ − p)/q_ŷ with labels ŷ drawn from q."""
+        p = torch.softmax(f, -1)
+        eps = self.parameters["noise"].to(f)
+        q = (1 - eps) * p + eps / f.shape[-1]
+        labels = _drawn(q.flatten(0, -2), generator).view(*f.shape[:-1], 1)
+        share = (1 - eps) * p.gather(-1, labels) / q.gather(-1, labels)
+        return self._with_weight((p * share).scatter_add(-1, labels, -share), y)
+
+    def _scaled(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities p, and (1 − ε) p_c/√q_c; where p underflows the root is 0, not 0/0."""
+        p, eps = torch.softmax(f, -1), self.parameters["noise"].to(f)
+        p = p.clamp(min=torch.finfo(p.dtype).tiny)
+        return p, (1 - eps) * p / ((1 - eps) * p + eps / f.shape[-1]).sqrt()
 
 
 @dataclass(frozen=True)
@@ -924,7 +1014,15 @@ class Weighted(Likelihood):
         of = likelihood_of(self.of)
         object.__setattr__(self, "of", of)
         for name in (
-            *("kind", "has_sigma", "has_probit", "is_count", "num_vectors", "predicted"),
+            *(
+                "kind",
+                "has_sigma",
+                "has_probit",
+                "has_label_noise",
+                "is_count",
+                "num_vectors",
+                "predicted",
+            ),
             *("log_probabilities", "moments", "log_density", "cdf"),
             *("parameters", "lower_bounds", "to_learn"),
         ):
@@ -1056,6 +1154,14 @@ def _finite(value: Any, is_list: bool = False) -> Tensor | None:
         return None
     is_right = numbers.dim() == is_list and numbers.numel() and not isinstance(value, bool)
     return numbers if is_right and numbers.isfinite().all() else None
+
+
+def with_label_noise(log_p: Tensor, noise: Tensor, num_classes: int) -> Tensor:
+    """Log((1 − ε) p + ε/C) of log probabilities, each of one of C classes, without underflow."""
+    if not noise.requires_grad and not noise:
+        return log_p
+    noise = noise + torch.finfo(noise.dtype).tiny  # the logarithm of 0 has no derivative
+    return torch.logaddexp(log_p + torch.log1p(-noise), noise.log() - math.log(num_classes))
 
 
 def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command `marglik`: the options of its four commands, and the call of what they do.
+"""The command `marglik`: the options of its five commands, and the call of what they do.
 
 A command is a function: jsonargparse makes its options of the arguments, with their help from the
 docstrings. What a command needs is imported when it is asked for, since torch takes seconds.
@@ -41,9 +41,14 @@ COMMANDS = {
     "train": "train on images, sequences, graphs, tensors; learn the weight decays",
     "fit": "fit a posterior to a network that was trained elsewhere",
     "evaluate": "compute metrics on test and out-of-distribution data",
+    "predict": "predict the rows of a new table, in its target's units",
     "report": "write a page about one run, or several side by side",
 }
-ARGUMENTS = {"evaluate": "FOLDER [OPTIONS]", "report": "FOLDERS [OPTIONS]"}
+ARGUMENTS = {
+    "evaluate": "FOLDER [OPTIONS]",
+    "predict": "FOLDER ROWS -o FILE [OPTIONS]",
+    "report": "FOLDERS [OPTIONS]",
+}
 DESCRIPTION = (
     "Learn a weight decay per layer while the network trains, and get calibrated predictions "
     "afterwards."
@@ -52,6 +57,7 @@ FUNCTIONS = {
     "train": "marglik.runs.train:train",
     "fit": "marglik.runs.fit:fit",
     "evaluate": "marglik.runs.evaluate:evaluate_run",
+    "predict": "marglik.runs.predict:predict_rows",
 }
 """What a command calls; imported when it is asked for, since torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"
@@ -235,7 +241,12 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     function = resolve_name(FUNCTIONS[command])
     configs = _configs(function) if command == "train" else {}
     skip: Any = {"provenance", *configs, *_switches(function)}
-    parser.add_function_arguments(function, as_positional=command == "evaluate", skip=skip)
+    if command == "predict":
+        skip.add("output")
+        text = "CSV file to write the predictions to."
+        parser.add_argument("-o", "--output", type=str, required=True, help=text)
+    on_folder = command in ("evaluate", "predict")
+    parser.add_function_arguments(function, as_positional=on_folder, skip=skip)
     _add_switches(parser, function)
     if command == "train":
         config = configs.pop("run")
@@ -285,7 +296,8 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
 
     from marglik.runs.config import check_seed
 
-    if command != "evaluate":
+    trains = command in ("train", "fit")
+    if trains:
         _fill_in_sizes(options)
     provenance = _provenance(parser, options)
     # Before `instantiate`, which draws the model's initial parameters.
@@ -295,9 +307,14 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
     if command == "train":
         of_run = _configs(function)["run"]
         arguments["run"] = of_run(**{f.name: arguments.pop(f.name) for f in fields(of_run)})
-    if command != "evaluate":
+    if trains:
         arguments["provenance"] = provenance
     results = function(**arguments)
+    if command == "predict":
+        is_calibrated = "calibrated" if results["calibrated"] else "not calibrated"
+        say(f"{results['rows']} rows predicted ({results['predictive']}, {is_calibrated})")
+        say(f"Written to {results['output']}")
+        return
     if not _is_another_rank():
         show = print_results if command == "train" else print_evaluation
         show(results, write_report([results["output"]]))
@@ -402,14 +419,15 @@ def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
 def _fill_in_sizes(options: Any) -> None:
     """Give the network the sizes of the data where the options leave them at None."""
     from marglik.data import DataSource
-    from marglik.runs.build import build_from_spec, sizes_of
+    from marglik.runs.build import sizes_of
+    from marglik.specification import build_from_spec
 
     sizes = options.model.get("init_args") or {}
     names = ("in_features", "num_classes", "in_channels", "image_size")
     missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
-        found = sizes_of(data.load())
+        found = sizes_of(data.load(), options.likelihood)
         for name in missing:
             sizes[name] = found.get(name)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.extras import extra
+from kfac_backend.likelihoods import likelihood_of
 from marglik.data import Batches
 from marglik.models import MLP
 from marglik.prediction.calibration import calibrate
@@ -87,7 +88,7 @@ class Estimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31))
         # Constant columns become 0.
         self.scaler_: Any = StandardScaler().fit(X.reshape(len(X), -1))
-        is_classes = self.likelihood == "classification"
+        is_classes = likelihood_of(self.likelihood).has_labels
         with _seeded(seed):
             self.model_ = self._new_model(X[0].size, num_outputs)
         x = self._inputs(X)
@@ -109,16 +110,19 @@ class Estimator(BaseEstimator):
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
         learner = PriorLearner(self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
         rate = settling_rate(optimizer, self.epochs * len(batches))
+        held_out = [(x[held], y[held])] if len(held) else None
         with _seeded(seed):  # of dropout
-            result = OnlineTraining(self.model_, optimizer, batches, learner, scheduler=rate).run()
+            result = OnlineTraining(
+                self.model_, optimizer, batches, learner, scheduler=rate, held_out=held_out
+            ).run()
         self.posterior_ = result.laplace
         self.log_marginal_likelihood_ = result.evidence
         names = self.posterior_.fitted_factors().blocks
         self.weight_decays_ = dict(zip(names, learner.weight_decays().tolist(), strict=True))
 
         # Step 3: calibrate, then fit the posterior to the held-out examples as well.
-        if len(held):
-            calibrate(self.posterior_, [(x[held], y[held])])
+        if held_out:
+            calibrate(self.posterior_, held_out)
             found = self.posterior_.calibrations
             self.posterior_.fit(Batches(x, y, self.batch_size, device=x.device))
             self.posterior_.calibrations = found
@@ -143,7 +147,7 @@ class Estimator(BaseEstimator):
         check_is_fitted(self)
         checked: Any = validate_data(self, X, reset=False, allow_nd=True, dtype="numeric")
         predict: Predictive = laplace_predictive(self.posterior_)
-        if self.likelihood == "classification" and not self.posterior_.calibrations:
+        if likelihood_of(self.likelihood).has_labels and not self.posterior_.calibrations:
             predict = map_predictive(self.model_)
         parts = self._inputs(checked).split(PREDICTED_AT_ONCE)
         return Prediction.cat([predict(part).to("cpu") for part in parts])
@@ -162,11 +166,33 @@ class MarglikClassifier(ClassifierMixin, Estimator):
 
     After `fit`: ``classes_``, ``model_`` (the network, for standardised columns), ``posterior_``
     (a `marglik.Posterior`), ``weight_decays_`` and ``log_marginal_likelihood_`` (nats). Arguments
-    are those of `Estimator`.
+    are those of `Estimator`, and:
+
+    Args:
+        likelihood: "classification", or "noisy_classification" where labels may be wrong: it learns
+            their share, ``posterior_.likelihood.parameters["noise"]``, from the held-out examples.
     """
 
-    likelihood = "classification"
     classes_: np.ndarray
+
+    def __init__(
+        self,
+        model: Network | None = None,
+        *,
+        likelihood: str = "classification",
+        epochs: int = 200,
+        batch_size: int = 32,
+        lr: float = 1e-2,
+        weight_decay: float = WEIGHT_DECAY,
+        held_out: float = 0.1,
+        random_state: Any = None,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(
+            model, epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay,
+            held_out=held_out, random_state=random_state, device=device,
+        )  # fmt: skip
+        self.likelihood = likelihood
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on columns X (N, ...) and labels y (N,) of any type; returns itself."""

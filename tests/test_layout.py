@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -155,3 +156,18 @@ def test_a_public_name_means_one_thing(package):
     folder = ROOT / package
     modules = {path.stem for path in folder.glob("*.py")} | {p.name for p in folder.glob("*/")}
     assert exported and not set(exported) & modules
+
+
+def test_commands_that_pages_name_exist():
+    """Targets of make, all of which `make help` lists, and the modules of experiments."""
+    done = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = {line.split()[0] for line in done.stdout.splitlines()}
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert listed == set(targets.split())
+    tracked = [ROOT / folder for folder in (".", "docs", "experiments", "kfac_backend")]
+    pages = "\n".join(page.read_text() for folder in tracked for page in folder.glob("*.md"))
+    assert set(re.findall(r"`make ([a-z\d-]+)", pages)) <= listed
+    table = re.findall(r"^\| `(\w+\.\w+)", (ROOT / "experiments/README.md").read_text(), re.M)
+    named = {*table, *re.findall(r"experiments\.(\w+\.\w+)", pages)}
+    files = {name: ROOT / "experiments" / f"{name.replace('.', '/')}.py" for name in named}
+    assert len(table) == 22 and [name for name, file in files.items() if not file.exists()] == []

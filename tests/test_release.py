@@ -1,4 +1,4 @@
-"""What is released: metadata, a recipe that agrees with it, and a wheel that works by itself."""
+"""What is released: metadata, and a wheel that works by itself, on the Pythons that CI runs."""
 
 import json
 import os
@@ -12,18 +12,12 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-import jinja2
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CONDA = {
-    "torch": "pytorch",
-    "docstring-parser": "docstring_parser",
-}
-"""Distribution -> conda's name, where it is another."""
 UNTYPED_BASES = (
     "marglik.adapters.",
     "marglik.callbacks.transformers.",
@@ -35,19 +29,10 @@ UNTYPED_BASES = (
 
 
 def test_the_version_stands_in_one_place():
-    """The command reads it; the package that is installed has it, and a recipe's copy is tested."""
+    """The command reads it, and the package that is installed has it."""
     assert version("marglik") == PROJECT["version"]
     for file in ("marglik/__init__.py", "kfac_backend/__init__.py", "CITATION.cff", "mkdocs.yml"):
         assert PROJECT["version"] not in (ROOT / file).read_text(), file
-
-
-def recipe():
-    """The recipe as rattler-build reads it: its context put in."""
-    text = (ROOT / "recipe/recipe.yaml").read_text()
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, variable_start_string="${{", variable_end_string="}}"
-    )
-    return yaml.safe_load(environment.from_string(text).render(yaml.safe_load(text)["context"]))
 
 
 def whole(requirements):
@@ -60,25 +45,13 @@ def whole(requirements):
             yield requirement
 
 
-def test_the_recipe_has_the_projects_dependencies():
-    """Those of the whole, as conda has no extras; but pandas and pyarrow, which few need."""
-    found = recipe()
-    assert found["package"] == {"name": "marglik", "version": PROJECT["version"]}
-    runs = dict(re.split(r" +", entry, maxsplit=1) for entry in found["requirements"]["run"])
-    assert runs.pop("python") == PROJECT["requires-python"]
-    expected = {}
-    for requirement in whole([*PROJECT["dependencies"], "marglik[command,laplace]"]):
-        name, bounds = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", requirement).groups()
-        expected[CONDA.get(name, name)] = bounds
-    of_an_extra = {"typeshed_client": ">=2.8.2"}  # jsonargparse[signatures]'s
-    assert {name: bounds.replace(" ", "") for name, bounds in runs.items()} == {
-        **expected,
-        **of_an_extra,
-    }
-    assert found["about"]["license"] == PROJECT["license"]
-    assert found["about"]["summary"] == PROJECT["description"]
-    (script,) = found["build"]["python"]["entry_points"]
-    assert script == f"marglik = {PROJECT['scripts']['marglik']}"
+def test_ci_runs_the_oldest_and_the_newest_python():
+    """Of those that the classifiers name, from the one that is required on."""
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    named = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.M)
+    assert job["strategy"]["matrix"]["python"] == [named[0], named[-1]]
+    assert PROJECT["requires-python"] == f">={named[0]}"
+    assert {"run": ".ci/run"} in job["steps"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -37,6 +37,6 @@ def specification(**options: Any) -> dict[str, Any]:
 
 def images(**options: Any) -> DataSource:
     """The source of the images; options are those of `specification`."""
-    from marglik.runs.build import build_from_spec  # imported here, since it takes seconds
+    from marglik.specification import build_from_spec  # imported here, since it takes seconds
 
     return build_from_spec(DataSource, specification(**options), named=None)

@@ -11,7 +11,7 @@ convolutions, self-attention, and GraphNetworks on graphs of different sizes. Ex
 with the Jacobian from `torch.func.jacrev`, in float64; the approximations are
 `kfac_backend.kronecker_factors`.
 
-``make exactness`` takes half a minute.
+``python -m experiments.exactness.modes`` takes half a minute.
 """
 
 import statistics

@@ -12,7 +12,7 @@ the autoencoder and the vision transformer, with seeds 0 and 1, of which the tab
 too. The other three problems were not looked at with K-FAC before the defaults were fixed. The
 paper has no such comparison.
 
-``make optimizer-comparison`` runs what is missing: half an hour of one core.
+``python -m experiments.optimizers.optimizer_comparison`` runs what is missing.
 """
 
 import argparse

@@ -19,7 +19,7 @@ K-FAC's settings are those of the trial that reaches it first (sections 4.2 and 
 AlgoPerf). A run reaches the target when it stays there: on problems this small, an untrained
 network's metric may jump above it for a moment.
 
-``make graph-network-training`` and ``make vision-transformer-training`` run the missing parts.
+``python -m experiments.optimizers.steps_to_target --study NAME`` runs the missing parts of one.
 """
 
 import argparse

@@ -10,8 +10,8 @@ All rows use the same outputs and covariances, which take one pass per set of im
 out-of-distribution data are the predictive entropy and its epistemic part, which exists only where
 s > 0; beside them, the distance of the last layer's normalised inputs from those of each class.
 
-``make out-of-distribution`` runs digits with three seeds and the ViT with one. It continues
-trainings in ``runs/out_of_distribution/``.
+``python -m experiments.predictions.out_of_distribution`` runs digits with three seeds and the ViT
+with one. It continues trainings in ``runs/out_of_distribution/``.
 """
 
 import statistics
@@ -47,7 +47,7 @@ from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
-from marglik.runs.build import build_from_spec
+from marglik.specification import build_from_spec
 from marglik.storage.run_folder import read_posterior
 
 BATCH_SIZE = 50

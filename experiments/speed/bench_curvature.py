@@ -15,7 +15,7 @@ Each part is a JSON file in ``results/bench_curvature_DEVICE/``:
 - update_50000: our whole update with all of CIFAR-10's images, on a GPU.
 - sizes: how a pass on a GPU depends on batch size, memory format and precision.
 
-``make bench`` runs the missing parts in half an hour on two cores.
+``python -m experiments.speed.bench_curvature`` runs the missing parts in half an hour on two cores.
 """
 
 import statistics

@@ -12,7 +12,7 @@ Each part is a JSON file in ``results/bench_predictive_cpu/``:
 - jacobians_1, jacobians_8: laplace-torch's Jacobian path, in a process that may use 24 GiB. Its
   Jacobians (N, C, P) take 3.3 GiB for 32 images, and arrays made from them several times that.
 
-``make bench`` runs the missing parts.
+``python -m experiments.speed.bench_predictive`` runs the missing parts.
 """
 
 import resource

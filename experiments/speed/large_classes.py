@@ -7,8 +7,8 @@
   (``diagonal_above``).
 
 Peak memory is that of a batch's tensors beyond those that were there before, with the factors.
-Seconds are processor seconds of one thread, medians of interleaved rounds. ``make large-classes``
-takes six minutes of one core.
+Seconds are processor seconds of one thread, medians of interleaved rounds.
+``python -m experiments.speed.large_classes`` takes six minutes of one core.
 """
 
 import sys

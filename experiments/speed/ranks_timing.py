@@ -7,8 +7,8 @@ out. The network is WRN-16-4 Fixup with CIFAR-10 shapes in float32. The proofs o
 batch are made before. Bytes sent are those that the machine's loopback device counts, which other
 programs may use, too; they are written beside those of the formulas in ``docs/scaling.md``.
 
-``make ranks-timing`` takes two minutes of an otherwise idle machine with a core for each rank;
-``--data four`` has four ranks.
+``python -m experiments.speed.ranks_timing`` takes two minutes of an otherwise idle machine with a
+core for each rank; ``--data four`` has four ranks.
 """
 
 import json

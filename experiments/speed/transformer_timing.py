@@ -17,7 +17,7 @@ compares, and a step of training with new factors and a new preconditioner, besi
 AdamW. All take turns; a ratio is the median over rounds. On a CPU, seconds are processor seconds of
 one thread.
 
-``make transformer-timing`` measures what is missing.
+``python -m experiments.speed.transformer_timing`` measures what is missing.
 """
 
 import sys

@@ -13,7 +13,8 @@ Each contender takes a model, a WideResNetFixup (`contenders.network`), and a ba
 function that makes one step. The peers have no block for its scalars, which keep their plain
 gradients; ours has a block for each.
 
-``make update-step-timing`` measures the missing batch sizes, an hour on an idle machine.
+``python -m experiments.speed.update_step_timing`` measures the missing batch sizes, an hour on an
+idle machine.
 """
 
 import sys

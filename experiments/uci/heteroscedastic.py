@@ -34,7 +34,7 @@ that the mean took from the residuals. Over all five fifths of concrete, heteros
 below that of one noise, perhaps since the weights of the means and of the small k's u share one
 prior precision.
 
-``make uci-heteroscedastic`` runs the sets that are missing.
+``python -m experiments.uci.heteroscedastic`` runs the sets that are missing.
 """
 
 import math

@@ -30,7 +30,8 @@ How settings were chosen:
 The choices are not blind to the test parts. Concrete's first results gave the reason to study the
 updates, and energy's and yacht's first had been seen, with older settings, before the last choice.
 
-``make uci`` runs the sets that are missing, an hour of two cores; ``--seeds 2`` two splits of each.
+``python -m experiments.uci.regression --jobs 2`` runs the sets that are missing, an hour of two
+cores; ``--seeds 2`` two splits of each.
 """
 
 import math

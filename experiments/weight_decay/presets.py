@@ -4,7 +4,7 @@ Each run is ``marglik train --config experiments/presets/NAME.yaml --seed N``. I
 while the network trains; a second training keeps the initial weight decay. The paper has no such
 numbers.
 
-``make presets`` takes about half an hour on two cores.
+``python -m experiments.weight_decay.presets`` takes about half an hour on two cores.
 """
 
 import statistics

@@ -170,6 +170,8 @@ class Training:
         rate: str = "settling",
         after_epoch: Callable[[int, nn.Module], None] | None = None,
         loader: Any = None,
+        likelihood: str = "classification",
+        held_out: Split | None = None,
     ) -> Trained:
         """Train once.
 
@@ -182,6 +184,8 @@ class Training:
                 without an average, for fixed decays.
             after_epoch: called with the number of an epoch that has ended, and the network.
             loader: of the training data, in place of `Batches`.
+            likelihood: of the labels, where decays are learned.
+            held_out: from which that likelihood learns the share of wrong labels.
         """
         torch.manual_seed(seed)
         model = self.make()
@@ -195,9 +199,12 @@ class Training:
         if isinstance(decays, (int, float)):
             self._train(model, loader, optimizer, scheduler, decays, rate != "cosine", after_epoch)
             return Trained(model.eval(), time.process_time() - started)
-        learner = PriorLearner("classification", CURVATURE, epochs=self.epochs)
+        learner = PriorLearner(likelihood, CURVATURE, epochs=self.epochs)
         learner = learner if decays is None else decays.replay()
-        result = OnlineTraining(model, optimizer, loader, learner, scheduler=scheduler).run()
+        result = OnlineTraining(
+            model, optimizer, loader, learner, scheduler=scheduler,
+            held_out=None if held_out is None else [held_out],
+        ).run()  # fmt: skip
         seconds = time.process_time() - started
         if decays is not None:
             return Trained(model.eval(), seconds, result=result)

@@ -158,7 +158,7 @@ def warn_of_probabilities(f: Tensor, likelihood: Likelihood) -> bool:
         Whether there were enough outputs to tell, so that no more need to be looked at.
     """
     name = (likelihood.of if isinstance(likelihood, Weighted) else likelihood).name
-    if name == "classification":
+    if name in ("classification", "noisy_classification"):
         rows = at_least_float32(f.detach().flatten(0, -2)[:MOST_ROWS])
         tolerance = max(1e-4, torch.finfo(f.dtype).eps)
         if len(rows) < 2:

@@ -258,7 +258,7 @@ class Driver:
                 if not isinstance(y, Tensor) or not self._late.see(x, f, y):
                     self.task.check(f, y)
                     check_finite(self.model, f, x)
-                elif self.likelihood.name == "classification":
+                elif self.likelihood.name in ("classification", "noisy_classification"):
                     # A label out of range, which is reported later, must not stop a GPU now.
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
                 self.task.look_at(f)

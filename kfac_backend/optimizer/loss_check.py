@@ -51,6 +51,8 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
             return None
         f, g, y, d = f[unsure], g[unsure], y[unsure], d[unsure]
     forms = {"classification": d, "bernoulli": f.sigmoid() - (g < 0).to(f)}
+    if likelihood.has_label_noise:  # y has the least entry of its gradient, too; at ε = 0 both fit
+        forms = {likelihood.name: likelihood.gradient(f, y)} | forms
     # Step 2: another likelihood's gradient, or a factor that is not that of a mean.
     for name, form in forms.items():
         s = ((g * form).sum() / form.square().sum()).item()

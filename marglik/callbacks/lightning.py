@@ -9,6 +9,7 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class MarginalLikelihood(Callback):
         curvature: all options of the curvature pass.
         network: the module's attribute that holds the network, "net" for ``self.net``; None if the
             module itself returns logits. The dataloader's batches must be (x, y), or mappings.
+        held_out: batches that the network is not trained on, from which "noisy_classification"
+            learns the share of wrong labels.
         options: further arguments of `PriorLearner`.
 
     Raises:
@@ -55,11 +58,12 @@ class MarginalLikelihood(Callback):
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         *,
         network: str | None = None,
+        held_out: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
-        self._network = network
+        self._network, self._held_out = network, held_out
         self._output: OutputOf | None = None  # in the first batch alone, as the batch itself
         self._batch: Any = None
 
@@ -91,7 +95,7 @@ class MarginalLikelihood(Callback):
         is_known = 0 < steps < math.inf and per_epoch < math.inf
         per_epoch = math.ceil(per_epoch) if is_known else 1
         epochs = math.ceil(steps / per_epoch) if is_known else None
-        self.learner.start(network, trainer.optimizers[0], loader, epochs)
+        self.learner.start(network, trainer.optimizers[0], loader, epochs, held_out=self._held_out)
         self._output = OutputOf(network)
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         if is_known and trainer.global_step % per_epoch == 0:

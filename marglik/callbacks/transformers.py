@@ -9,6 +9,7 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,15 @@ from statistics import median
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import Likelihood
+from kfac_backend.loss import loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
@@ -63,6 +65,9 @@ class MarginalLikelihood(TrainerCallback):
             "regression" or "bernoulli".
         curvature: all options of the curvature pass; for language models use fisher="mc" and
             -100 as the label that does not count, see `TargetOptions` and docs/callbacks.md.
+        held_out: batches that the model is not trained on, from which "noisy_classification" learns
+            the share of wrong labels. The trainer must compute that likelihood's loss: `attached`
+            makes it call `loss`.
         options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:
@@ -75,11 +80,13 @@ class MarginalLikelihood(TrainerCallback):
         trainer: Trainer,
         likelihood: Likelihood | str,
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
+        *,
+        held_out: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
-        self._trainer = trainer
+        self._trainer, self._held_out = trainer, held_out
 
     @classmethod
     def attached(
@@ -92,7 +99,18 @@ class MarginalLikelihood(TrainerCallback):
         """Make the callback and add it to the trainer; returns the callback."""
         callback = cls(trainer, likelihood, curvature, **options)
         trainer.add_callback(callback)
+        if callback.learner.likelihood.has_label_noise and trainer.compute_loss_func is None:
+            trainer.compute_loss_func = callback.loss
         return callback
+
+    def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        """The likelihood's loss (nats, a mean), which a trainer can take as ``compute_loss_func``.
+
+        `attached` sets it where labels may be wrong, as the model computes another loss.
+        """
+        f, likelihood = logits_of(outputs), self.learner.likelihood
+        count = num_counted_terms(f, labels, likelihood)
+        return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
     @property
     def posterior(self) -> Posterior | None:
@@ -129,7 +147,10 @@ class MarginalLikelihood(TrainerCallback):
                 )
             self.learner.load_state_dict(saved["prior"])
         loader = kwargs["train_dataloader"]
-        self.learner.start(model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs))
+        self.learner.start(
+            model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs),
+            held_out=self._held_out,
+        )  # fmt: skip
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.

@@ -1,7 +1,7 @@
 """Records of data: to recognise it later, and to bring other data into the same form."""
 
 from base64 import b64decode, b64encode
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
     }
     if splits.classes is not None:
         record["classes"] = list(splits.classes)
+    if splits.table is not None:
+        record["table"] = asdict(splits.table)
     for name in ("mean", "std", "target_scale"):
         if (values := getattr(splits, name)) is not None:
             record[name] = list(values)
@@ -89,6 +91,7 @@ def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Split
     Raises:
         ValueError: data that cannot be loaded.
     """
+    source = source if record is None else source.encoded_as(record)
     try:
         splits = source.load()
     except SplitError:  # other data may be a few examples
@@ -153,8 +156,8 @@ def _form(splits: Splits) -> str:
     """What a network depends on: (C, H, W) of images, features of graphs, columns of a table."""
     if splits.are_images:
         return f"images of shape {splits.image_shape}"
-    if splits.columns is not None:
-        return f"columns {list(splits.columns)}"
+    if splits.table is not None:
+        return f"columns {list(splits.table.columns)}"
     x = splits.train[0]
     return described(x) if isinstance(x, Graphs) else "no images, graphs or columns"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kfac_backend.extras import extra
 from kfac_backend.options import TargetOptions
+from marglik.data.encoding import TableEncoding
 from marglik.graphs import Graphs
 
 SplitName = Literal["train", "validation", "test"]
@@ -31,6 +32,10 @@ class DataSource(ABC):
         """All examples as test data, of a source that is divided at random; of others None."""
         return None
 
+    def encoded_as(self, record: dict[str, Any]) -> "DataSource":
+        """The same data as the recorded data was encoded; a table has such an encoding."""
+        return self
+
     def load_test(self) -> tuple[Pair, str]:
         """Return the test examples and the name of the data, as for out-of-distribution data.
 
@@ -46,7 +51,7 @@ class Splits:
 
     Args:
         train: inputs x (N, ...), or N graphs, and targets y (N, ...) to train on. Images are uint8
-            pixels (N, C, H, W), neither augmented nor normalised, with labels int64 (N,).
+            pixels (N, C, H, W), neither augmented nor normalised.
         validation: the same for validation, disjoint from the training examples, or None.
         test: the same for testing; nothing is chosen by it.
         name: name of the data in tables and figures.
@@ -54,7 +59,7 @@ class Splits:
             labels, or the number of classes is unknown.
         ignore_index: label of targets that do not count, such as those of padding; None if all
             count.
-        columns: names of the columns of a table; None for other data.
+        table: how the rows of a table became inputs; None for other data.
         target_scale: mean and standard deviation by which targets of a table are standardised.
         mean: of images, by which they are normalised: the mean of the training pixels per channel,
             in 0..255. None for other data.
@@ -72,7 +77,7 @@ class Splits:
     name: str
     classes: tuple[str, ...] | None = None
     ignore_index: int | None = None
-    columns: tuple[str, ...] | None = None
+    table: TableEncoding | None = None
     target_scale: tuple[float, float] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
@@ -89,7 +94,7 @@ class Splits:
                     "input needs one target."
                 )
             for which, values, trained_on in zip("xy", pair, self.train, strict=True):
-                _check_values(f"{self.name}: {which}_{split}", values)
+                check_values(f"{self.name}: {which}_{split}", values)
                 # A network that takes one split's examples must take the others', too.
                 if described(values) != described(trained_on):
                     raise ValueError(
@@ -135,12 +140,10 @@ class Splits:
         return replace(self, **parts, target_scale=scale)
 
     def _check_images(self) -> None:
-        x, y = self.train
-        mean, std = self.mean or (), self.std or ()
-        if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 4 or y.dim() != 1:
+        x, mean, std = self.train[0], self.mean or (), self.std or ()
+        if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 4:
             raise ValueError(
-                f"{self.name} has examples of {described(x)}; images are uint8 pixels (N, C, H, W) "
-                "with a label each."
+                f"{self.name} has examples of {described(x)}; images are uint8 pixels (N, C, H, W)."
             )
         if not len(mean) == len(std) == x.shape[1] or not all(s > 0 for s in std):
             raise ValueError(
@@ -186,7 +189,8 @@ def take(part: Pair, which: Tensor) -> Pair:
     return x[which], y[which]
 
 
-def _check_values(name: str, values: Inputs) -> None:
+def check_values(name: str, values: Inputs) -> None:
+    """Raise a ValueError if examples are empty or not finite."""
     if isinstance(values, Graphs):
         try:
             values.check()

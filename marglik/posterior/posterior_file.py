@@ -9,7 +9,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from kfac_backend.engine.checks import check_module
 from kfac_backend.files import read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
+from marglik.specification import build_from_spec
 from marglik.storage.model_state import (
     check_state,
     names_replaced,
@@ -100,7 +101,7 @@ def save_posterior(
 
 
 def load_posterior(
-    folder: str | Path, model: nn.Module, device: torch.device | str | None = None
+    folder: str | Path, model: nn.Module | None = None, device: torch.device | str | None = None
 ) -> Posterior:
     """The posterior that `save_posterior` wrote, of a network of the same architecture.
 
@@ -108,15 +109,23 @@ def load_posterior(
         folder: the folder that `save_posterior` wrote to.
         model: the network, into which the saved parameters are loaded. Parameters without a
             posterior are frozen; if `save_posterior` left them out, the network must have them.
+            None builds it as the folder says, if its class is one of ours or of torchvision.models.
         device: device for the network and the posterior; None keeps the model's.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file that was altered; a network with other parameters, by name, shape or
-            dtype; another frozen base.
+            dtype; another frozen base; a network that the folder alone cannot build.
     """
-    check_module(model)
     record = read_posterior(folder)
+    if model is None:
+        if record["model"] is None:
+            raise ValueError(
+                f"{folder} does not say how its network is built; pass it: load_posterior(folder, "
+                "model)."
+            )
+        model = cast("nn.Module", build_from_spec(nn.Module, record["model"], folder=Path(folder)))
+    check_module(model)
     model.to(device)
     device = next(model.parameters()).device
     delta: dict[str, float] = record["prior_precision"]

@@ -18,6 +18,11 @@ at the uncalibrated s = τ = 1: what is minimised is
 
 for M loss terms (log σ relative to the posterior's own in regression). It is negligible beside a
 hundred examples. It is finite at s = 0, which is always tried.
+
+Held-out labels are as wrong as those of training: a temperature alone would blur all predictions to
+forgive the wrong ones. For classes a third number ε, the share of labels that were drawn at random,
+is fitted with them: labels have the probabilities (1 − ε) p + ε/C. Its prior pulls to 0, with
+`PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a few hard examples are no noise.
 """
 
 import logging
@@ -66,6 +71,13 @@ LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
 PRIOR_OF_SHARPNESS, PRIOR_OF_SCALE = 3.0, 3.0
 """Precisions of the prior of log τ (log σ) and √s. They were chosen on six data sets with 30, 90
 and 300 held-out examples, and checked on five others; see docs/calibration.md."""
+PRIOR_OF_NOISE, SMALL_NOISE = 2.0, 1e-3
+"""Of the prior p(ε) ∝ (ε + `SMALL_NOISE`)^−`PRIOR_OF_NOISE`, see docs/label-noise.md."""
+LARGEST_NOISE = 0.95
+WRONG_LABELS = 0.03
+"""Share of wrong held-out labels from which a likelihood that knows of none gives a hint."""
+NOISES = (0.0, 0.1, 0.4)
+"""From which the search starts, as the NLL may have a valley at ε = 0 and another."""
 STARTS = (1.0, 0.1, 0.01)
 """Scales from which the search starts, as the NLL may have several valleys in s."""
 FEWEST_TERMS = 30
@@ -76,8 +88,8 @@ MOST_NUMBERS = 2**24
 """Most numbers in the outputs of all samples, and in all covariances. Of a language model's many
 positions this leaves some thousand, which are plenty for s and τ."""
 
-Loss = Callable[[Tensor | None, Tensor], Tensor]
-"""Mean NLL at (s, τ or σ); None for s = 0, where √s has no derivative."""
+Loss = Callable[[Tensor | None, Tensor, Tensor | None], Tensor]
+"""Mean NLL at (s, τ or σ, ε); None for s = 0, where √s has no derivative, and for no ε."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class HeldOut:
         return replace(self, f=self.f.double(), spread=self.spread.double())
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
-        """The mean NLL of a link, as a function of (s, τ), or of (s, σ) for regression."""
+        """The mean NLL of a link, as a function of (s, τ, ε), or of (s, σ) for regression."""
         f, likelihood, weights = self.f, self.likelihood, None
         none, variance = torch.zeros_like(f), torch.zeros_like(f)
         sampled = none[None]  # (S, M, C)
@@ -187,7 +199,7 @@ class HeldOut:
         else:
             sampled, weights = deviations(self.spread, likelihood, noise)
 
-        def loss(scale: Tensor | None, sharp: Tensor) -> Tensor:
+        def loss(scale: Tensor | None, sharp: Tensor, label_noise: Tensor | None) -> Tensor:
             temperature, sigma = (1.0, sharp) if likelihood.kind == "continuous" else (sharp, sharp)
             if scale is None:
                 outputs, of_outputs = f[None], none
@@ -195,7 +207,7 @@ class HeldOut:
                 outputs, of_outputs = f + scale.sqrt() * sampled, scale * variance
             found = negative_log_scores(
                 outputs / temperature, of_outputs / temperature**2, self.targets, likelihood, sigma,
-                None if scale is None else weights,
+                None if scale is None else weights, label_noise,
             )  # fmt: skip
             return found.sum() / len(f)
 
@@ -348,6 +360,14 @@ def calibrations_of(
         if fit.calibration.covariance_scale == 0:
             _logger.warning("%s: %s", label, fit.calibration.in_words)
     fits = ranks.gather(fits)[0]  # to the bit
+    C = held_out.f.shape[-1]
+    wrong = max(fit.map_calibration.label_noise for fit in fits.values()) * (C - 1) / C
+    if posterior.likelihood.name == "classification" and wrong > WRONG_LABELS and ranks.rank == 0:
+        _logger.warning(
+            "about %.0f %% of the held-out labels look wrong; likelihood noisy_classification "
+            "expects that in training, too, see docs/label-noise.md.",
+            100 * wrong,
+        )
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits
 
@@ -372,40 +392,71 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
     loss, own = held_out.loss(link, noise), _own(held_out)
 
-    # Step 1: τ alone, the temperature-scaled MAP.
-    of_map, (log_map,) = _least(held_out, loss, [own], 0.0)
-    # Step 2: s and τ from several starts on a part of the terms, then from the best on all.
+    # Step 1: τ and ε alone, the temperature-scaled MAP.
+    of_map, at_map = _least_of_map(held_out, loss)
+    # Step 2: s and the others from several starts on a part, then from the best on all terms.
     few = held_out.some(ROUGH_TERMS)
-    starts = [_least(few, few.loss(link, noise), [math.log(s), log_map]) for s in STARTS]
-    of_both, (log_scale, log_sharpness) = _least(held_out, loss, min(starts)[1])
+    starts = [_least(few, few.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
+    of_all, (log_scale, *others) = _least(held_out, loss, min(starts)[1])
     # Step 3: if the covariance does not help, the MAP is the simpler predictive.
-    found = (math.exp(log_scale), log_sharpness) if of_both < of_map else (0.0, log_map)
+    found = (math.exp(log_scale), others) if of_all < of_map else (0.0, at_map)
 
-    def nll(s: float, log_sharpness: float) -> float:
-        sharp = torch.tensor(math.exp(log_sharpness))
-        return loss(torch.tensor(s).double() if s else None, sharp).item()
+    def nll(s: float, others: Sequence[float]) -> float:
+        sharp, label_noise = _numbers(torch.tensor(others, dtype=torch.float64))
+        return loss(torch.tensor(s).double() if s else None, sharp, label_noise).item()
 
+    # Where nothing is calibrated, ε is the likelihood's own.
+    uncalibrated = [own] + [_log_noise(_own_noise(held_out))] * (len(at_map) - 1)
     return CalibrationFit(
         calibration=_calibration(held_out, *found),
         nll=nll(*found),
-        nll_uncalibrated=nll(1.0, own),
-        map_calibration=_calibration(held_out, 0.0, log_map),
-        nll_scaled_map=nll(0.0, log_map),
-        nll_map=nll(0.0, own),
+        nll_uncalibrated=nll(1.0, uncalibrated),
+        map_calibration=_calibration(held_out, 0.0, at_map),
+        nll_scaled_map=nll(0.0, at_map),
+        nll_map=nll(0.0, uncalibrated),
         num_terms=len(held_out.f),
     )
 
 
+def fit_map(held_out: HeldOut) -> Calibration:
+    """The τ and ε, or σ of regression, of lowest held-out NLL at s = 0; the spread is not used."""
+    held_out = held_out.double()
+    loss = held_out.loss("mc", held_out.f[:0])
+    return _calibration(held_out, 0.0, _least_of_map(held_out, loss)[1])
+
+
 def fit_sharpness(held_out: HeldOut) -> Calibration:
-    """The τ, or σ of regression, of lowest held-out NLL at s = 1: of a mixture of networks.
+    """The τ and ε, or σ, of lowest held-out NLL at s = 1: of a mixture of networks.
 
     Args:
         held_out: the held-out data, with the networks' deviations.
     """
     held_out = held_out.double()
     loss = held_out.loss("mc", held_out.f[:0])
-    _, (log_sharpness,) = _least(held_out, loss, [_own(held_out)], 1.0)
-    return _calibration(held_out, 1.0, log_sharpness)
+    return _calibration(held_out, 1.0, _least_of_map(held_out, loss, 1.0)[1])
+
+
+def _least_of_map(held_out: HeldOut, loss: Loss, scale: float = 0.0) -> tuple[float, list[float]]:
+    """The least at a fixed s, over log τ, and for classes over the noise's coordinate, too."""
+    has_noise = held_out.likelihood.kind == "classes"
+    starts = [[_log_noise(noise)] for noise in NOISES] if has_noise else [[]]
+    return min(_least(held_out, loss, [_own(held_out), *start], scale) for start in starts)
+
+
+def _log_noise(noise: float) -> float:
+    """The coordinate log(1 + ε/`SMALL_NOISE`) of ε, in which the prior is linear."""
+    return math.log1p(noise / SMALL_NOISE)
+
+
+def _numbers(values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """τ or σ, and ε, at (log τ, coordinate of ε) or (log σ,)."""
+    return values[0].exp(), SMALL_NOISE * values[1].expm1() if len(values) > 1 else None
+
+
+def _own_noise(held_out: HeldOut) -> float:
+    """The likelihood's own ε."""
+    likelihood = held_out.likelihood
+    return float(likelihood.parameters["noise"]) if likelihood.has_label_noise else 0.0
 
 
 def _own(held_out: HeldOut) -> float:
@@ -413,10 +464,13 @@ def _own(held_out: HeldOut) -> float:
     return math.log(held_out.sigma_noise) if held_out.likelihood.has_sigma else 0.0
 
 
-def _calibration(held_out: HeldOut, scale: float, log_sharpness: float) -> Calibration:
-    value = math.exp(log_sharpness)
-    has_sigma = held_out.likelihood.has_sigma
-    return Calibration(scale, 1.0, value) if has_sigma else Calibration(scale, value)
+def _calibration(held_out: HeldOut, scale: float, values: Sequence[float]) -> Calibration:
+    sharp, label_noise = _numbers(torch.tensor(values, dtype=torch.float64))
+    if held_out.likelihood.has_sigma:
+        return Calibration(scale, 1.0, sharp.item())
+    return Calibration(
+        scale, sharp.item(), None, 0.0 if label_noise is None else label_noise.item()
+    )
 
 
 def _least(
@@ -427,7 +481,8 @@ def _least(
     Args:
         held_out: the data.
         loss: its NLL.
-        start: (log s, log τ), or (log τ,) at a fixed s; log σ for regression.
+        start: log τ, or log σ for regression; for classes then the coordinate of ε; without a fixed
+            s, log s before them.
         scale: the fixed s.
 
     Raises:
@@ -438,16 +493,22 @@ def _least(
 
     own, M = _own(held_out), len(held_out.f)
     likelihood, of_sharpness = held_out.likelihood, LOG_SHARPNESS
+    has_noise = likelihood.kind == "classes"
+    has_scale = len(start) > 1 + has_noise
     if likelihood.kind == "continuous" and not likelihood.has_sigma:
         of_sharpness = 0.0, 0.0  # neither τ nor σ: these outputs are no logits
-    bounds = [LOG_SCALES, (own + of_sharpness[0], own + of_sharpness[1])][-len(start) :]
+    bounds = [LOG_SCALES] * has_scale + [(own + of_sharpness[0], own + of_sharpness[1])]
+    bounds += [(0.0, _log_noise(LARGEST_NOISE))] * has_noise
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-        s = v[0].exp() if len(v) == 2 else torch.tensor(scale)
-        root = (0.5 * v[0]).exp() if len(v) == 2 else s.sqrt()
-        prior = PRIOR_OF_SHARPNESS * (v[-1] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
-        value = loss(s if len(v) == 2 or scale else None, v[-1].exp()) + 0.5 * prior / M
+        s = v[0].exp() if has_scale else torch.tensor(scale)
+        root = (0.5 * v[0]).exp() if has_scale else s.sqrt()
+        others = v[1:] if has_scale else v
+        prior = PRIOR_OF_SHARPNESS * (others[0] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
+        if has_noise:
+            prior = prior + 2 * PRIOR_OF_NOISE * others[1]
+        value = loss(s if has_scale or scale else None, *_numbers(others)) + 0.5 * prior / M
         (gradient,) = torch.autograd.grad(value, v)
         return value.item(), gradient.numpy()
 

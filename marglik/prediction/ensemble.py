@@ -27,7 +27,7 @@ from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
 from marglik.prediction.links import Calibration, Prediction, predict_from_outputs
-from marglik.prediction.predictive import outputs_of
+from marglik.prediction.predictive import Labels, PredictiveConfig, outputs_of
 from marglik.storage.model_state import check_state, tensors_of
 from marglik.storage.run_folder import ENSEMBLE, MEMBERS, read_record, write_record
 
@@ -41,9 +41,10 @@ class Ensemble:
         models: the networks, of one architecture.
         likelihood: how outputs become a distribution of targets.
         sigma_noise: σ of regression.
-        calibration: τ, by which all outputs are divided, and σ in place of ``sigma_noise``;
+        calibration: τ, by which all outputs are divided, ε, and σ in place of ``sigma_noise``;
             `calibrate` finds them.
         seconds: what the training of all members took; 0 if it is not known.
+        labels: what is predicted, see `PredictiveConfig`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Ensemble:
         sigma_noise: float | Tensor = 1.0,
         calibration: Calibration | None = None,
         seconds: float = 0.0,
+        labels: Labels = "true",
     ) -> None:
         if not models:
             raise ValueError("An ensemble needs at least one network.")
@@ -64,6 +66,7 @@ class Ensemble:
         self.sigma_noise = float(sigma_noise)
         self.calibration = calibration
         self.seconds = seconds
+        self.labels: Labels = labels
 
     @property
     def model(self) -> nn.Module:
@@ -79,7 +82,14 @@ class Ensemble:
         """The prediction for inputs x; its epistemic part is the members' disagreement."""
         found = self.calibration or Calibration()
         outputs = self._outputs(x) / found.output_temperature
-        return predict_from_outputs(outputs, self.likelihood, found.sigma_noise or self.sigma_noise)
+        noise = PredictiveConfig(labels=self.labels).label_noise(self.likelihood, self.calibration)
+        sigma = found.sigma_noise or self.sigma_noise
+        return predict_from_outputs(outputs, self.likelihood, sigma, label_noise=noise)
+
+    def predicting(self, labels: Labels) -> "Ensemble":
+        """The same networks, which predict these labels."""
+        parts = self.likelihood, self.sigma_noise, self.calibration, self.seconds
+        return Ensemble(self.models, *parts, labels)
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> Tensor:

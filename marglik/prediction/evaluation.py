@@ -32,8 +32,10 @@ from marglik.prediction.metrics import (
     roc_curve,
 )
 from marglik.prediction.predictive import (
+    Labels,
     Predictive,
     PredictiveConfig,
+    label_noise_of,
     laplace_predictive,
     map_predictive,
     predict_all,
@@ -45,6 +47,8 @@ _logger = logging.getLogger(__name__)
 
 Scores = dict[str, dict[str, Tensor]]
 """Predictive -> name of a metric -> its value for each test example, (N,)."""
+SHOWN_NOISE = 0.01
+"""Share ε of labels drawn at random from which the NLLs of both kinds of labels are shown."""
 MOST_UNCERTAIN = 12
 """Number of the most uncertain test images that the report shows."""
 
@@ -54,6 +58,7 @@ def evaluate(
     splits: Splits,
     likelihood: Likelihood | str,
     *,
+    labels: Labels = "true",
     ood: OutOfDistributionImages | None = None,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
@@ -66,6 +71,8 @@ def evaluate(
         predictives: name -> predictive; the most uncertain images are those of the last one.
         splits: the data; images are normalised by its mean and std.
         likelihood: likelihood of the predictives.
+        labels: what the predictives predict. Where more than 1 % of the training labels were drawn
+            at random, the record has the NLL of the other kind of labels, too.
         ood: out-of-distribution images, told by the predictive entropy.
         batch_size: number of test examples in a batch.
         device: device on which batches are made.
@@ -108,6 +115,7 @@ def evaluate(
             len(targets) if likelihood.has_labels and y.dim() > 1 else None
         )  # those that count
         entry = _entry_of_test(prediction, targets, likelihood)
+        entry["metrics"] |= _of_test(_of_other_labels(predict, prediction, targets, labels))
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
             scores[label] = {name: of_examples(row, positions) for name, row in of_rows.items()}
@@ -118,7 +126,7 @@ def evaluate(
                 entry["against"] = {"predictive": first, "differences": found}
         if ood is not None:
             _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
-        if splits.are_images and likelihood.kind == "classes":
+        if splits.are_images and likelihood.kind == "classes" and y.dim() == 1:
             examples = _most_uncertain(prediction, splits)
             uncertain = {"predictive": label, "examples": examples}
         if (calibration := getattr(predict, "calibration", None)) is not None:
@@ -169,7 +177,11 @@ def predictives_of(
         ranks: the ranks that predict together.
     """
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
-    found: dict[str, Predictive] = {"MAP": map_predictive(model, likelihood, sigma)}
+    first = configs[0] if configs else PredictiveConfig()
+    noise = first.label_noise(likelihood, None)
+    found: dict[str, Predictive] = {
+        "MAP": map_predictive(model, likelihood, sigma, label_noise=noise)
+    }
     for config in configs:
         fit, label = remembered_calibration(laplace, config), config.label
         if fit is None:
@@ -177,11 +189,14 @@ def predictives_of(
         else:
             scaled = fit.map_calibration
             found["MAP, temperature-scaled"] = map_predictive(
-                model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature
-            )
+                model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature,
+                config.label_noise(likelihood, scaled),
+            )  # fmt: skip
         generator = torch.Generator(laplace.mean.device).manual_seed(seed)
         found[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
-    return found if ensemble is None else found | {ensemble.label: ensemble}
+    if ensemble is not None:
+        found[ensemble.label] = ensemble.predicting(first.labels)
+    return found
 
 
 def compared(
@@ -219,6 +234,22 @@ def _entry_of_test(
     return entry
 
 
+def _of_other_labels(
+    predict: Predictive, prediction: Prediction, targets: Tensor, labels: Labels
+) -> dict[str, float]:
+    """The NLL as if the test labels were of the other kind, if there is noise to speak of."""
+    likelihood = likelihood_of(getattr(predict, "likelihood", "classification"))
+    noise = label_noise_of(likelihood, getattr(predict, "calibration", None))
+    if likelihood.kind != "classes" or noise <= SHOWN_NOISE:
+        return {}
+    p, (y, *_) = prediction.mean, likelihood.observed(targets, prediction.mean)
+    drawn = noise / p.shape[-1]
+    other = (1 - noise) * p + drawn if labels == "true" else (p - drawn) / (1 - noise)
+    own = other.gather(1, y.long()[:, None]).clamp(min=torch.finfo(p.dtype).tiny)
+    kind = "recorded_labels" if labels == "true" else "true_class"
+    return {f"cls/NLL_{kind}": -own.log().mean().item()}
+
+
 def _add_ood(
     entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
 ) -> None:
@@ -243,15 +274,16 @@ def _of_test(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _most_uncertain(prediction: Prediction, splits: Splits) -> list[dict[str, Any]]:
-    (images, labels), classes = tensors_in(splits.test), splits.classes or ()
+    images, labels = tensors_in(splits.test)
+    classes = splits.classes or range(prediction.mean.shape[-1])
     entropy = prediction.entropy
     indices: Iterable[int] = entropy.argsort(descending=True, stable=True).tolist()
     probability, predicted = prediction.mean.max(dim=-1)
     return [
         {
             "index": i,
-            "label": classes[int(labels[i])],
-            "predicted": classes[int(predicted[i])],
+            "label": str(classes[int(labels[i])]),
+            "predicted": str(classes[int(predicted[i])]),
             "probability": probability[i].item(),
             "entropy": entropy[i].item(),
             "aleatoric": prediction.aleatoric[i].item(),

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.likelihoods import Likelihood, Moments, likelihood_of
+from kfac_backend.likelihoods import Likelihood, Moments, likelihood_of, with_label_noise
 from kfac_backend.options import check_option, check_positive
 from kfac_backend.precision import at_least_float32
 
@@ -83,18 +83,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The two numbers that `calibrate` fits to held-out data; s = τ = 1 changes nothing.
+    """The numbers that `calibrate` fits to held-out data; s = τ = 1 changes nothing.
 
     Args:
         covariance_scale: s ≥ 0, by which the outputs' covariance is multiplied; 0 is the MAP.
         output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the T
             of the likelihood.
         sigma_noise: σ of regression, in place of the posterior's; None for other likelihoods.
+        label_noise: ε, the share of labels that were drawn at random from all classes. Predictions
+            of the true class leave it out, those of the recorded label have it.
     """
 
     covariance_scale: float = 1.0
     output_temperature: float = 1.0
     sigma_noise: float | None = None
+    label_noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.covariance_scale < math.inf:
@@ -104,6 +107,8 @@ class Calibration:
         check_positive("output_temperature", self.output_temperature)
         if self.sigma_noise is not None:
             check_positive("sigma_noise", self.sigma_noise)
+        if not 0 <= self.label_noise < 1:
+            raise ValueError(f"label_noise must lie in [0, 1), not {self.label_noise}.")
 
     @property
     def in_words(self) -> str:
@@ -113,6 +118,8 @@ class Calibration:
             if self.sigma_noise is None
             else f"noise of standard deviation {self.sigma_noise:.3g}"
         )
+        if self.label_noise:
+            outputs += f", {self.label_noise:.1%} of the labels taken to be drawn at random"
         if self.covariance_scale == 0:
             return (
                 f"{outputs}, and no width of the posterior (s = 0), since none helped: epistemic "
@@ -158,6 +165,7 @@ def predict_from_outputs(
     likelihood: Likelihood | str,
     sigma_noise: float | Tensor = 1.0,
     weights: Float[Tensor, "S 1 1"] | None = None,
+    label_noise: float = 0.0,
 ) -> Prediction:
     """The prediction of an ensemble of S networks, from their outputs.
 
@@ -166,6 +174,7 @@ def predict_from_outputs(
         likelihood: how outputs become a distribution of targets.
         sigma_noise: σ of regression.
         weights: of Bernoulli networks, with sum 1; equal if None.
+        label_noise: ε of the labels whose distribution is predicted; 0 predicts the true class.
     """
     likelihood, outputs = likelihood_of(likelihood), at_least_float32(outputs)
     if likelihood.kind == "continuous":
@@ -173,6 +182,7 @@ def predict_from_outputs(
             *_moments(likelihood, outputs, torch.zeros_like(outputs), _tensor(sigma_noise))
         )
     p = likelihood.log_probabilities(outputs).exp()
+    p = (1 - label_noise) * p + label_noise / p.shape[-1]
     entropies = torch.special.entr(p).sum(-1)
     if weights is None:
         mean, aleatoric = p.mean(0), entropies.mean(0)
@@ -191,6 +201,7 @@ def predict_from_gaussian(
     noise: Float[Tensor, "S C"],
     sigma_noise: float | Tensor = 1.0,
     calibration: Calibration = Calibration(),  # noqa: B008
+    label_noise: float = 0.0,
 ) -> Prediction:
     """The prediction for outputs N(f/τ, s/τ² covariance).
 
@@ -205,6 +216,7 @@ def predict_from_gaussian(
             that predictions do not depend on how inputs are batched.
         sigma_noise: σ of regression.
         calibration: s and τ. With s = 0, both links are the softmax or sigmoid of f/τ.
+        label_noise: see `predict_from_outputs`.
 
     Raises:
         ValueError: an unknown option; variances alone for classification.
@@ -226,13 +238,13 @@ def predict_from_gaussian(
     sampled, weights = (
         deviations(covariance, likelihood, noise) if scale else (torch.zeros_like(f[None]), None)
     )
-    found = predict_from_outputs(
-        f + math.sqrt(scale) / temperature * sampled, likelihood, 1.0, weights
-    )
+    outputs = f + math.sqrt(scale) / temperature * sampled
+    found = predict_from_outputs(outputs, likelihood, 1.0, weights, label_noise)
     if link == "mc" or not likelihood.has_probit:
         return found
+    by_probit = probit_outputs(f, variance)[None]
     return replace(
-        found, mean=predict_from_outputs(probit_outputs(f, variance)[None], likelihood).mean
+        found, mean=predict_from_outputs(by_probit, likelihood, label_noise=label_noise).mean
     )
 
 
@@ -243,6 +255,7 @@ def negative_log_scores(
     likelihood: Likelihood | str,
     sigma_noise: Tensor,
     weights: Float[Tensor, "S 1 1"] | None = None,
+    label_noise: Tensor | None = None,
 ) -> Tensor:
     """−log p(y) of each target (nats) under the mixture of N(outputs, variance), differentiable.
 
@@ -253,6 +266,7 @@ def negative_log_scores(
         likelihood: see `predict_from_outputs`.
         sigma_noise: σ of regression.
         weights: see `predict_from_outputs`.
+        label_noise: ε of the labels; None is 0.
     """
     likelihood = likelihood_of(likelihood)
     if likelihood.kind == "continuous":
@@ -262,7 +276,10 @@ def negative_log_scores(
     log_p = likelihood.log_probabilities(probit_outputs(outputs, variance))
     y, *_ = likelihood.observed(y, variance)
     if likelihood.kind == "classes":  # before the mixture, so that it is one of N numbers
+        classes = log_p.shape[-1]
         log_p = log_p.gather(-1, y.long()[..., None].expand(*log_p.shape[:-1], 1))
+        if label_noise is not None:
+            log_p = with_label_noise(log_p, label_noise, classes)
         shares = torch.ones_like(log_p[0])
     else:
         shares = torch.stack([1 - y, y], -1)

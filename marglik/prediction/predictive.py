@@ -33,6 +33,8 @@ from marglik.prediction.links import (
 
 PredictiveMethod = Literal["probit", "mc", "linearised"]
 CalibrationMethod = Literal["held_out", "none"]
+Labels = Literal["true", "recorded"]
+"""Whether a prediction is of the true class, or of a label as wrong as those of training."""
 Predictive = Callable[[Any], Prediction]
 T = TypeVar("T")
 
@@ -78,6 +80,9 @@ class PredictiveConfig:
         batch_size: number of test examples in a batch.
         calibration: held_out scales the covariance and the outputs by factors fitted to held-out
             data; none is the plain Laplace predictive.
+        labels: what is predicted, and which kind the test labels are: true for the true class, or
+            recorded for a label that is as often wrong as those of training. They differ where
+            calibration, or likelihood noisy_classification, finds wrong labels.
 
     Sequences have a covariance at each of their R positions, which takes R·C backward passes per
     example: use method linearised for them, or the last layer.
@@ -89,11 +94,13 @@ class PredictiveConfig:
     layers: Layers = "all"
     batch_size: int = 256
     calibration: CalibrationMethod = "held_out"
+    labels: Labels = "true"
 
     def __post_init__(self) -> None:
         check_option("predictive.method", self.method, PredictiveMethod)
         check_option("predictive.layers", self.layers, Layers)
         check_option("predictive.calibration", self.calibration, CalibrationMethod)
+        check_option("predictive.labels", self.labels, Labels)
         for name in ("samples", "networks", "batch_size"):
             check_positive(f"predictive.{name}", getattr(self, name))
         if self.method == "linearised" and self.layers != "all":
@@ -106,6 +113,10 @@ class PredictiveConfig:
     def is_calibrated(self) -> bool:
         """Whether the covariance and the outputs are scaled by factors fitted to held-out data."""
         return self.calibration == "held_out"
+
+    def label_noise(self, likelihood: Likelihood, calibration: Calibration | None) -> float:
+        """The ε of what is predicted: of recorded labels the calibration's, or the likelihood's."""
+        return 0.0 if self.labels == "true" else label_noise_of(likelihood, calibration)
 
     @property
     def label(self) -> str:
@@ -139,6 +150,7 @@ def map_predictive(
     likelihood: Likelihood | str = "classification",
     sigma_noise: float | Tensor = 1.0,
     output_temperature: float = 1.0,
+    label_noise: float = 0.0,
 ) -> ModelPredictive:
     """The prediction of the network at its parameters, in eval mode; no epistemic uncertainty.
 
@@ -147,6 +159,7 @@ def map_predictive(
         likelihood: how outputs become a distribution of targets.
         sigma_noise: σ of regression.
         output_temperature: τ > 0, by which outputs are divided (temperature scaling).
+        label_noise: ε of the labels that are predicted; 0 predicts the true class.
     """
     check_module(model)
     likelihood = likelihood_of(likelihood)
@@ -156,7 +169,7 @@ def map_predictive(
     @torch.no_grad()
     def predict(x: Any) -> Prediction:
         f = outputs_of(model, x) / output_temperature
-        return predict_from_outputs(f[None], likelihood, sigma_noise)
+        return predict_from_outputs(f[None], likelihood, sigma_noise, label_noise=label_noise)
 
     return ModelPredictive(in_eval_mode(model, predict), model, likelihood)
 
@@ -191,9 +204,10 @@ def laplace_predictive(
     if calibration is None and (fit := remembered_calibration(laplace, config)) is not None:
         calibration = fit.calibration
     used = calibration or Calibration()
+    label_noise = config.label_noise(likelihood, calibration)
     if used.covariance_scale == 0:  # the MAP's, which needs no covariances
         sigma = used.sigma_noise or sigma
-        of_map = map_predictive(model, likelihood, sigma, used.output_temperature)
+        of_map = map_predictive(model, likelihood, sigma, used.output_temperature, label_noise)
 
         def at_weights(x: Any) -> Prediction:
             laplace.check_weights()
@@ -210,11 +224,12 @@ def laplace_predictive(
             spread = laplace.linearised_outputs(parameters, x) - f
             outputs = f + math.sqrt(used.covariance_scale) * spread
             outputs = outputs / used.output_temperature
-            return predict_from_outputs(outputs, likelihood, used.sigma_noise or sigma)
+            sigma_noise = used.sigma_noise or sigma
+            return predict_from_outputs(outputs, likelihood, sigma_noise, label_noise=label_noise)
 
         predict: Predictive = of_networks
     else:
-        predict = _from_covariances(laplace, config, generator, used)
+        predict = _from_covariances(laplace, config, generator, used, label_noise)
     predict = in_eval_mode(model, torch.no_grad()(predict))
     return ModelPredictive(predict, model, likelihood, calibration=calibration)
 
@@ -224,6 +239,7 @@ def _from_covariances(
     config: PredictiveConfig,
     generator: torch.Generator | None,
     calibration: Calibration,
+    label_noise: float,
 ) -> Predictive:
     """The predictive by the links "probit" and "mc"."""
     likelihood, link = laplace.likelihood, config.method
@@ -240,7 +256,7 @@ def _from_covariances(
         )
         f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
         return predict_from_gaussian(
-            f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration
+            f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration, label_noise
         )
 
     def predict(x: Any) -> Prediction:
@@ -340,6 +356,13 @@ def _of_counted_terms(
     if prediction.mean.dim() > 2:
         return prediction.terms(), y.flatten(0, prediction.mean.dim() - 2)
     return prediction, y
+
+
+def label_noise_of(likelihood: Likelihood, calibration: Calibration | None) -> float:
+    """The share ε of labels drawn at random: as calibrated, or else as the likelihood has it."""
+    if calibration is not None:
+        return calibration.label_noise
+    return float(likelihood.parameters["noise"]) if likelihood.has_label_noise else 0.0
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:

@@ -8,6 +8,8 @@ label is, over the surprise that p̄_n itself expects, the entropy:
     s_n = −log p̄_n,y_n / −Σ_c p̄_nc log p̄_nc
 
 Without the denominator, honest labels of hard examples come before wrong labels of easy ones.
+With a share ε of labels that were drawn at random from C classes, as calibration finds it, each
+label also has a probability of being wrong: (ε/C)(1 − p̄_y)/((1 − ε) p̄_y + ε/C).
 Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over epochs, Swayamdipta et
 al. 2020 (arXiv:2009.10795) probabilities; the quotient was chosen by our own study.
 """
@@ -46,6 +48,8 @@ class SuspiciousLabels:
     score: Float[Tensor, " M"]
     """The label's surprise, over what the network expects: 1 on average for draws from p̄, at most
     1 where the network agrees with the label."""
+    wrong: Float[Tensor, " M"] | None = None
+    """The probability that the label is wrong; None if ε is not known."""
 
     @property
     def number(self) -> int:
@@ -62,7 +66,9 @@ class SuspiciousLabels:
         return (self.predicted == self.label).double().mean().item()
 
 
-def suspicious_labels(labels: Tensor, probabilities: Tensor) -> SuspiciousLabels:
+def suspicious_labels(
+    labels: Tensor, probabilities: Tensor, label_noise: float | None = None
+) -> SuspiciousLabels:
     """The training examples in the order in which their labels should be looked at.
 
     Use it on ``OnlineResult.training_probabilities.mean()``, or on probabilities that a loop of
@@ -73,6 +79,8 @@ def suspicious_labels(labels: Tensor, probabilities: Tensor) -> SuspiciousLabels
         labels: the given labels, (N,).
         probabilities: of the classes, (N, C), or (epochs, N, C), of which the mean is taken.
             Examples with NaN (never seen) are left out.
+        label_noise: ε, for each label's probability of being wrong: the ``label_noise`` of a
+            calibration, or the ``noise`` of likelihood "noisy_classification".
 
     Raises:
         ValueError: shapes that do not fit, or labels that are no classes.
@@ -95,7 +103,12 @@ def suspicious_labels(labels: Tensor, probabilities: Tensor) -> SuspiciousLabels
     surprise = -log_p.gather(1, label[:, None]).squeeze(1)
     score = surprise / -(p * log_p).sum(1).clamp_max(-1e-12)
     order = score.argsort(descending=True, stable=True)
-    return SuspiciousLabels(index[order], label[order], p.argmax(1)[order], score[order])
+    wrong = None
+    if label_noise is not None:
+        own, drawn = p.gather(1, label[:, None]).squeeze(1), label_noise / p.shape[1]
+        wrong = drawn * (1 - own) / ((1 - label_noise) * own + drawn).clamp_min(1e-300)
+        wrong = wrong[order]
+    return SuspiciousLabels(index[order], label[order], p.argmax(1)[order], score[order], wrong)
 
 
 class TrainingProbabilities:
@@ -201,7 +214,7 @@ class TrainingProbabilities:
 
 def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
-    if likelihood.name != "classification":
+    if likelihood.name not in ("classification", "noisy_classification"):
         return f"the likelihood is {likelihood}, and only classification is supported"
     if isinstance(loader, Batches):
         return ""

@@ -119,6 +119,8 @@ class Metric(NamedTuple):
 
 METRICS = {
     "cls/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
+    "cls/NLL_recorded_labels": Metric("... if test labels are as wrong", "nats", "lower"),
+    "cls/NLL_true_class": Metric("... of the true class", "nats", "lower"),
     "cls/accuracy": Metric("Accuracy", "%", "higher"),
     "cls/Brier": Metric("Brier score", "", "lower"),
     "cls/AURC": Metric("Area under the risk–coverage curve", "", "lower"),

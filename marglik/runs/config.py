@@ -93,6 +93,8 @@ class RunConfig:
         baseline: whether to train a plain network, too, with the initial weight decay kept, a rate
             that falls with a cosine and no average, to say what was gained. By default where that
             takes less than 20 seconds or a quarter of the run. With resume it may be added later.
+            With a table, a linear model and gradient-boosted trees of scikit-learn are fitted to
+            the same rows as well, unless this is false.
         augmentation: of images. "standard" crops (after padding by 4 pixels) and flips training
             images at random. "learned" averages the network over transformed copies of each image,
             in training and prediction, at a multiple of the cost, and learns by the evidence how

@@ -18,9 +18,10 @@ from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import evaluate, predictives_of
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
-from marglik.runs.build import build_from_spec, check_model, device_of
+from marglik.runs.build import check_model, device_of
 from marglik.runs.config import Accelerator, check_seed
 from marglik.runs.results import calibration_in_units, evaluation_in_units
+from marglik.specification import build_from_spec
 from marglik.storage.run_folder import (
     ENSEMBLE,
     EVALUATION,
@@ -88,8 +89,8 @@ def evaluate_run(
 
     # Step 1: network, posterior and data, as the folder says or as given.
     record = read_posterior(path)
-    network = _object(path, model, record, "model", nn.Module)
-    source = _object(path, data, record["data"] or {}, "source", DataSource)
+    network = saved_object(path, model, record, "model", nn.Module)
+    source = saved_object(path, data, record["data"] or {}, "source", DataSource)
     splits = as_trained(data_to_evaluate(source, record["data"]), record["data"])
     if output is None and record["data"] and not is_own_test(splits, record["data"]):
         raise ValueError(
@@ -116,6 +117,7 @@ def evaluate_run(
         predictives_of(laplace, configs, ensemble, seed=seed),
         splits,
         laplace.likelihood,
+        labels=predictive.labels,
         ood=None if ood is None else out_of_distribution_images(ood, splits),
         batch_size=predictive.batch_size,
         device=device,
@@ -148,7 +150,7 @@ def _calibrate(
     }
 
 
-def _object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
+def saved_object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
     """The network or data: as given, or as the folder's record says how to build it.
 
     A class that is given by its name alone gets the arguments of the record, if that names it, too.

@@ -46,6 +46,8 @@ def print_results(results: dict[str, Any], report: Path) -> None:
     if results.get("verdict"):
         say()
         _print_paragraph(results["verdict"])
+    if results.get("simple_models"):
+        _print_paragraph(results["simple_models"])
     held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
     seconds = f"{results['seconds']:.0f} s"
     say(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")

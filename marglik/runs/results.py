@@ -107,9 +107,12 @@ def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, An
     }
 
 
-def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> dict[str, Any]:
+def suspicious_results(
+    learned: OnlineResult, splits: Splits, kept: Tensor, label_noise: float
+) -> dict[str, Any]:
     """The training labels that look most wrong; where none can be judged, why.
 
+    With ``label_noise`` each has the probability that its label is wrong.
     ``kept`` are the positions (N,) of the examples that the network was trained on, in the data.
     """
     y = tensors_in(splits.train)[-1].cpu()
@@ -121,7 +124,7 @@ def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> d
     # Ignored labels have no prediction to compare with; of sequences, each position is judged.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
-    found = suspicious_labels(y[counts], p[counts])
+    found = suspicious_labels(y[counts], p[counts], label_noise or None)
     examples = []
     for i in range(min(found.number, MOST_SUSPICIOUS)):
         # From a place among the judged, to one among the trained on, to one in the data.
@@ -131,7 +134,8 @@ def suspicious_results(learned: OnlineResult, splits: Splits, kept: Tensor) -> d
             for k in (found.label[i], found.predicted[i])
         ]
         example = {"index": int(kept[here]), "label": names[0], "predicted": names[1]}
-        examples.append(example | {"score": found.score[i].item()})
+        wrong = {} if found.wrong is None else {"wrong": found.wrong[i].item()}
+        examples.append(example | {"score": found.score[i].item()} | wrong)
         if splits.are_images:
             picture = tensors_in(splits.train)[0][here]
             examples[-1]["image"] = data_uri(picture, LARGEST_PICTURE)

@@ -28,11 +28,17 @@ from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import Scores, compared, evaluate, predictives_of
-from marglik.prediction.predictive import Predictive, PredictiveConfig, map_predictive
+from marglik.prediction.links import Calibration
+from marglik.prediction.predictive import (
+    Predictive,
+    PredictiveConfig,
+    label_noise_of,
+    map_predictive,
+)
+from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.runs.build import (
     build_fabric,
-    build_from_spec,
     check_model,
     with_learned_augmentation,
     with_standardised_columns,
@@ -46,6 +52,7 @@ from marglik.runs.results import (
     posterior_results,
     suspicious_results,
 )
+from marglik.specification import build_from_spec
 from marglik.storage.checkpoint import Checkpoints, check_same_run, leaves
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_folder import (
@@ -137,6 +144,8 @@ def train(
     # Step 1: all that can be wrong with options, data and network is found before any work.
     gains = ["learned weight decays"] if prior.method != "fixed" else []
     gains += ["learned invariances"] if run.augmentation == "learned" else []
+    if gains and "noise" in likelihood_of(likelihood).to_learn():
+        gains += ["label noise"]
     gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
     if run.baseline and not gains:
         raise ValueError(
@@ -231,6 +240,8 @@ def train(
     results = identity | posterior_results(learned.laplace, prior.weight_decay, splits)
     training.calibrate(learned.laplace)
     fit = learned.laplace.calibrations.get(predictive.label)
+    calibration = fit and Calibration(**fit["map_calibration"])
+    noise = label_noise_of(learned.laplace.likelihood, calibration)
     ensemble = None
     if run.members > 1:
         ensemble = training.ensemble(model, learned, provenance.model, states)
@@ -246,13 +257,15 @@ def train(
         "held_out": held_out,
         "calibration": fit and {"predictive": predictive.label} | calibration_in_units(fit, splits),
         "num_positions": found["num_positions"],
-        "suspicious_labels": suspicious_results(learned, splits, kept),
+        "suspicious_labels": suspicious_results(learned, splits, kept, noise),
         **augmentation_results(model, splits),
         # Training counts in full, though resumed; the rest is this process's.
         "seconds": learned.seconds + ready - start + time.perf_counter() - trained,
         "complete": False,
         **environment(fabric.device),
     }
+    if splits.table is not None and run.baseline is not False:
+        results = training.beside_simple_models(results, scores)
     if leads:
         write_record(folder / EVALUATION, found)
         write_results(folder, results)  # now, since the plain network may fail
@@ -366,6 +379,9 @@ class Training:
         run, prior = self.run, self.prior
         torch.manual_seed(run.seed)
         batches = self._batches("train", run.batch_size, shuffle=True)
+        held_out = None
+        if self.splits.validation is not None:
+            held_out = self._batches("validation", self.predictive.batch_size)
         schedule = prior.schedule(run.epochs)
         if plain:
             schedule = replace(schedule, updates=0, average=None, clip=None)
@@ -396,6 +412,7 @@ class Training:
             first.replay() if first is not None else learner,
             scheduler=scheduler,
             fabric=self.fabric,
+            held_out=held_out,
             compile_mode=run.compile,
             on_record=log.write if log else None,
             progress=run.progress,
@@ -428,7 +445,8 @@ class Training:
 
     def _calibrated(self, models: list[nn.Module], sigma: float, seconds: float) -> Ensemble:
         """Networks that predict together, calibrated on the validation set if there is one."""
-        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds)
+        labels = self.predictive.labels
+        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds, labels=labels)
         if self.predictive.is_calibrated and self.splits.validation is not None:
             batches = self._batches("validation", self.predictive.batch_size)
             ensemble.calibrate(
@@ -476,6 +494,7 @@ class Training:
             predictives,
             self.splits,
             likelihood,
+            labels=self.predictive.labels,
             ood=self.ood_images,
             batch_size=self.predictive.batch_size,
             device=self.fabric.device,
@@ -501,6 +520,8 @@ class Training:
             scores: of the learned network, see `evaluate`.
             gains: what the plain network does without, in words.
         """
+        if self.likelihood.to_learn() and self.likelihood.has_label_noise:
+            self = replace(self, likelihood=likelihood_of("classification"))
         try:
             plain = self.train(model.to(self.fabric.device), checkpoints, plain=True)
         except FloatingPointError as error:
@@ -536,6 +557,21 @@ class Training:
                 "complete": True,
             }
         )
+
+    def beside_simple_models(self, results: dict[str, Any], scores: Scores) -> dict[str, Any]:
+        """The results with those of scikit-learn's models on the same rows of a table."""
+        train, validation = self.splits.train, self.splits.validation
+        if self.held_out and validation is not None:  # the posterior has seen them, too
+            train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
+        entries, changes = evaluate_simple_models(
+            train, self.splits.test, likelihood_of(self.likelihood), [*scores.values()][-1]
+        )
+        if not entries:
+            return results
+        found = evaluation_in_units({"predictives": entries}, self.splits)
+        metrics = {name: entry["metrics"] for name, entry in found["predictives"].items()}
+        merged = {k: results[k] | of for k, of in metrics_of("scikit-learn", found).items()}
+        return results | merged | {"simple_models": simple_models_in_words(metrics, changes)}
 
     def _batches(self, split: SplitName, batch_size: int, *, shuffle: bool = False) -> Batches:
         """A part of the data; what is shuffled is for training, and augmented as the run says."""

@@ -1,6 +1,7 @@
 """`marglik_training`: laplace-torch's function of that name, with our loop and our curvature."""
 
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -49,6 +50,7 @@ def marglik_training(
     fabric: "Fabric | None" = None,
     keep: Keep = "last",
     average: Average | None = "last",
+    held_out: Iterable[Any] | None = None,
     **options: Any,
 ) -> tuple[KronLaplace, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
@@ -92,6 +94,7 @@ def marglik_training(
         keep: "last", or "best" for the parameters of the update with the highest evidence, as
             laplace-torch; see `Schedule`.
         average: which parameters are averaged, see `Schedule`.
+        held_out: batches that the network is not trained on, see `OnlineTraining`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets.
 
@@ -156,6 +159,7 @@ def marglik_training(
         train_loader,
         learner,
         scheduler=scheduler,
+        held_out=held_out,
         fabric=fabric,
         progress=progress_bar,
     ).run()

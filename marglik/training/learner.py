@@ -13,7 +13,7 @@ examples.
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, fields, replace
@@ -44,6 +44,7 @@ from marglik.posterior.prior import (
     precision_to_weight_decay,
     weight_decay_to_precision,
 )
+from marglik.training.label_noise import held_out_label_noise
 from marglik.training.loaders import (
     Loader,
     WithExamples,
@@ -249,6 +250,7 @@ class PriorLearner:
         loss: Callable[[Any, Any], Tensor] | None = None,
         ranks: Ranks | None = None,
         sums_terms: bool = False,
+        held_out: Iterable[Any] | None = None,
     ) -> None:
         """Count the data and make the hyperparameters; call it before the first step.
 
@@ -265,6 +267,8 @@ class PriorLearner:
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms; with it,
                 mean_over must be "examples".
+            held_out: batches that the network is not trained on, read after each epoch, from which
+                the share of wrong labels is learned; with several ranks this rank's part of each.
 
         Raises:
             ValueError: an optimiser with weight decay, or without some trainable parameter; no
@@ -278,7 +282,13 @@ class PriorLearner:
         self._optimizers = optimizers_of(optimizer, self._named)
         self._ranks = Ranks() if ranks is None else ranks
         check_shards(loader, self._ranks)
-        self._model, self._loader = model, loader
+        if self._to_learn and self.likelihood.has_label_noise and held_out is None:
+            raise ValueError(
+                f"Likelihood '{self._asked}' learns the share of wrong labels from labels that the "
+                "network is not trained on. Pass held_out=batches, a tenth of the data, or give "
+                "the share: 'noisy_classification(noise=0.2)'."
+            )
+        self._model, self._loader, self._held_out = model, loader, held_out
         self.schedule = replace(self.schedule, epochs=epochs)
         if epochs is None and self.schedule.average == "last":
             warnings.warn(
@@ -623,7 +633,18 @@ class PriorLearner:
                 self.likelihood = likelihood_of(likelihood)
                 self.hyperparameters.set(delta, sigma)
                 self._set_decays()
+            self._learn_label_noise()
             return self._update(self.schedule.steps) if self.is_due(epoch) else {}
+
+    def _learn_label_noise(self) -> None:
+        """Learn the share of wrong labels at the present parameters."""
+        if not self._to_learn or not self.likelihood.has_label_noise:
+            return
+        assert self._held_out is not None  # `start` checks it
+        self.likelihood = held_out_label_noise(
+            self.likelihood, self._model, self._held_out, self.curvature, self._ranks
+        )
+        self._set_decays()
 
     @contextmanager
     def _unchanged_by_errors(self) -> Iterator[None]:
@@ -685,6 +706,7 @@ class PriorLearner:
             )
             learns = self._steps > 0 and self._epoch >= schedule.burn_in and not is_updated
             if learns and (schedule.keep == "last" or schedule.is_due(self._epoch)):
+                self._learn_label_noise()
                 found = self._update(schedule.steps, is_last=True)
             elif not is_fitted or self._draws_labels:
                 if is_updated:
@@ -754,6 +776,8 @@ class PriorLearner:
         found |= {f"range/{name}": value for name, value in ranges.items()}
         if "sigma_noise" in self.record:
             found["sigma_noise"] = self.record["sigma_noise"]
+        if self.likelihood.has_label_noise:
+            found["label_noise"] = self.likelihood.parameters["noise"].item()
         return found
 
     def _fit(self, steps: int, is_last: bool) -> tuple[list[float], dict[str, Any]]:
@@ -786,7 +810,7 @@ class PriorLearner:
             )
             if not is_last:  # the last posterior is that of the ranges as they are
                 self._ranges.learn(posterior, self._loader, self.num_data)
-            if not self._to_learn or not steps:
+            if not self._to_learn or not steps or self.likelihood.has_label_noise:
                 return found
             self.likelihood, sigma = likelihood_step(posterior, data, self._to_learn)
             if hyper.learn_sigma_noise:

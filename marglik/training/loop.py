@@ -132,6 +132,8 @@ class OnlineTraining:
         scheduler: the optimiser's learning-rate schedule, stepped after every batch; see
             `marglik.settling_rate`. None keeps the rate.
         curvature_loader: data of the curvature pass; None takes the training loader.
+        held_out: batches that the network is not trained on, from which the share of wrong labels
+            is learned, see `PriorLearner.start`.
         fabric: devices and precision, launched; None takes the model's device, in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         on_record: called with the record of each epoch and each update when it is made; after a
@@ -154,6 +156,7 @@ class OnlineTraining:
         *,
         scheduler: LRScheduler | None = None,
         curvature_loader: Loader | None = None,
+        held_out: Iterable[Any] | None = None,
         fabric: "Fabric | OneDevice | None" = None,
         compile_mode: CompileMode | None = None,
         on_record: Callable[[Record], None] | None = None,
@@ -185,7 +188,8 @@ class OnlineTraining:
         # names the difference.
         check_shards(train_loader, self.ranks)
         self._start = (model, optimizer, self.curvature_loader, epochs)
-        learner.start(*self._start, ranks=self.ranks, sums_terms=True)
+        self._options: Any = {"ranks": self.ranks, "sums_terms": True, "held_out": held_out}
+        learner.start(*self._start, **self._options)
         if self.ranks.size > 1:
             _warn_of_batch_norm(model)
         # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
@@ -468,7 +472,7 @@ class OnlineTraining:
         check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
         self.learner.detach()  # it is started again, from this state
         self.learner.load_state_dict(state["learner"])
-        self.learner.start(*self._start, ranks=self.ranks, sums_terms=True)
+        self.learner.start(*self._start, **self._options)
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -823,9 +823,16 @@ def a_subset_is_trained_alone(case: Case) -> None:
     for p in parameters_of(alone.model, others):
         p.requires_grad_(False)
     take_steps(alone, kfac(alone, case), 3)
-    take_steps(with_others, kfac(with_others, case, parameters_of(with_others.model, some)), 3)
+    optimizer = kfac(with_others, case, parameters_of(with_others.model, some))
+    take_steps(with_others, optimizer, 3)
     same_parameters(with_others.model, untouched.model, others)
     same_parameters(with_others.model, alone.model, some)
+    loss_of(with_others, with_others.batches[0]).backward()
+    gradients = [deepcopy(p.grad) for p in parameters_of(with_others.model, others)]
+    optimizer.step()
+    for p, expected in zip(parameters_of(with_others.model, others), gradients, strict=True):
+        if expected is not None:
+            same("a gradient of the others", p.grad, expected)
 
 
 @relation(6, **OPTIMISED)

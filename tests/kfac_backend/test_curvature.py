@@ -52,21 +52,6 @@ def test_backward_passes_reach_inputs_only(fisher, vectors):
     assert convolution_flops(loss.backward) == (0, 2 * forward - stem)
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_batches_of_any_size_give_what_one_batch_gives(fisher):
-    """`test_every_layer` has both modes and all layers."""
-    model, (x, y) = network(), data()
-    whole = kronecker_factors(model, [(x, y)], "classification", fisher=fisher)
-    parts = zip(x.split([1, 4, 2]), y.split([1, 4, 2]), strict=True)
-    in_parts = kronecker_factors(model, parts, "classification", fisher=fisher)
-    assert_same(in_parts, whole)
-    loss = nn.functional.cross_entropy(model(x), y, reduction="sum").item()
-    for factors in (whole, in_parts):
-        assert factors.loss == pytest.approx(loss)
-        counts = factors.num_data, factors.num_outputs, factors.num_loss_terms
-        assert counts == (7, 3, 7)
-
-
 def test_images_of_different_sizes_weigh_by_their_positions():
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
     small, large = torch.randn(2, 2, 3, 3).double(), torch.randn(3, 2, 5, 4).double()

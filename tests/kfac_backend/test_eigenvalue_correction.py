@@ -107,18 +107,6 @@ def test_other_batches_in_another_order(build):
         assert_close(again.blocks[name].eigenvalues(), block.eigenvalues())
 
 
-def test_labels_that_do_not_count():
-    model, x = several_terms()
-    y = targets_of(model(x).detach(), "classification")
-    ignored = torch.zeros(y.shape, dtype=torch.bool)
-    ignored[0, 1:], ignored[3] = True, True
-    batches = [(x, y.masked_fill(ignored, 7))]
-    factors = kronecker_factors(model, batches, "classification", ignore_index=7)
-    found = corrected_factors(factors, model, batches, ignore_index=7)
-    exact = exact_blocks(model, x, "classification", ignored)
-    assert max(check(factors, found, exact)) > 1e-3
-
-
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_empirical_fisher(likelihood):
     model, x = several_terms()

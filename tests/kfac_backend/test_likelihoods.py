@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import special, stats
 from torch.testing import assert_close
 
 from kfac_backend.likelihoods import (
@@ -66,7 +66,14 @@ FISHERS = {
         *(F1, torch.arange(4), 1.0),
         lambda f: lambda y: np.diff(stats.logistic.cdf([-np.inf, *CUTS, np.inf], f[0]))[y],
     ),
+    "noisy_classification(noise=0.3)": (F2, torch.arange(2), 1.0, lambda f: _noisy(f, 0.3)),
+    "noisy_classification(noise=0.0)": (F2, torch.arange(2), 1.0, lambda f: _noisy(f, 0.0)),
 }
+
+
+def _noisy(f, noise):
+    """Probabilities of labels of which a share was drawn from all classes."""
+    return lambda y: (1 - noise) * special.softmax(f)[y] + noise / len(f)
 
 
 @pytest.mark.parametrize("text", FISHERS)
@@ -86,7 +93,7 @@ def test_fisher_information_and_loss_are_those_of_the_density(text):
         assert_close(found, fisher, rtol=2e-5, atol=1e-7)
         # Negative control: other outputs have another Λ, except where it is constant.
         if "student" not in text:
-            (other,) = squared(likelihood.root(f_n[None] + 2, targets[:1]))
+            (other,) = squared(likelihood.root(2 * f_n[None] + 2, targets[:1]))
             assert (other - fisher).norm() > 0.02 * fisher.norm()
 
 
@@ -132,6 +139,43 @@ def test_weights_and_smoothing_are_those_of_pytorch():
     loss = torch.nn.CrossEntropyLoss(w, reduction="sum", label_smoothing=0.2)
     text = "classification(weights=[0.5, 2.0], smoothing=0.2)"
     assert_close(likelihood_of(text).loss(F2, y), loss(F2, y))
+
+
+NOISY = "noisy_classification(noise=0.3)"
+
+
+def test_noisy_labels_weights_masks_and_derivatives():
+    """Of tokens (N, R, C): the loss by hand, labels that do not count, weights, d/dε."""
+    f = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.tensor([[0, 3, -100], [2, -100, 1]])
+    likelihood, p = likelihood_of(NOISY), torch.softmax(f, -1)
+    label = y.clamp(min=0)[..., None]
+    expected = -(0.7 * p.gather(-1, label) + 0.3 / 4).log() * (y != -100)[..., None]
+    assert_close(likelihood.losses(f, y), expected)
+    assert (likelihood.losses(f, y) - likelihood_of("classification").losses(f, y)).norm() > 0.1
+    w = [0.5, 2.0, 1.0, 3.0]
+    weighted = likelihood_of(f"noisy_classification(noise=0.3, weights={w})")
+    assert_close(weighted.losses(f, y), expected * torch.tensor(w).double()[label])
+    w_n = torch.tensor(w).double()[label].squeeze(-1)[0, :2]
+    of_weights, plain = (squared(of.root(f[0, :2], y[0, :2])) for of in (weighted, likelihood))
+    assert_close(of_weights, w_n[:, None, None] * plain)
+    # The loss is bounded by log(C/ε), also where p underflows, and is the plain one at ε = 0.
+    sure = torch.tensor([[0.0, 400.0]])
+    assert likelihood.loss(sure, torch.tensor([0])).item() == pytest.approx(math.log(2 / 0.3))
+    none = likelihood_of("noisy_classification(noise=0)")
+    assert none.loss(sure, torch.tensor([0])).item() == 400
+    assert_close(
+        squared(none.root(F2, None)), squared(likelihood_of("classification").root(F2, None))
+    )
+    # Both terms of the evidence can be differentiated in ε.
+    for number in (lambda of: of.loss(f, y), lambda of: squared(of.root(F2, None))[0, 0, 0]):
+
+        def at(noise, number=number):
+            return number(likelihood.with_parameters({"noise": noise}))
+
+        noise = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        (derivative,) = torch.autograd.grad(at(noise), noise)
+        assert_close(derivative, (at(noise + 1e-6) - at(noise - 1e-6)).detach() / 2e-6)
 
 
 def test_weights_count_examples_several_times():
@@ -313,6 +357,7 @@ def above(least):
 POSITIVE = st.lists(above(0), min_size=1, max_size=4)
 OPTIONS = {
     "classification": {"weights": POSITIVE, "smoothing": st.floats(0, 0.99)},
+    "noisy_classification": {"noise": st.floats(0, 0.99), "weights": POSITIVE},
     "ordinal": {"cuts": st.lists(st.floats(-9, 9), min_size=1, unique=True).map(sorted)},
     "regression": {},
     "regression_per_output": {"noise": POSITIVE},
@@ -424,6 +469,9 @@ def words_of(text):
         ("classification(weights=[0, 1])", "a positive number for each class, not [0, 1]"),
         ("classification(weights=2)", "a positive number for each class, not 2"),
         ("classification(smoothing='much')", "smoothing in [0, 1) is needed, not 'much'"),
+        ("noisy_classification(noise=1.0)", "noise in [0, 1) is needed, not 1.0"),
+        ("noisy_classification(noise=-0.1)", "noise in [0, 1) is needed, not -0.1"),
+        ("noisy_classification(noise='some')", "noise in [0, 1) is needed, not 'some'"),
         ("weighted(of=3)", "a int is not supported"),
         ("weighted(of='gauss')", "choose one of 'classification'"),
     ],

@@ -48,6 +48,7 @@ def _targets(text, C):
         "weighted(of='classification')": torch.stack([torch.arange(N) % 3, z[:, 0].abs()], 1),
         "ordinal(cuts=[-0.5, 0.5])": torch.bucketize(z[:, 0], torch.tensor([-0.5, 0.5]).double()),
         "classification(weights=[0.5, 2.0, 1.0])": torch.arange(N) % 3,
+        "noisy_classification(noise=0.3)": torch.arange(N) % 3,
     }.get(text, z)
 
 
@@ -61,6 +62,7 @@ CASES = {
     "known_noise": 1,
     "ordinal(cuts=[-0.5, 0.5])": 1,
     "classification(weights=[0.5, 2.0, 1.0])": 3,
+    "noisy_classification(noise=0.3)": 3,
     "weibull(shape=1.5)": 1,
     "weighted(of='poisson')": 1,
     "weighted(of='classification')": 3,

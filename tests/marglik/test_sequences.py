@@ -5,7 +5,6 @@ import torch
 from torch.nn.utils import vector_to_parameters
 from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.options import CurvatureOptions
 from marglik.data import Splits
@@ -120,34 +119,6 @@ def test_the_objective_is_the_sum_over_positions_averaged_over_examples():
     (total / N + 0.5 * 0.01 * penalty).backward()
     expected = torch.cat([(p - 0.1 * p.grad).detach().flatten() for p in model.parameters()])
     assert_close(after, expected)
-
-
-def test_a_label_that_does_not_count_is_told_from_a_wrong_one():
-    with pytest.raises(ValueError, match="Label -100 is out of range.*pass ignore_index=-100"):
-        trained(None, data()[1])
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_curvature_is_that_of_the_positions_that_count(fisher):
-    """B of the last bias is the sum of Λ, or of the gradients' outer products, over them."""
-    curvature = CurvatureConfig(fisher=fisher, kfac_approx="expand")
-    laplace = Posterior(network(), "classification", curvature.options(splits().targets))
-    laplace.fit([data()])
-    expected = torch.zeros(C, C, dtype=torch.float64)
-    for f, y in terms():
-        if fisher == "exact":
-            expected += oracles.loss_hessian(f, "classification")
-        else:
-            g = torch.softmax(f, -1) - torch.nn.functional.one_hot(y, C)
-            expected += torch.outer(g, g)
-    factors = laplace.factors
-    assert_close(factors.blocks["outer.bias"].B, expected)
-    assert_close(factors.loss, float(sum(losses())))
-    assert (factors.num_data, factors.num_loss_terms) == (N, len(terms()))
-    # Negative control: all positions give another block.
-    x, y = data()
-    every = kronecker_factors(network(), [(x, y.clamp(min=0))], "classification", fisher=fisher)
-    assert (every.blocks["outer.bias"].B - expected).norm() > 0.1 * expected.norm()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from experiments.timing import peak_memory
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,
     assert_choices,
@@ -22,24 +21,8 @@ from tests.kfac_backend.networks import random_model
 from tests.marglik.networks import randomised
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_each_positions_covariance_equals_the_dense_jacobians(name):
-    model, x, _ = sequences(name)
-    blocks, dense = posterior(model, x, MODES[len(name) % 2])
-    expected = brute_force(model, x, dense)
-    variances = expected.diagonal(dim1=-2, dim2=-1)
-    f, covariance = OutputCovariance(model, blocks)(x)
-    assert covariance.shape == (*f.shape, f.shape[-1]) and f.dim() > 2
-    assert_close(f, model(x).detach())
-    assert_close(covariance, expected, rtol=1e-9, atol=1e-11)
-    variance = OutputCovariance(model, blocks)(x, variance_only=True)[1]
-    assert_close(variance, variances, rtol=1e-9, atol=1e-11)
-    # Negative control: another position's.
-    assert (covariance.roll(1, 1) - expected).norm() > 1e-2 * expected.norm()
-
-
 @pytest.mark.parametrize("memory", [1, None])
-@pytest.mark.parametrize("name", ["gpt", "pixels, wide", "mixing"])
+@pytest.mark.parametrize("name", SEQUENCES)
 def test_chosen_positions_and_classes(name, memory):
     model, x, _ = sequences(name)
     blocks, dense = posterior(model, x)

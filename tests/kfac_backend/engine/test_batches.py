@@ -152,33 +152,6 @@ def test_a_pass_sums_the_batches_that_it_is_given(function, kfac_approx):
         assert largest_difference(found, whole) > 0.1  # negative control
 
 
-LENGTHS = {
-    "the first and the last": [6, 3, 3, 1, 2, 3, 5, 6],
-    "one among many": [3] * 6 + [6] + [3] * 13,
-}
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("kfac_approx", MODES)
-@pytest.mark.parametrize("function", [packed, trimmed, scaled, counted])
-def test_a_batch_that_means_something_together_stays_whole(
-    function, kfac_approx, lengths, monkeypatch
-):
-    model, (x, y) = of_sequences(function), sequences(LENGTHS[lengths])
-
-    def factors(batches):
-        return kronecker_factors(model, batches, "classification", kfac_approx=kfac_approx)
-
-    whole = factors([(x, y)])
-    monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
-    found = factors([(x, y)])
-    assert_same(found, whole, rtol=1e-12, atol=1e-14)
-    if function is not counted:
-        assert_by_definition(found, model, [x], kfac_approx)
-        apart = factors(list(zip(x.split(1), y.split(1), strict=True)))  # negative control
-        assert largest_difference(apart, found) > 0.1
-
-
 def test_a_mapping_stays_whole(monkeypatch):
     """Its masks and lengths may mean the batch."""
     monkeypatch.setattr(batches, "LARGEST_ACTIVATION", 1)
@@ -202,22 +175,6 @@ def test_parts_with_other_rows_than_the_first_batch_are_an_error(monkeypatch):
     data = [(a, b) for x, y in data for a, b in zip(x.split(2), y.split(2), strict=True)]
     found = kronecker_factors(model, data, "classification")
     assert_by_definition(found, model, [x for x, _ in data], "expand")
-
-
-def test_a_loader_may_use_its_memory_again():
-    model = random_model(lambda m, x: m.fc(x), fc=nn.Linear(3, 2))
-    torch.manual_seed(1)
-    x, y = torch.randn(12, 3).double(), torch.randint(2, (12,))
-    whole = kronecker_factors(model, [(x, y)], "classification")
-
-    def reused():
-        some = x[:4].clone(), y[:4].clone()
-        for k in (0, 4, 8):
-            some[0].copy_(x[k : k + 4])
-            some[1].copy_(y[k : k + 4])
-            yield some
-
-    assert_same(kronecker_factors(model, reused(), "classification"), whole)
 
 
 def test_an_empty_batch_between_others_is_named():

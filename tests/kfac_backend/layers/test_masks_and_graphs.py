@@ -52,17 +52,6 @@ def test_an_example_without_positions_counts_as_an_example(way, mode):
         assert_blocks(factors, {"first.bias": bias})  # exact: no input, so nothing to average
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_padding_that_is_not_declared_changes_the_blocks(mode):
-    blocks = [
-        kronecker_factors(
-            randomize(Padded("mean", way)), [batch_of()], "classification", kfac_approx=mode
-        ).to_dense("first.weight")
-        for way in ("counted", "not at all")
-    ]
-    assert error(*blocks) > 0.1
-
-
 EXACT = {("counted", "mean"), ("rows, means", "mean"), ("rows", "root"), ("index", "root")}
 
 

@@ -265,37 +265,6 @@ def is_same(model, other):
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))  # noqa: B905
 
 
-@pytest.mark.parametrize("others", ["have an optimiser of their own", "are left alone"])
-@pytest.mark.parametrize("base", ["sgd", "nadamw"])
-def test_a_subset_trains_as_if_all_others_were_frozen(base, others):
-    """Gradients of the others are plain, also while they add up, and count nowhere."""
-    model, frozen, plain, whole = (network() for _ in range(4))
-    frozen[:8].requires_grad_(False)
-    part = [*model[8].parameters(), *model[10].parameters()]
-    optimizer, reference = kfac(model, base=base, params=part), kfac(frozen, base=base)
-    other = torch.optim.SGD(model[:8].parameters(), 0.1)
-    for _ in range(3):
-        for one in (frozen, plain, whole):
-            one.load_state_dict(model.state_dict())
-        if others != "are left alone":
-            other.zero_grad()
-            plain.zero_grad()
-        loss_of(plain).backward()
-        one_step(reference, frozen)
-        one_step(optimizer, model)
-        assert_same(model, frozen)
-        for p, q in zip(model[:8].parameters(), plain[:8].parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-        if others != "are left alone":
-            other.step()
-    # The control: the others' gradients do count where they are trained, too.
-    alone = copy.deepcopy(frozen)
-    alone.load_state_dict(whole.state_dict())
-    one_step(kfac(whole), whole)
-    one_step(kfac(alone), alone)
-    assert error(whole[8].weight, alone[8].weight) > 1e-4
-
-
 @pytest.mark.parametrize("how", ["a group", "a flag"])
 def test_unfrozen_parameters_are_preconditioned_and_count_from_the_next_step_on(how):
     """That step is the first of K-FAC over the whole model, though no new factors are due."""

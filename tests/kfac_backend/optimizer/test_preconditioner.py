@@ -11,9 +11,7 @@ from torch.testing import assert_close
 from kfac_backend import KroneckerBlock, kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
-from tests import oracles
-from tests.kfac_backend.block_checks import MODES, OTHER, randomize
-from tests.kfac_backend.layers.test_exactness import CASES
+from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.random_numbers import error, normal
 
@@ -27,10 +25,6 @@ def preconditioner(model, likelihood="classification", *, exclude=(), **options)
     return KfacPreconditioner(
         model, likelihood, options, exclude=exclude, **{"fisher": "exact", **curvature}
     )
-
-
-def mean_squared(f, y):
-    return 0.5 * (f - y).square().sum(-1).mean()
 
 
 def gradients(model, loss):
@@ -55,28 +49,6 @@ def dense_step(blocks, g, damping=LAMBDA):
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_where_kfac_is_exact_a_step_is_the_damped_newton_step(case):
-    """(GGN_block + λI)⁻¹ g with the GGN by brute force; the other mode gives another step."""
-    mode, layers, shape = CASES[case]
-    model, x = randomize(nn.Sequential(*layers())), normal(*shape)
-    f = model(x)
-    y, terms = normal(*f.shape, seed=4), f.shape[:-1].numel()
-    ggn = {
-        name: block / terms
-        for name, block in oracles.dense_ggn_blocks(model, x, "regression").items()
-    }
-    found = {}
-    for approx in MODES:
-        conditioner = preconditioner(model, "regression", damping_on="product", kfac_approx=approx)
-        g, found[approx] = preconditioned(model, conditioner, mean_squared(model(x), y))
-        conditioner.detach()
-    right = dense_step(ggn, g)
-    for name in ggn:
-        assert_close(found[mode][name], right[name], rtol=1e-9, atol=1e-9)
-    assert max(error(found[OTHER[mode]][name], right[name]) for name in ggn) > 0.05
-
-
 @pytest.mark.parametrize("kfac_approx", MODES)
 @pytest.mark.parametrize("damping_on", ["product", "factors"])
 def test_everywhere_else_it_is_the_formula(kfac_approx, damping_on):
@@ -90,24 +62,6 @@ def test_everywhere_else_it_is_the_formula(kfac_approx, damping_on):
         right = precondition(damped_inverses([mean], [LAMBDA], damping_on), [g[name]])[0]
         assert_close(found[name], right, rtol=1e-9, atol=1e-11)
         assert error(found[name], g[name]) > 0.05, name
-
-
-def test_moving_average_with_the_correction_of_its_start():
-    """F_k = Σ ρ^(k−i) (1 − ρ) F_i / (1 − ρᵏ), of B and of A."""
-    model, (x, y) = network(), data(6)
-    conditioner = preconditioner(model, ema_decay=0.7)
-    batches = [(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
-    for x_i, y_i in batches:
-        F.cross_entropy(model(x_i), y_i).backward()
-        conditioner.step()
-    found = conditioner.blocks
-    each = [kronecker_factors(model, [batch], "classification").blocks for batch in batches]
-    weights = torch.tensor([0.7**2, 0.7, 1.0]).double() * 0.3 / (1 - 0.7**3)
-    assert weights.sum() == pytest.approx(1.0)
-    for name, block in found.items():
-        assert_close(block.B, sum(w * blocks[name].B / 2 for w, blocks in zip(weights, each)))  # noqa: B905
-        if block.A is not None:
-            assert_close(block.A, sum(w * blocks[name].A for w, blocks in zip(weights, each)))  # noqa: B905
 
 
 def test_the_moving_average_of_what_is_unfrozen_begins_with_its_first_batch():

@@ -42,7 +42,9 @@ def file(request, tmp_path):
 
 def test_columns_become_numbers_and_targets_are_standardised(file):
     splits = TableFile(file, validation=0.25, seed=3).load()
-    assert splits.columns == ("size", "rooms", "town_A", "town_B", "town_C")
+    assert splits.table is not None
+    columns = splits.table.columns
+    assert columns == ("size", "rooms", "town_A", "town_B", "town_C")
     parts = [splits.train, splits.validation, splits.test]
     assert [len(y) for _, y in parts] == [36, 12, 12]
     assert splits.target_scale is not None
@@ -52,7 +54,7 @@ def test_columns_become_numbers_and_targets_are_standardised(file):
     torch.testing.assert_close(y.square().mean(), torch.ones(()).double())
     rows = torch.cat([torch.cat([x, y * std + mean], 1) for x, y in parts])
     table = pandas.get_dummies(frame(), dtype=float)
-    table = torch.tensor(table[[*splits.columns, "price"]].to_numpy()).float()
+    table = torch.tensor(table[[*columns, "price"]].to_numpy()).float()
     ordered = rows[rows[:, 0].argsort()], table[table[:, 0].argsort()]
     torch.testing.assert_close(*ordered)  # each row once
 
@@ -124,29 +126,76 @@ def test_all_of_other_data_is_evaluated(tmp_path):
             torch.testing.assert_close(again.test[1][:, 0], ((y - mean) / std).float())
 
 
-def test_other_rows_are_scaled_as_the_training_part_and_have_its_columns(tmp_path):
+def test_other_rows_are_encoded_and_scaled_as_the_training_part(tmp_path):
+    """Columns by their names, texts and classes by those of the training file, and its scale."""
     frame().to_csv(tmp_path / "houses.csv", index=False)
     trained = TableFile(tmp_path / "houses.csv").load()
     record = json.loads(json.dumps(data_record(trained)))
     assert as_trained(trained, record) is trained
-    frame()[:40].assign(price=frame().price * 3).to_csv(tmp_path / "dear.csv", index=False)
-    dear = TableFile(tmp_path / "dear.csv").load()
-    adapted = as_trained(dear, record)
-    prices = [s.test[1] * s.target_scale[1] + s.target_scale[0] for s in (dear, adapted)]
-    torch.testing.assert_close(*prices, rtol=1e-5, atol=0)
-    assert adapted.target_scale == trained.target_scale != dear.target_scale
-    frame().replace({"town": {"C": "D"}}).to_csv(tmp_path / "others.csv", index=False)
-    with pytest.raises(
-        ValueError, match=r"columns \['size', 'rooms', 'town_A', .*town_D'\]; house"
+
+    def other(rows, **options):
+        rows.to_csv(tmp_path / "other.csv", index=False)
+        source = TableFile(tmp_path / "other.csv", **options)
+        return as_trained(data_to_evaluate(source, record), record)
+
+    rows = frame()[frame().town != "B"].assign(price=frame().price * 3)
+    splits = other(rows[["price", "town", "rooms", "size"]].assign(id=1))
+    assert splits.target_scale == trained.target_scale
+    mean, std = splits.target_scale
+    expected = [rows["size"], rows["rooms"], *(rows.town == town for town in "ABC")]
+    x = torch.from_numpy(np.column_stack(expected).astype("float32"))
+    torch.testing.assert_close(splits.test[0], x)
+    y = (torch.tensor(rows.price.to_numpy()) - mean) / std
+    torch.testing.assert_close(splits.test[1][:, 0], y.float())
+    for rows, message in (
+        (frame().replace({"town": {"C": "D"}}), r"column 'town' has 'D' \(in \d+ row.*A, B, C"),
+        (frame().drop(columns="rooms"), r"lacks .* rooms; .* trained on size, rooms, town"),
+        (frame().assign(size="large"), r"column 'size' has 'large' \(in 60.*a number"),
+        (frame().assign(size=math.nan), r"60 row\(s\) lack column 'size', which no row"),
     ):
-        as_trained(TableFile(tmp_path / "others.csv").load(), record)
+        with pytest.raises(ValueError, match=message):
+            other(rows)
+    towns = {"target": "town"}
+    record = json.loads(json.dumps(data_record(TableFile(tmp_path / "houses.csv", **towns).load())))
+    fewer = other(frame()[frame().town != "A"], **towns)  # whose classes keep their numbers
+    assert fewer.classes == ("A", "B", "C") and fewer.test[1].unique().tolist() == [1, 2]
+    with pytest.raises(ValueError, match="'town' is 'D' in .* classes A, B, C"):
+        other(frame().replace({"town": {"C": "D"}}), **towns)
+
+
+def test_missing_values_have_an_indicator_and_the_training_median(tmp_path):
+    random = np.random.default_rng(1)
+    table = frame().assign(size=frame()["size"].where(random.random(N) > 0.3))
+    table = table.assign(town=table.town.where(random.random(N) > 0.2))
+    table.to_csv(tmp_path / "houses.csv", index=False)
+    with pytest.warns(UserWarning, match=r"lack column 'size', \d+ row\(s\) lack column 'town'"):
+        splits = TableFile(tmp_path / "houses.csv", validation=0.25).load()
+    assert splits.table is not None and splits.validation is not None
+    columns = splits.table.columns
+    assert columns[2:] == ("town_A", "town_B", "town_C", "size is missing", "town is missing")
+    size, is_missing = splits.train[0][:, 0], splits.train[0][:, 5] == 1
+    median = float(np.median(size[~is_missing].numpy()))
+    assert median != pytest.approx(table["size"].median())  # of all rows: the control
+    parts = [splits.train[0], splits.validation[0], splits.test[0]]
+    for x in parts:
+        assert (x[x[:, 5] == 1, 0] == median).all() and (x[:, 2:5].sum(1) == 1 - x[:, 6]).all()
+    rows = torch.cat(parts)
+    assert int((rows[:, 5] == 1).sum()) == table["size"].isna().sum() > 0
+    assert int(rows[:, 6].sum()) == table.town.isna().sum() > 0
+    # Other rows get the same median, and no warning: their encoding is the network's.
+    record = json.loads(json.dumps(data_record(splits)))
+    again = data_to_evaluate(TableFile(tmp_path / "houses.csv", validation=0.25), record)
+    assert torch.equal(again.test[0], splits.test[0]) and num_seen(again, record) == 0
 
 
 WRONG = {
     "column": ({"target": "rent"}, "columns size, rooms, town, price; target .* not 'rent'"),
     "missing target": ({"price": [None] + [1.5] * (N - 1)}, r"1 row\(s\) lack the target 'price'"),
-    "missing number": ({"size": [None] + [1.5] * (N - 1)}, r"1 row\(s\) lack column 'size'"),
-    "missing text": ({"town": [None] + ["A"] * (N - 1)}, r"1 row\(s\) lack column 'town'"),
+    "missing values": (
+        {"size": [None] + [1.5] * (N - 1), "town": [None] + ["A"] * (N - 1), "missing": "error"},
+        r"1 row\(s\) lack column 'size', 1 row\(s\) lack column 'town'; .*missing indicator",
+    ),
+    "no values": ({"size": [None] * N}, "'size' has no values"),
     "infinite number": ({"size": [math.inf] + [1.5] * (N - 1)}, r"x_\w+ holds 1 value\(s\)"),
     "many classes": ({"price": range(N)}, "'price' has 60 different integers.*classes false"),
     "one row of a class": ({"price": ["x"] + ["y"] * (N - 1)}, "class 'x' has 1 example"),
@@ -172,9 +221,9 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("marglik.data.files.MOST_CATEGORIES", 10)
+    monkeypatch.setattr("marglik.data.tables.MOST_CATEGORIES", 10)
     changes, message = WRONG[case]
-    options = {key: changes[key] for key in ("target",) if key in changes}
+    options = {key: changes[key] for key in ("target", "missing") if key in changes}
     columns = {key: value for key, value in changes.items() if key not in options}
     frame().assign(**columns).to_csv(tmp_path / "houses.csv", index=False)
     with pytest.raises(ValueError, match=message):

@@ -10,11 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from marglik import load_posterior
+from marglik.cli import main
 from marglik.data import Digits, Splits, TensorFile
 from marglik.data.batches import split_batches
 from marglik.data.record import as_trained, data_record, is_held_out, num_seen
 from marglik.data.splits import hold_out, take
 from marglik.graphs import Graphs
+from marglik.models import LeNet
+from tests.marglik.runs.command_line import evaluated
 
 
 def example_tensors(**changes):
@@ -51,6 +55,34 @@ def test_an_npz_holds_the_same_in_float32(tmp_path):
     for name in ("pickled", "cut"):
         with pytest.raises(ValueError, match=f"{name}.npz' is not a safetensors or npz file, or d"):
             TensorFile(tmp_path / f"{name}.npz").load()
+
+
+def test_pixels_are_images(tmp_path):
+    """As Digits are: normalised, cropped and flipped, for a LeNet, beside other images."""
+    digits = Digits(validation=0.1).load()
+    assert digits.validation is not None
+    parts = {"train": digits.train, "validation": digits.validation, "test": digits.test}
+    arrays = {
+        f"{xy}_{s}": t.numpy() for s, p in parts.items() for xy, t in zip("xy", p, strict=True)
+    }
+    np.savez(tmp_path / "own.npz", **arrays)
+    file = TensorFile(tmp_path / "own.npz")
+    own = file.load()
+    assert own.are_images and (own.mean, own.std) == (digits.mean, digits.std)
+    options = {"shuffle": True, "augment": True, "seed": 1}
+    pairs = zip(*(split_batches(s, "train", 50, **options) for s in (own, digits)), strict=True)
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+    data = ["--data", "TensorFile", "--data.path", str(tmp_path / "own.npz"), "--ood", "Noise"]
+    run = ["--augmentation", "standard", "--epochs", "1", "--no_baseline", "--no_progress"]
+    folder = ["--output", str(tmp_path / "run")]
+    assert main(["train", "--model", "LeNet", *data, *run, *folder]) == 0
+    assert "ood/AUROC" in evaluated(tmp_path / "run")["predictives"]["MAP"]["metrics"]
+    network = load_posterior(tmp_path / "run").model  # built as the folder says
+    assert isinstance(network, LeNet) and network.fc3.out_features == 10
+    last_axis = {n: a.transpose(0, 2, 3, 1) if a.ndim == 4 else a for n, a in arrays.items()}
+    np.savez(tmp_path / "last.npz", **last_axis)
+    with pytest.raises(ValueError, match=r"channels last; images are \(N, C, H, W\)"):
+        TensorFile(tmp_path / "last.npz").load()
 
 
 def zipped(path, *content):

@@ -291,3 +291,73 @@ def test_many_terms_are_thinned_alike_for_all_links(monkeypatch):
     fits = calibration.calibrations_of(la, batches)
     assert len({fit.num_terms for fit in fits.values()}) == 1
     assert len({fit.nll_map for fit in fits.values()}) == 1
+
+
+def sure_outputs(wrong, n=200, C=4, seed=0):
+    """Outputs whose softmax made the true classes, recorded labels, and these classes."""
+    generator = torch.Generator().manual_seed(seed)
+    f = 4 * torch.randn(n, C, generator=generator, dtype=torch.float64)
+    true = torch.multinomial(torch.softmax(f, -1), 1, generator=generator).squeeze(1)
+    change = torch.rand(n, generator=generator) < wrong
+    shift = torch.randint(1, C, (n,), generator=generator)
+    return HeldOut(
+        likelihood_of("classification"), f, torch.zeros_like(f)[:, None],
+        torch.where(change, (true + shift) % C, true), is_sampled=True,
+    ), true  # fmt: skip
+
+
+def test_wrong_labels_are_found_and_no_grid_point_is_better():
+    """By hand: Σ log((1 − ε) p_τ(y) + ε/C), with both priors; then the temperature is the true."""
+    data, true = sure_outputs(0.3, n=400)
+    found = calibration.fit_map(data)
+    assert found.label_noise == pytest.approx(0.3 * 4 / 3, abs=0.08)
+    assert found.output_temperature == pytest.approx(1, abs=0.2)
+    y = data.targets[:, None]
+
+    def objective(tau, noise):
+        q = (1 - noise) * torch.softmax(data.f / tau, -1).gather(1, y) + noise / 4
+        prior = PRIOR_OF_SHARPNESS * math.log(tau) ** 2 / 2
+        prior += calibration.PRIOR_OF_NOISE * math.log1p(noise / calibration.SMALL_NOISE)
+        return -q.log().sum().item() + prior
+
+    best = objective(found.output_temperature, found.label_noise)
+    for noise in (0.0, 1e-3, 0.1, 0.3, 0.5, 0.8, *(found.label_noise * k for k in (0.97, 1.03))):
+        for tau in (0.1, 0.5, 1.0, 2.0, 5.0, *(found.output_temperature * k for k in (0.97, 1.03))):
+            assert objective(tau, noise) >= best - 1e-6
+    # Negative control: a temperature alone blurs all predictions to forgive the wrong labels.
+    alone = fit_map_without_noise(data).output_temperature
+    nlls = [
+        torch.nn.functional.cross_entropy(data.f / tau, true).item()
+        for tau in (found.output_temperature, alone)
+    ]
+    assert alone > 2 and nlls[0] < nlls[1] - 0.2
+
+
+def fit_map_without_noise(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "PRIOR_OF_NOISE", 1e9)
+        return calibration.fit_map(data)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_right_labels_change_nothing(seed):
+    """Of 200 terms, the NLL of the true classes of others by less than 0.002 nats."""
+    data, _ = sure_outputs(0.0, seed=seed)
+    others, true = sure_outputs(0.0, n=4000, seed=seed + 100)
+    nlls = [
+        torch.nn.functional.cross_entropy(others.f / fit(data).output_temperature, true).item()
+        for fit in (calibration.fit_map, fit_map_without_noise)
+    ]
+    assert nlls[0] == pytest.approx(nlls[1], abs=2e-3)
+
+
+def test_a_hint_names_the_likelihood_where_labels_are_wrong(caplog):
+    posterior = fitted("classification")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2, 4, 4, generator=generator, dtype=torch.float64)
+    true = posterior.model.eval()(x).argmax(1)
+    change = torch.rand(200, generator=generator) < 0.3
+    for y, hints in ((torch.where(change, (true + 1) % 3, true), True), (true, False)):
+        caplog.clear()
+        calibrate(posterior, [(x, y)])
+        assert ("noisy_classification" in caplog.text) == hints

@@ -117,3 +117,26 @@ def test_where_examples_are_unknown_training_goes_on_and_the_question_is_refused
     probabilities = run.run().training_probabilities
     with pytest.raises(ValueError, match=word):
         probabilities.mean()
+
+
+def test_probabilities_of_being_wrong_are_bayes_rule_and_calibrated():
+    """Of labels that were drawn by the model itself: of those with .9, nine in ten are wrong."""
+    generator, N, C, noise = torch.Generator().manual_seed(0), 40_000, 5, 0.4
+    p = torch.softmax(2 * torch.randn(N, C, generator=generator), -1).double()
+    true = torch.multinomial(p, 1, generator=generator).squeeze(1)
+    drawn = torch.rand(N, generator=generator) < noise
+    y = torch.where(drawn, torch.randint(C, (N,), generator=generator), true)
+    found = suspicious_labels(y, p, noise)
+    wrong = (y != true)[found.index].double()
+    for low in torch.arange(0, 1, 0.1):
+        some = (found.wrong >= low) & (found.wrong < low + 0.1)
+        if some.sum() > 500:
+            assert wrong[some].mean().item() == pytest.approx(
+                found.wrong[some].mean().item(), abs=0.04
+            )
+    # Negative control: with another share of wrong labels they are not.
+    other = suspicious_labels(y, p, 0.1)
+    some = other.wrong > 0.3
+    share = (y != true)[other.index][some].double().mean()
+    assert share > 0.1 + other.wrong[some].mean()
+    assert suspicious_labels(y, p).wrong is None

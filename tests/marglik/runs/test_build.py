@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from kfac_backend.likelihoods import likelihood_of
 from marglik.data import DataSource, Splits
-from marglik.runs.build import build_from_spec, check_model
+from marglik.runs.build import check_model, sizes_of
 from marglik.runs.config import CurvatureConfig
+from marglik.specification import build_from_spec
 
 
 @pytest.mark.parametrize(
@@ -171,3 +173,30 @@ def test_a_network_that_fits_is_left_as_it_was_and_another_is_named():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"shape \(2,\); .* leave out squeeze"):
         check_model(Squeezed(3, 1), splits, CurvatureConfig(), "regression")
+
+
+LABELS, NUMBERS = torch.tensor([0, 2, 1]), torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "outputs"),
+    [
+        ("classification", LABELS, 3),
+        ("ordinal(cuts=[0.0, 1.0])", LABELS, 1),
+        ("regression", NUMBERS, 2),
+        ("heteroscedastic", NUMBERS, 4),
+        ("weibull", NUMBERS, 1),
+        ("bernoulli", NUMBERS.long(), 2),
+        ("poisson", NUMBERS, 2),
+    ],
+)
+def test_the_outputs_that_data_and_likelihood_need(likelihood, y, outputs):
+    """A network of that size passes the likelihood's own check; one more output does not."""
+    part = torch.ones(3, 5), y
+    sizes = sizes_of(Splits(part, None, part, "data"), likelihood)
+    assert sizes == {"in_features": 5, "num_classes": outputs}
+    of = likelihood_of(likelihood)
+    of.check(torch.zeros(3, outputs), y)
+    if likelihood != "classification":
+        with pytest.raises(ValueError, match="."):
+            of.check(torch.zeros(3, outputs + 1), y)

@@ -11,7 +11,7 @@ from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.build import build_from_spec
+from marglik.specification import build_from_spec
 from marglik.storage.run_folder import read_posterior, write_record
 from tests.marglik.runs.command_line import (
     DATA,

@@ -13,7 +13,7 @@ from marglik.data.batches import split_batches
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
-from marglik.runs.build import build_from_spec
+from marglik.specification import build_from_spec
 from marglik.storage.model_state import load_pretrained
 from marglik.storage.run_folder import read_posterior
 from marglik.training.post_hoc import maximize_evidence

@@ -6,6 +6,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from sklearn.linear_model import Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch.distributions import Normal
 
 from marglik import load_posterior
@@ -75,6 +78,11 @@ def test_metrics_are_those_of_the_target_itself(houses, capsys):
     for found in (results["intervals"]["learned, MAP"], of_evaluate["intervals"]):
         assert found["test/reg/NLL"] == pytest.approx(mean_interval(nll), rel=1e-5)
     assert float(nll.mean()) - math.log(std) < 5 < float(nll.mean())  # the control
+    linear = make_pipeline(StandardScaler(), Ridge()).fit(splits.train[0].numpy(), y_train.numpy())
+    of_linear = results["metrics"]["scikit-learn, linear model"]["test/reg/RMSE"]
+    residuals = linear.predict(splits.test[0].numpy()) - y.numpy()
+    assert of_linear == pytest.approx(np.mean(residuals**2) ** 0.5, rel=1e-5)
+    assert "scikit-learn's models on the same rows: linear model" in results["simple_models"]
     assert results["model"] == "MLP"  # not what standardises its columns
     page = " ".join((run / "report.html").read_text().split())
     assert f">{rmse:,.0f}<" in page and f">{nll.mean():.4f}<" in page
@@ -97,7 +105,7 @@ def test_another_unit_changes_what_has_a_unit_alone(houses):
          {kind: of_b[kind][name] for kind in ("metrics", "intervals")})
         for name in of_a["metrics"]
     ]  # fmt: skip
-    assert len(pairs) == 8
+    assert len(pairs) == 10
     for here, there in pairs:
         for key, value in here["metrics"].items():
             expected = change.get(key, lambda v: v)(value)

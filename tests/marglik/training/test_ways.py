@@ -39,6 +39,7 @@ N, D, EPOCHS, LR = 24, 3, 2, 0.01
 OPTIONS = {"every": 1, "steps": 2, "average": None}
 OUTPUTS = {
     "classification": 3,
+    "noisy_classification(noise=0.2)": 3,
     "ordinal(cuts=[-0.5, 0.5])": 1,
     "bernoulli": 2,
     "regression": 2,
@@ -64,6 +65,7 @@ def data(text):
     counts = torch.poisson((1 + z[:, :1]).exp(), generator=generator)
     targets = {
         "classification": x.argmax(1),
+        "noisy_classification": x.argmax(1),
         "ordinal": torch.bucketize(z[:, 0], torch.tensor([-0.5, 0.5]).double()),
         "bernoulli": (z > 0).double(),
         "known_noise": torch.cat([z[:, :1], torch.full_like(z[:, :1], 0.3)], 1),

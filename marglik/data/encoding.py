@@ -1,0 +1,119 @@
+"""How the rows of a table become the inputs of a network, saved with it as plain data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kfac_backend.extras import extra
+
+
+@dataclass(frozen=True)
+class TableEncoding:
+    """How rows of a table become inputs: as those of the file that a network was trained on.
+
+    The inputs are the numbers, a column of zeros and ones for each value of a text, and one for
+    each column of the file that lacked values, with a one where it does.
+
+    Args:
+        target: name of the column to predict.
+        numbers: columns of numbers, with what stands for a missing one: the training part's median.
+        texts: columns of text, with their values.
+        missing: those columns that lacked values in some rows.
+        classes: values of the target that are classes; None if it is a number.
+    """
+
+    target: str
+    numbers: dict[str, float]
+    texts: dict[str, list[str]]
+    missing: list[str]
+    classes: list[str] | None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the inputs."""
+        values = [f"{column}_{value}" for column, of in self.texts.items() for value in of]
+        return (*self.numbers, *values, *map(indicator, self.missing))
+
+    def encode(self, frame: Any, name: str) -> Tensor:
+        """The inputs (N, columns) of a data frame, whose columns are matched by name.
+
+        Args:
+            frame: the rows; columns that the network was not trained on are left out.
+            name: what errors call them.
+
+        Raises:
+            ValueError: a missing column, a value that was not in the training file, or a missing
+                value in a column that lacked none there.
+        """
+        with extra("tables"):
+            import pandas
+
+        wanted = [*self.numbers, *self.texts]
+        if lacking := [column for column in wanted if column not in frame]:
+            raise ValueError(
+                f"{name} lacks the column(s) {', '.join(lacking)}; the network was trained on "
+                f"{', '.join(wanted)}, in any order."
+            )
+        inputs, absent = {}, frame[wanted].isna()
+        for column in wanted:
+            values, is_absent = frame[column], absent[column]
+            if column not in self.missing and is_absent.any():
+                raise ValueError(
+                    f"{name}: {is_absent.sum()} row(s) lack column {column!r}, which no row of the "
+                    "training data did; fill them in, or drop them."
+                )
+            if column in self.numbers:
+                numbers = pandas.to_numeric(values, errors="coerce").astype(float)
+                unknown = values[numbers.isna() & ~is_absent]
+                inputs[column] = numbers.fillna(self.numbers[column])
+            else:
+                texts = values.astype(str)
+                unknown = values[~is_absent & ~texts.isin(self.texts[column])]
+                for value in self.texts[column]:
+                    inputs[f"{column}_{value}"] = (texts == value) & ~is_absent
+            if len(unknown):
+                expected = self.texts.get(column, ["a number"])
+                raise ValueError(
+                    f"{name}: column {column!r} has {str(unknown.iloc[0])!r} (in {len(unknown)} "
+                    f"row(s)); the training data has {', '.join(expected)} there. Change these "
+                    "rows, or drop them."
+                )
+        inputs |= {indicator(column): absent[column] for column in self.missing}
+        with np.errstate(over="ignore"):  # infinite values are named later
+            x = [values.to_numpy(dtype="float64").astype("float32") for values in inputs.values()]
+        return torch.from_numpy(np.stack(x, 1))
+
+    def read(self, path: str | Path) -> Any:
+        """The rows of a file, with the texts as they are written there.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it cannot be read.
+        """
+        return read_frame(path, dict.fromkeys(self.texts, "str"))
+
+
+def indicator(column: str) -> str:
+    """The name of the input that says where a column lacks a value."""
+    return f"{column} is missing"
+
+
+def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
+    """A data frame of a file; errors as for `TableEncoding.read`."""
+    with extra("tables"):
+        import pandas
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"'{path}' is not a file. Give the path of a CSV or Parquet file.")
+    is_parquet = path.suffix == ".parquet"
+    try:
+        return pandas.read_parquet(path) if is_parquet else pandas.read_csv(path, dtype=dtypes)
+    except (ValueError, OSError) as error:  # pandas' parsers and pyarrow raise subclasses
+        reason = str(error).partition("\n")[0]
+        kind = "Parquet" if is_parquet else "CSV"
+        raise ValueError(f"'{path}' cannot be read as {kind} ({reason}).") from error

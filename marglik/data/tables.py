@@ -1,0 +1,209 @@
+"""Tables: the rows of a CSV or Parquet file, divided, with targets as a likelihood takes them."""
+
+import warnings
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from kfac_backend.extras import extra
+from kfac_backend.options import check_option
+from marglik.data.encoding import TableEncoding, indicator, read_frame
+from marglik.data.files import in_float32
+from marglik.data.splits import DataSource, Splits, check_fraction, divided
+
+MOST_CATEGORIES = 100
+"""Of a column of text, which becomes as many columns; more of them are probably names of rows."""
+Missing = Literal["indicator", "error"]
+
+
+@dataclass(eq=False)
+class TableFile(DataSource):
+    """A CSV or Parquet file with one example per row, read by pandas.
+
+    Numbers are taken as they are: `marglik train` standardises each column by the training part, in
+    the network, so that a saved network takes rows of the file. A column of text becomes a column
+    of zeros and ones for each of its values. A target of fractions is for likelihood regression,
+    standardised by the training part (the file ``posterior.json`` has its mean and standard
+    deviation); any other is a class.
+
+    Args:
+        path: the file; one that ends in .parquet is read as Parquet, others as CSV.
+        target: name of the column to predict; the last one if not given.
+        classes: whether the target is a class; if not given, whether it is text, yes or no, or
+            integers.
+        standardise: whether a target that is no class is standardised; not for counts (poisson).
+        missing: what to do with missing values of inputs. indicator adds a column of zeros and ones
+            that says where they are, and takes the training part's median for numbers; error
+            refuses them. A missing target is refused in any case.
+        test_fraction: share of all rows that become the test set, in (0, 1).
+        validation: share of the training rows that become the validation set, in [0, 1).
+        seed: seed of both splits, which are stratified by class.
+        name: name of the data in tables and figures; the file's name if not given.
+
+    Raises:
+        ValueError: if a fraction is out of range.
+    """
+
+    path: str | Path
+    target: str | None = None
+    classes: bool | None = None
+    standardise: bool = True
+    missing: Missing = "indicator"
+    test_fraction: float = 0.2
+    validation: float = 0.0
+    seed: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fraction("test_fraction", self.test_fraction, zero=False)
+        check_fraction("validation", self.validation)
+        check_option("missing", self.missing, Missing)
+        self.path = Path(self.path).expanduser()
+        self.name = self.name or self.path.stem
+        self._encoding: TableEncoding | None = None
+
+    def encoded_as(self, record: dict[str, Any]) -> Self:
+        """The same rows with the encoding of the data that a network was trained on."""
+        other = copy(self)
+        other._encoding = TableEncoding(**record["table"]) if "table" in record else None
+        return other
+
+    def load(self) -> Splits:
+        """Return the data: inputs (N, columns) in float32, classes (N,) or numbers (N, 1).
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it cannot be read, or has no such column; missing or infinite values; too
+                many texts in a column; a class with too few rows.
+        """
+        splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
+        return self._scaled(self._filled(splits))
+
+    def load_undivided(self) -> Splits:
+        """All rows as test data."""
+        return self._scaled(self._filled(self._whole()))
+
+    def _filled(self, splits: Splits) -> Splits:
+        """The data with the training part's medians in the place of missing numbers."""
+        if (table := splits.table) is None or self._encoding is not None:
+            return splits
+        medians, places = dict(table.numbers), {c: i for i, c in enumerate(table.columns)}
+        for column in filter(table.numbers.__contains__, table.missing):
+            where, i = places[indicator(column)], places[column]
+            values = splits.train[0][splits.train[0][:, where] == 0, i]
+            if len(values):
+                medians[column] = float(np.median(values.numpy()))
+            for x, _ in filter(None, (splits.train, splits.validation, splits.test)):
+                x[x[:, where] == 1, i] = medians[column]
+        return replace(splits, table=replace(table, numbers=medians))
+
+    def _scaled(self, splits: Splits) -> Splits:
+        """The data with targets that are numbers in float32, standardised if asked for."""
+        y = splits.train[1]  # (N, 1)
+        if splits.classes is not None:
+            return splits
+        if not self.standardise:
+            return splits.with_target_scale(None)
+        if y.min() == y.max():
+            return splits.with_target_scale((y[0].item(), 1.0))
+        largest = y.abs().max()
+        scaled = y / largest  # squares of large or small numbers leave the range of float64
+        mean, std = (scaled.mean() * largest).item(), (scaled.std(correction=0) * largest).item()
+        if not std or not 0.99 < ((y - mean) / std).std(correction=0) < 1.01:
+            raise ValueError(
+                f"'{self.path}': the target has values from {y.min():.6g} to {y.max():.6g}, which "
+                "float64 cannot standardise. Divide them by a number beforehand."
+            )
+        return splits.with_target_scale((mean, std))
+
+    def _whole(self) -> Splits:
+        """All rows, as training and as test data."""
+        with extra("tables"):
+            import pandas
+
+        frame = read_frame(self.path) if self._encoding is None else self._encoding.read(self.path)
+        last = frame.columns[-1] if self._encoding is None else self._encoding.target
+        target = last if self.target is None else self.target
+        if target not in frame or len(frame.columns) < 2:
+            raise ValueError(
+                f"'{self.path}' has the columns {', '.join(map(str, frame.columns))}; target must "
+                f"be one of two or more, not {target!r}."
+            )
+        y = frame[target]
+        if (lacking := int(y.isna().sum())) > 0:
+            raise ValueError(
+                f"'{self.path}': {lacking} row(s) lack the target {target!r}; drop them, or fill "
+                "them in."
+            )
+        encoding = self._encoding or self._fitted(frame.drop(columns=target), y)
+        x = encoding.encode(frame, f"'{self.path}'")
+        if encoding.classes is None:
+            targets = torch.tensor(y.to_numpy(dtype="float64"))[:, None]
+        else:
+            codes = pandas.Index(encoding.classes).get_indexer(y.astype(str))
+            if (codes < 0).any():
+                raise ValueError(
+                    f"'{self.path}': the target {target!r} is {str(y[codes < 0].iloc[0])!r} in "
+                    f"{(codes < 0).sum()} row(s); the network was trained on the classes "
+                    f"{', '.join(encoding.classes)}. Drop these rows."
+                )
+            targets = torch.tensor(codes, dtype=torch.int64)
+        classes = None if encoding.classes is None else tuple(encoding.classes)
+        return Splits((x, targets), None, (x, targets), self.name, classes, table=encoding)
+
+    def _fitted(self, inputs: Any, y: Any) -> TableEncoding:
+        """The encoding of this file; its medians are of all rows, until these are divided."""
+        with extra("tables"):
+            import pandas
+
+        lacking = inputs.isna().sum()
+        missing = [column for column in inputs if lacking[column]]
+        numbers, texts = {}, {}
+        for column, values in inputs.items():
+            if values.dtype.kind in "mMc":
+                raise ValueError(
+                    f"'{self.path}': column {column!r} has {values.dtype}; columns are numbers, "
+                    "yes or no, or text. Make it a number, or drop it."
+                )
+            if lacking[column] == len(values):
+                raise ValueError(f"'{self.path}': column {column!r} has no values; drop it.")
+            if pandas.api.types.is_numeric_dtype(values):  # as are yes and no
+                present = values.dropna().to_numpy(dtype="float64")
+                in_float32(f"'{self.path}': column {column!r}", present)
+                numbers[str(column)] = float(np.median(present))
+            else:
+                texts[str(column)] = sorted(values.dropna().astype(str).unique())
+                if (count := len(texts[str(column)])) > MOST_CATEGORIES:
+                    raise ValueError(
+                        f"'{self.path}': column {column!r} has {count} different texts, more than "
+                        f"{MOST_CATEGORIES}. Drop it, or give it fewer values."
+                    )
+        if missing:
+            rows = ", ".join(
+                f"{lacking[column]} row(s) lack column {column!r}" for column in missing
+            )
+            if self.missing == "error":
+                raise ValueError(
+                    f"'{self.path}': {rows}; drop them, fill them in, or pass --data.missing "
+                    "indicator (in Python missing='indicator')."
+                )
+            warnings.warn(
+                f"'{self.path}': {rows}. A further column says where, and the training part's "
+                "median stands for numbers; --data.missing error refuses them.",
+                stacklevel=2,
+            )
+        classes = None
+        if y.dtype.kind != "f" if self.classes is None else self.classes:
+            values = pandas.factorize(y, sort=True)[1]
+            if self.classes is None and y.dtype.kind in "iu" and len(values) > MOST_CATEGORIES:
+                raise ValueError(
+                    f"'{self.path}': the target {y.name!r} has {len(values)} different integers. "
+                    "Pass --data.classes false if they are numbers, true if they are classes (in "
+                    "Python classes=False or True)."
+                )
+            classes = [str(value) for value in values]
+        return TableEncoding(str(y.name), numbers, texts, [str(c) for c in missing], classes)

@@ -1,0 +1,119 @@
+"""What `marglik predict` does: predictions for the rows of a new table, in its target's units."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from kfac_backend.extras import extra
+from kfac_backend.files import write_file
+from kfac_backend.likelihoods import Likelihood
+from marglik.data.encoding import TableEncoding
+from marglik.data.splits import check_values
+from marglik.posterior.posterior_file import load_posterior
+from marglik.prediction.links import Prediction
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
+from marglik.runs.build import device_of
+from marglik.runs.config import Accelerator, check_seed
+from marglik.runs.evaluate import saved_object
+from marglik.storage.run_folder import read_posterior
+
+LEVEL = 0.9
+"""Of the intervals of numbers."""
+
+
+def predict_rows(
+    path: str,
+    rows: str,
+    output: str,
+    model: str | nn.Module | None = None,
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    overwrite: bool = False,
+    accelerator: Accelerator = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write predictions for the rows of a table, of a network that was trained on a TableFile.
+
+    The rows are encoded as the training file was: columns are matched by name, in any order, and
+    others are left out, such as the target. The output has a line for each row, in their order. For
+    classes it has the most probable one ("predicted") and the probability of each ("p(NAME)"); for
+    numbers "mean" and "std" of a new target, and the ends of its 90 % interval where it is Gaussian
+    ("low", "high"), in the units of the file. Returns what was written where.
+
+    Args:
+        path: folder that marglik train or marglik fit has written.
+        rows: CSV or Parquet file with the columns that the network was trained on.
+        output: CSV file to write the predictions to.
+        model: class of the network. It must be named if it is your own, as the folder alone may not
+            choose what code runs.
+        predictive: how the posterior predicts.
+        overwrite: whether to replace the file if it exists.
+        accelerator: cpu or cuda; auto takes cuda if it is available.
+        seed: seed of the random numbers of sampling.
+        progress: whether to show progress bars on a terminal.
+
+    Raises:
+        FileNotFoundError: no such folder or file.
+        FileExistsError: the output exists.
+        ValueError: a run that is not of a table; a missing column, or a value that was not in the
+            training data.
+    """
+    check_seed(seed)
+    if Path(output).exists() and not overwrite:
+        raise FileExistsError(f"{output} exists; pass --overwrite, or another --output.")
+    record = read_posterior(path)
+    data = record["data"] or {}
+    if "table" not in data:
+        raise ValueError(
+            f"{path} was trained on {data.get('name', 'unknown data')}, which is not a TableFile; "
+            "predict takes the rows of a table. In Python use load_posterior and "
+            "laplace_predictive."
+        )
+    encoding = TableEncoding(**data["table"])
+    x = encoding.encode(encoding.read(rows), f"'{rows}'")
+    check_values(f"'{rows}'", x)
+    device = device_of(accelerator)
+    laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
+    generator = torch.Generator(device).manual_seed(seed)
+    predict = laplace_predictive(laplace, predictive, generator)
+    batches = tqdm(x.split(predictive.batch_size), unit="batch", disable=None if progress else True)
+    prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])
+    columns = _columns(prediction, laplace.likelihood, encoding, data.get("target_scale"))
+    with extra("tables"):
+        import pandas
+
+    write_file(Path(output), pandas.DataFrame(columns).to_csv(index=False).encode())
+    return {
+        "rows": len(x),
+        "output": output,
+        "predictive": predictive.label,
+        "calibrated": predictive.label in laplace.calibrations and predictive.is_calibrated,
+    }
+
+
+def _columns(
+    prediction: Prediction,
+    likelihood: Likelihood,
+    encoding: TableEncoding,
+    scale: list[float] | None,
+) -> dict[str, Any]:
+    """The columns of the output."""
+    if encoding.classes is not None and likelihood.kind == "classes":
+        most = prediction.mean.argmax(1).tolist()
+        probabilities = zip(encoding.classes, prediction.mean.T.tolist(), strict=True)
+        return {"predicted": [encoding.classes[k] for k in most]} | {
+            f"p({name})": p for name, p in probabilities
+        }
+    if likelihood.kind == "binary":
+        return {"p": prediction.mean[:, 0].tolist()}
+    shift, unit = scale or (0.0, 1.0)
+    mean = prediction.mean[:, 0].double() * unit + shift
+    std = prediction.total[:, 0].double().sqrt() * unit
+    columns = {"mean": mean.tolist(), "std": std.tolist()}
+    if type(likelihood).cdf is Likelihood.cdf:  # the Gaussian's, which others replace
+        half = torch.special.ndtri(torch.tensor((1 + LEVEL) / 2, dtype=torch.float64)) * std
+        columns |= {"low": (mean - half).tolist(), "high": (mean + half).tolist()}
+    return columns

@@ -1,0 +1,164 @@
+"""Networks and data made of plain data, as a file describes them; what a file may ask for."""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib import import_module
+from inspect import Parameter, signature
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, get_type_hints
+
+from torch import nn
+
+from kfac_backend.extras import extra
+
+OURS = ("marglik.augmentation", "marglik.data", "marglik.models")
+"""Modules whose public classes a file may name, as it may name the networks of torchvision.models.
+"""
+MAY_BE_BUILT = ("torch.nn.Module", "marglik.data.DataSource", "marglik.augmentation.Transform")
+OF_PATHS = ("path", "root")
+"""Arguments of our classes that are paths."""
+OF_DOWNLOADS = ("download", "pretrained", "weights")
+"""How arguments begin by which classes of ours and of torchvision download files."""
+
+
+def build_from_spec(
+    kind: type | tuple[type, ...],
+    spec: Any,
+    named: Collection[str] | None = (),
+    folder: Path | None = None,
+) -> Any:
+    """The object that ``{"class_path": ..., "init_args": {...}}`` describes.
+
+    A specification comes from a file, perhaps a downloaded one, and building an object runs code,
+    reads files and may fetch some. So a file may ask for little: the public classes of `OURS`, the
+    networks of torchvision.models, and classes that the user named; for files in its own folder
+    alone; and for no download. What else it asks for, the user has to pass. Arguments are plain
+    values or specifications in turn; nothing in them is imported.
+
+    Args:
+        kind: the class, or alternative classes, that it must be an instance of.
+        spec: the path of its class (or of a function that returns such an object, as torchvision
+            has), and the arguments.
+        named: paths of classes that the user named on the command line; None if the whole
+            specification is the user's, and may ask for anything.
+        folder: the folder of the file.
+
+    Raises:
+        ValueError: a class that may not or cannot be imported, or arguments that it does not take
+            or a file may not ask for.
+    """
+
+    def made(value: Any) -> Any:
+        if isinstance(value, list):
+            return [made(item) for item in value]
+        if not isinstance(value, dict) or "class_path" not in value:
+            is_nested = isinstance(value, dict)
+            return {key: made(item) for key, item in value.items()} if is_nested else value
+        path = str(value["class_path"])
+        is_named = named is None or path in named
+        if not is_named and not _is_known(path):
+            raise ValueError(
+                f"a file may only name classes of {', '.join(OURS)} and torchvision.models, as "
+                f"importing others runs their code. If you trust {path}, name it on the command "
+                f"line: --model {path} (or --data); in Python, pass the object"
+            )
+        module, _, name = path.rpartition(".")
+        make = getattr(import_module(module), name)
+        returns = make if isinstance(make, type) else get_type_hints(make).get("return")
+        if not (isinstance(returns, type) and issubclass(returns, kinds)):
+            raise ValueError(f"{path} is no class of networks, data or transforms")
+        arguments = (value.get("init_args") or {}) | (value.get("dict_kwargs") or {})
+        if named is not None and (asked := _asked_for(path, make, arguments, is_named, folder)):
+            typed = _as_options("--model" if kind is nn.Module else "--data", spec)
+            raise ValueError(
+                f"{asked}, for which a file may not ask. If you trust it, pass the class with its "
+                f"options: {typed}"
+            )
+        return make(**{name: made(item) for name, item in arguments.items()})
+
+    path = spec.get("class_path") if isinstance(spec, dict) else None
+    kinds = tuple(map(resolve_name, MAY_BE_BUILT))
+    try:
+        found = made(spec)
+        if not isinstance(found, kind):
+            raise TypeError("another kind of object is needed")
+    except Exception as error:  # a class raises whatever its arguments lead to
+        raise ValueError(f"{path} could not be built from its saved arguments: {error}.") from error
+    return found
+
+
+def _is_known(path: str) -> bool:
+    """Whether a class is one that any file may name."""
+    module, _, name = path.rpartition(".")
+    if module in OURS:
+        return name in import_module(module).__all__
+    if module != "torchvision.models":
+        return False
+    with extra("images"):
+        from torchvision import models
+
+    # Not those of its other functions that return networks: detectors fetch a backbone unasked.
+    return isinstance(getattr(models, name, None), type) or name in models.list_models(models)
+
+
+def _asked_for(
+    path: str,
+    make: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    is_named: bool,
+    folder: Path | None,
+) -> str | None:
+    """The first argument that asks for a file outside of the folder, or for a download.
+
+    What a class that the user named does by default is the user's wish.
+    """
+    is_ours, defaults = _is_known(path), _defaults(make)
+    for name, value in (arguments if is_named else defaults | dict(arguments)).items():
+        if value is Parameter.empty or (is_named and name in defaults and value == defaults[name]):
+            continue
+        for text in _texts(value):
+            is_path = name in OF_PATHS or (not is_ours and (os.sep in text or text[:1] == "~"))
+            if is_path and not (folder and _is_inside(text, folder)):
+                return f"{name}={text!r} is outside of the saved folder"
+        if value and name.startswith(OF_DOWNLOADS) and (is_ours or isinstance(value, bool | str)):
+            return f"{name}={value!r} is a download"
+    return None
+
+
+def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of a class's or a function's arguments; `Parameter.empty` of those without."""
+    return {name: p.default for name, p in signature(make).parameters.items()}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """A text, or all texts in nested lists and dicts, but for specifications."""
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, dict):
+        yield from _texts([*value.values()] if "class_path" not in value else [])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    """Whether a path, with all links followed, lies in a folder."""
+    return Path(path).expanduser().resolve().is_relative_to(folder.resolve())
+
+
+def _as_options(option: str, spec: dict[str, Any]) -> str:
+    """A specification as one types it."""
+    path = str(spec["class_path"])
+    arguments = (spec.get("init_args") or {}) | (spec.get("dict_kwargs") or {})
+    defaults = _defaults(resolve_name(path)) if _is_known(path) else {}
+    words = [option, shlex.quote(path)]
+    for name, value in arguments.items():
+        if isinstance(value, dict) and "class_path" in value:
+            words.append(_as_options(f"{option}.{name}", value))
+        elif value is not None and value != defaults.get(name, Parameter.empty):
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += [shlex.quote(f"{option}.{name}"), shlex.quote(text)]
+    return " ".join(words)

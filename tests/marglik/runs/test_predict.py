@@ -1,0 +1,82 @@
+"""Predictions for new rows, by hand: the network on the rows' own numbers, in the file's units."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from marglik import laplace_predictive, load_posterior
+from marglik.cli import main
+from marglik.data import TableFile
+from tests.marglik.runs.command_line import refusal
+
+N = 80
+TRAIN = ["--model", "MLP", "--model.hidden", "[4]", "--epochs", "2", "--no_baseline"]
+
+
+def houses():
+    random = np.random.default_rng(0)
+    size, town = random.normal(100, 20, N), random.choice(["A", "B"], N)
+    price = 1000 * size + 50_000 * (town == "A")
+    return pandas.DataFrame({"size": size, "town": town, "price": price})
+
+
+def trained(folder, target, likelihood):
+    houses().to_csv(folder / "houses.csv", index=False)
+    data = ["--data", "TableFile", "--data.path", str(folder / "houses.csv"), "--no_progress"]
+    options = ["--data.target", target, "--likelihood", likelihood, "--output", str(folder / "run")]
+    assert main(["train", *TRAIN, *data, *options]) == 0
+    return str(folder / "run")
+
+
+def predicted(run, rows, folder):
+    rows.to_csv(folder / "new.csv", index=False)
+    arguments = [run, str(folder / "new.csv"), "-o", str(folder / "out.csv"), "--no_progress"]
+    assert main(["predict", *arguments, "--overwrite"]) == 0
+    return pandas.read_csv(folder / "out.csv")
+
+
+def rows(*columns):
+    """The first rows as the network takes them."""
+    table = houses()[:5]
+    dummies = {"town_A": table.town == "A", "town_B": table.town == "B"}
+    table = table.assign(**dummies)[list(columns)]
+    return torch.tensor(table.to_numpy("float32"))
+
+
+def test_numbers_are_in_the_targets_units(tmp_path, capsys):
+    run = trained(tmp_path, "price", "regression")
+    new = houses()[:5][["town", "size"]]
+    found = predicted(run, new, tmp_path)
+    assert "5 rows predicted (Laplace, probit, calibrated)" in capsys.readouterr().out
+    posterior = load_posterior(run)  # a class of ours needs no network
+    with torch.no_grad():
+        f = posterior.model(rows("size", "town_A", "town_B")).double()[:, 0]
+    spread = laplace_predictive(posterior)(rows("size", "town_A", "town_B")).total[:, 0].double()
+    mean, std = TableFile(tmp_path / "houses.csv").load().target_scale or (0.0, 1.0)
+    expected = (f * std + mean).numpy()
+    assert found["mean"].to_numpy() == pytest.approx(expected, rel=1e-6)
+    assert found["std"].to_numpy() == pytest.approx((spread.sqrt() * std).numpy(), rel=1e-5)
+    half = (found["high"] - found["low"]).to_numpy() / 2
+    assert half == pytest.approx(1.6448536 * found["std"].to_numpy(), rel=1e-6)
+    # The same rows in another order of columns, among others; and what cannot be.
+    again = predicted(run, houses()[:5].assign(id=1)[["id", "price", "size", "town"]], tmp_path)
+    pandas.testing.assert_frame_equal(again, found)
+    arguments = ("predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
+    assert "out.csv exists; pass --overwrite" in refusal(capsys, *arguments)
+    new.assign(town="C").to_csv(tmp_path / "new.csv", index=False)
+    assert "'town' has 'C' (in 5 row(s))" in refusal(capsys, *arguments, "--overwrite")
+    pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "out.csv"), found)
+
+
+def test_classes_have_probabilities(tmp_path):
+    run = trained(tmp_path, "town", "classification")
+    found = predicted(run, houses()[:5][["price", "size"]], tmp_path)
+    p = laplace_predictive(load_posterior(run))(rows("size", "price")).mean
+    assert found[["p(A)", "p(B)"]].to_numpy() == pytest.approx(p.numpy(), rel=1e-5)
+    assert found["predicted"].tolist() == ["AB"[int(k)] for k in p.argmax(1)]
+
+
+def test_a_run_without_a_table_is_named(run, tmp_path, capsys):
+    arguments = ("predict", str(run), str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
+    assert "which is not a TableFile" in refusal(capsys, *arguments)

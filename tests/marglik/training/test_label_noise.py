@@ -1,0 +1,107 @@
+"""The share of wrong labels is learned from held-out labels, and kept: resumed, replayed, saved."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.ranks import Ranks
+from marglik import OnlineTraining, PriorLearner, marglik_training
+from marglik.prediction.calibration import HeldOut, fit_map
+from marglik.prediction.ensemble import Ensemble
+from marglik.storage.checkpoint import Checkpoints
+from marglik.training.label_noise import held_out_label_noise
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NOISY = "noisy_classification"
+
+
+def data(N=300, wrong=0.2, seed=0):
+    """Three clusters; a share of their labels is changed to another class."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (N,), generator=generator)
+    spread = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    x = 3 * nn.functional.one_hot(y, 3) + 0.5 * spread
+    change = torch.rand(N, generator=generator) < wrong
+    shift = torch.randint(1, 3, (N,), generator=generator)
+    return x, torch.where(change, (y + shift) % 3, y)
+
+
+def trained(wrong=0.2, on_record=None, checkpoints=None, likelihood=NOISY):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double()
+    loader = DataLoader(TensorDataset(*data(wrong=wrong)), 50)
+    learner = PriorLearner(likelihood, epochs=12, every=4, steps=2)
+    held_out = [data(300, wrong, seed=1)]
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    training = OnlineTraining(
+        model, optimizer, loader, learner, held_out=held_out, on_record=on_record
+    )
+    return training.run(checkpoints)
+
+
+def test_noise_is_that_of_a_grid_and_near_the_truth():
+    """Against all (τ, ε) of a grid, by hand, on the network's own held-out outputs."""
+    result = trained()
+    noise = result.laplace.likelihood.parameters["noise"].item()
+    assert noise == pytest.approx(0.2 * 3 / 2, abs=0.08)
+    x, y = data(300, seed=1)
+    f = result.laplace.model(x).detach()
+    p = torch.softmax(f / torch.logspace(-1, 1, 400).double()[:, None, None], -1)
+    own = p.gather(-1, y.expand(400, -1)[..., None]).squeeze(-1)  # (400, N)
+    shares = torch.linspace(0, 0.9, 91).double()
+    log_q = torch.stack([((1 - e) * own + e / 3).log().sum(1).amax() for e in shares])
+    assert noise == pytest.approx(shares[log_q.argmax()].item(), abs=0.03)
+    # Negative control: right labels have none, and without τ there would be some.
+    assert trained(wrong=0.0).laplace.likelihood.parameters["noise"] == 0
+    blurred = HeldOut(likelihood_of(NOISY), 0.2 * f, 0 * f[:, None], x.argmax(1), is_sampled=True)
+    assert fit_map(blurred).label_noise == 0
+    own = torch.softmax(0.2 * f, -1).gather(1, x.argmax(1)[:, None])
+    assert ((1 - 0.05) * own + 0.05 / 3).log().sum() < own.log().sum()
+
+
+def test_a_resumed_run_and_a_replay_have_the_same_noise(tmp_path):
+    whole = trained()
+
+    def stop(record):
+        if record["kind"] == "epoch" and record["epoch"] == 6:
+            raise KeyboardInterrupt
+
+    for on_record in (stop, None):
+        try:
+            resumed = trained(on_record=on_record, checkpoints=Checkpoints(tmp_path, minutes=0))
+        except KeyboardInterrupt:
+            pass
+    assert resumed.laplace.likelihood == whole.laplace.likelihood
+    assert_close(resumed.laplace.mean, whole.laplace.mean, rtol=0, atol=0)
+    shares = {text for *_, text in whole.learner._course.values()}
+    assert len(shares) > 5  # it moved in most epochs, and a replay moves with it
+    replayed = whole.learner.replay()
+    assert replayed._replayed[6][2] == whole.learner._course[6][2]
+
+
+def test_it_needs_held_out_labels_unless_it_is_given():
+    model, loader = nn.Linear(3, 3).double(), DataLoader(TensorDataset(*data()), 50)
+    with pytest.raises(ValueError, match=r"Pass held_out=batches.*noise=0.2"):
+        marglik_training(model, loader, NOISY, n_epochs=1)
+    given = trained(likelihood="noisy_classification(noise=0.25)")
+    assert given.laplace.likelihood.parameters["noise"] == 0.25
+
+
+def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for():
+    model, (x, y) = nn.Linear(3, 3).double(), data()
+    ensemble = Ensemble([model], "noisy_classification(noise=0.3)")
+    p, q = ensemble(x).mean, ensemble.predicting("recorded")(x).mean
+    assert_close(p, torch.softmax(model(x), -1).detach())
+    assert_close(q, 0.7 * p + 0.1)
+    log_q = likelihood_of("noisy_classification(noise=0.3)").losses(model(x).detach(), y)
+    assert_close(-q.gather(1, y[:, None]).log(), log_q)
+    learned = held_out_label_noise(
+        ensemble.likelihood, model, [(x, y)], PriorLearner(NOISY).curvature, Ranks(None)
+    )
+    assert ensemble.calibrate([(x, y)]).label_noise == pytest.approx(
+        learned.parameters["noise"].item(), abs=1e-3
+    )
