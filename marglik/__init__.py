@@ -1,6 +1,6 @@
 """Laplace marginal likelihoods that learn a weight decay per layer while the network trains.
 
-Names are imported when they are first used, since laplace-torch takes seconds to import.
+Names are imported when they are first used, since some of their modules take long to import.
 """
 
 from importlib import import_module
@@ -91,3 +91,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'marglik' has no attribute '{name}'")
     return getattr(import_module(f"marglik.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for tab completion before any of them is used."""
+    return sorted({*globals(), *__all__})

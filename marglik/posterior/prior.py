@@ -246,7 +246,7 @@ class Hyperparameters:
     @torch.no_grad()
     def _fixed_point_step(self, posterior: Posterior) -> None:
         terms, gamma = posterior.evidence_terms, posterior.effective_parameters()
-        norms = self.groups.sum_over_tensors(terms.squared_norms)
+        norms = self.groups.sum_over_tensors(posterior.sum_over_blocks(terms.squared_norms))
         tiny = torch.finfo(norms.dtype).tiny  # of zero parameters: no 0/0
         delta = self.groups.sum_over_tensors(gamma) / norms.clamp(min=tiny)
         self._log_delta.copy_(delta.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
