@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from marglik.training.learner import PriorLearner as PriorLearner
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
-    from marglik.training.post_hoc import maximize_evidence as maximize_evidence
-    from marglik.training.post_hoc import minimize_validation_loss as minimize_validation_loss
+    from marglik.post_hoc import maximize_evidence as maximize_evidence
+    from marglik.post_hoc import minimize_validation_loss as minimize_validation_loss
     from marglik.training.schedule import Schedule as Schedule
     from marglik.training.schedule import settling_rate as settling_rate
 
@@ -71,8 +71,8 @@ _MODULES = {
     "log_marginal_likelihood": "posterior.evidence",
     "map_predictive": "prediction.predictive",
     "marglik_training": "drop_in",
-    "maximize_evidence": "training.post_hoc",
-    "minimize_validation_loss": "training.post_hoc",
+    "maximize_evidence": "post_hoc",
+    "minimize_validation_loss": "post_hoc",
     "precision_to_weight_decay": "posterior.prior",
     "predict_all": "prediction.predictive",
     "reliability_curve": "prediction.metrics",

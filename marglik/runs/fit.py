@@ -21,7 +21,7 @@ from marglik.runs.evaluate import evaluate_run
 from marglik.storage.model_state import load_pretrained
 from marglik.storage.provenance import Provenance
 from marglik.storage.run_folder import begin_run, check_free, remove_states
-from marglik.training.post_hoc import maximize_evidence
+from marglik.post_hoc import maximize_evidence
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from marglik.posterior.posterior_file import load_posterior
 from marglik.specification import build_from_spec
 from marglik.storage.model_state import load_pretrained
 from marglik.storage.run_folder import read_posterior
-from marglik.training.post_hoc import maximize_evidence
+from marglik.post_hoc import maximize_evidence
 from tests.marglik.runs.command_line import DATA, MODEL, QUIET, metrics, refusal
 
 LAST = ["layers.3.weight", "layers.3.bias"]
