@@ -170,4 +170,4 @@ def test_commands_that_pages_name_exist():
     table = re.findall(r"^\| `(\w+\.\w+)", (ROOT / "experiments/README.md").read_text(), re.M)
     named = {*table, *re.findall(r"experiments\.(\w+\.\w+)", pages)}
     files = {name: ROOT / "experiments" / f"{name.replace('.', '/')}.py" for name in named}
-    assert len(table) == 22 and [name for name, file in files.items() if not file.exists()] == []
+    assert len(table) == 23 and [name for name, file in files.items() if not file.exists()] == []
