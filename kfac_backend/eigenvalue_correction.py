@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.blocks.block import CorrectedBlock, EigenBlock, decompose_on_ranks
+from kfac_backend.blocks.block import CorrectedBlock, EigenBlock, decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
 from kfac_backend.covariance.gradients import LayerGradients, Seen
@@ -89,7 +89,8 @@ def corrected_factors(
     names = {name for t in driver.assignment.all for name in t.parameters.values()}
     names |= driver.assignment.unknown.keys()
     blocks = [block for name, block in factors.blocks.items() if name in names]
-    bases = decompose_on_ranks(blocks, driver.ranks)
+    eigen = decompose(blocks, driver.ranks)
+    bases = {block.name: basis for block, basis in zip(blocks, eigen, strict=True)}
     driver.start(SecondMoments(bases, driver.device))
     driver.add_all(data, "Eigenvalue correction", progress)
     sums = driver.finish()

@@ -220,7 +220,15 @@ class PairedRows(FactorSums):
                 "The model's outputs do not depend on the tensors in which the gradient is asked "
                 "for. Compute the layers' inputs from them in the model's forward."
             )
-        gradients = torch.autograd.grad(value, self._tensors, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(value, self._tensors, allow_unused=True)
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            raise NotImplementedError(
+                "The derivative of the factors needs an activation that the model has changed in "
+                "place. Use inplace=False (in ReLU, Dropout and the like)."
+            ) from error
         for total, gradient in zip(self._gradients, gradients, strict=True):
             if gradient is not None:
                 total += gradient

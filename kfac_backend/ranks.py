@@ -168,7 +168,7 @@ class PassSums:
 
         def of_layer(sums: Any) -> Any:
             A = None if sums.A is None else change(sums.A)
-            return sums._replace(B=change(sums.B), A=A, rows=None)  # not of the new tensor
+            return sums._replace(B=change(sums.B), A=A)
 
         return replace(
             self,
@@ -233,6 +233,8 @@ def sum_over_ranks(
     """
     if ranks.size == 1:
         return sums
+    blocks = {name: [one.with_A() for one in layers] for name, layers in sums.blocks.items()}
+    sums = replace(sums, blocks=blocks)
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     must_agree = {

@@ -1,6 +1,6 @@
 """Laplace marginal likelihoods that learn a weight decay per layer while the network trains.
 
-Names are imported when they are first used, since laplace-torch takes seconds to import.
+Names are imported when they are first used, since some of their modules take long to import.
 """
 
 from importlib import import_module
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marglik.augmentation import LearnedAugmentation as LearnedAugmentation
+    from marglik.drop_in import marglik_training as marglik_training
     from marglik.estimators import MarglikClassifier as MarglikClassifier
     from marglik.estimators import MarglikRegressor as MarglikRegressor
     from marglik.laplace import KronLaplace as KronLaplace
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from marglik.posterior.prior import Hyperparameters as Hyperparameters
     from marglik.posterior.prior import PriorGroups as PriorGroups
     from marglik.posterior.prior import precision_to_weight_decay as precision_to_weight_decay
+    from marglik.posterior.prior import update_prior as update_prior
     from marglik.posterior.prior import weight_decay_to_precision as weight_decay_to_precision
     from marglik.prediction.calibration import calibrate as calibrate
     from marglik.prediction.ensemble import Ensemble as Ensemble
@@ -34,9 +36,8 @@ if TYPE_CHECKING:
     from marglik.prediction.suspicious_labels import suspicious_labels as suspicious_labels
     from marglik.prediction.verdict import verdict as verdict
     from marglik.report import write_report as write_report
-    from marglik.training.drop_in import marglik_training as marglik_training
+    from marglik.training.decay_policy import DecayPolicy as DecayPolicy
     from marglik.training.learner import PriorLearner as PriorLearner
-    from marglik.training.learner import update_prior as update_prior
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
     from marglik.training.post_hoc import maximize_evidence as maximize_evidence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from marglik.training.schedule import settling_rate as settling_rate
 
 _MODULES = {
+    "DecayPolicy": "training.decay_policy",
     "Ensemble": "prediction.ensemble",
     "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.prior",
@@ -68,7 +70,7 @@ _MODULES = {
     "load_posterior": "posterior.posterior_file",
     "log_marginal_likelihood": "posterior.evidence",
     "map_predictive": "prediction.predictive",
-    "marglik_training": "training.drop_in",
+    "marglik_training": "drop_in",
     "maximize_evidence": "training.post_hoc",
     "minimize_validation_loss": "training.post_hoc",
     "precision_to_weight_decay": "posterior.prior",
@@ -77,7 +79,7 @@ _MODULES = {
     "save_posterior": "posterior.posterior_file",
     "settling_rate": "training.schedule",
     "suspicious_labels": "prediction.suspicious_labels",
-    "update_prior": "training.learner",
+    "update_prior": "posterior.prior",
     "verdict": "prediction.verdict",
     "weight_decay_to_precision": "posterior.prior",
     "write_report": "report",
@@ -89,3 +91,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'marglik' has no attribute '{name}'")
     return getattr(import_module(f"marglik.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for tab completion before any of them is used."""
+    return sorted({*globals(), *__all__})

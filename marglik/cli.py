@@ -70,7 +70,7 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 """Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
 
 FROM_PYTHON_ALONE: dict[str, Any] = {
-    "prior": {"epochs", "updates", "clip"},
+    "prior": {"epochs", "updates"},
     "curvature": {"mc_samples", "diagonal_above"},
     "predictive": {"samples", "networks", "layers", "batch_size", "calibration"},
 }

@@ -21,7 +21,8 @@ from marglik.models import MLP
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import Predictive, laplace_predictive, map_predictive
-from marglik.training.learner import WEIGHT_DECAY, PriorLearner
+from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
 from marglik.training.schedule import settling_rate
 

@@ -1,49 +1,59 @@
 """`Laplace`: what users of laplace-torch call, by the same names, without laplace-torch.
 
-It returns a `Posterior` with these calls: of Kronecker factors (`KronLaplace`), or of the
-whole GGN, its diagonal or its largest eigenpairs (`JacobianLaplace`), for small networks, last
-layers and subnetworks. Where a call means the same, its numbers are laplace-torch's;
-docs/laplace-torch.md is a table of the calls, each of which is tested on both.
+It returns a `Posterior` with these calls: over Kronecker factors, or from Jacobians over the whole
+GGN, its diagonal or its largest eigenpairs, for small networks, last layers and subnetworks. Where
+a call means the same, its numbers are laplace-torch's; docs/laplace-torch.md is a table of the
+calls, each of which is tested on both.
 """
 
 import math
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import jacrev
+from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.batches import detached, each_batch
-from kfac_backend.engine.calls import call_with, plain_attention
-from kfac_backend.engine.checks import check_finite
-from kfac_backend.engine.padding import padding_rows
+from kfac_backend.engine.batches import detached
 from kfac_backend.engine.task import Task, split_batch
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import counted_terms, loss_sum
-from kfac_backend.options import CurvatureOptions, PassOptions, check_keys, check_option
-from kfac_backend.precision import at_least_float32
+from kfac_backend.likelihoods import IGNORED, Likelihood
+from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from marglik.eval_mode import in_eval_mode
-from marglik.posterior.evidence import log_likelihood
-from marglik.posterior.posterior import (
-    NOT_FITTED,
-    Posterior,
-    last_layer,
-    parameter_vector,
-    trainable_layers,
+from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, parameter_vector
+from marglik.posterior.posterior import Posterior, last_layer, trainable_layers
+from marglik.posterior.precision import (
+    DiagonalPrecision,
+    KroneckerPrecision,
+    LowRankPrecision,
+    Precision,
+    log_prob,
 )
-from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.links import probit_outputs
 
-__all__ = ["JacobianLaplace", "KronLaplace", "Laplace"]
+__all__ = [
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "DiagSubnetLaplace",
+    "FullLLLaplace",
+    "FullLaplace",
+    "FullSubnetLaplace",
+    "KronLLLaplace",
+    "KronLaplace",
+    "LLLaplace",
+    "Laplace",
+    "LowRankLaplace",
+    "ParametricLaplace",
+    "SubnetLaplace",
+]
 
-Structure = Literal["kron", "diag", "full", "lowrank"]
 Subset = Literal["all", "last_layer", "subnetwork"]
 PredType = Literal["glm", "nn"]
 LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
+FeatureReduction = Literal["pick_first", "pick_last", "average"]
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -51,15 +61,8 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     likelihood: Likelihood | str,
     subset_of_weights: Subset = "last_layer",
     hessian_structure: Structure = "kron",
-    *,
-    sigma_noise: float | Tensor = 1.0,
-    prior_precision: float | Tensor = 1.0,
-    temperature: float = 1.0,
-    last_layer_name: str | None = None,
-    subnetwork_indices: Collection[str] | Tensor = (),
-    rank: int = 100,
     **options: Any,
-) -> "KronLaplace":
+) -> "ParametricLaplace":
     """A Laplace approximation with the calls of laplace-torch's; a `Posterior` in all else.
 
     What differs: N is the number of examples that were seen, not the length of the loader's data
@@ -68,76 +71,72 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
 
     Args:
         model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
-        likelihood: "classification" or "regression".
+        likelihood: "classification", "regression", "reward_modeling", or another of
+            `kfac_backend.likelihoods`.
         subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
             others are constants.
         hessian_structure: "kron", or from Jacobians "diag", "full" (P, P) and "lowrank".
-        sigma_noise: σ of regression.
-        prior_precision: δ, a scalar or one per trainable tensor; includes N.
-        temperature: T of the likelihood.
-        last_layer_name: of the last layer; None takes the last one that the model lists, and `fit`
-            raises an error if another one runs last.
-        subnetwork_indices: the subnetwork: names of its modules or parameters; or, except for
-            "kron", indices of its weights in the vector of all trainable parameters.
-        rank: number of eigenpairs of "lowrank".
-        options: fields of `CurvatureOptions`, such as ``kfac_approx="reduce"``, of which those of
-            `PassOptions` are for "kron"; ``kfac_approx`` is "expand" by default, as in
-            laplace-torch.
+        options: arguments of `ParametricLaplace`.
 
     Raises:
         ValueError: an option that is not supported.
+        TypeError: a subnetwork without ``subnetwork_indices``.
     """
     check_option("subset_of_weights", subset_of_weights, Subset)
     check_option("hessian_structure", hessian_structure, Structure)
-    check_option("likelihood", str(likelihood), Literal["classification", "regression"])
-    names, last = subnetwork_indices, ""
-    if subset_of_weights == "last_layer":
-        listed = trainable_layers(model)
-        if not listed:
-            raise ValueError(
-                "All parameters of the model are frozen, and have no posterior; set "
-                "requires_grad_(True) on those of its last layer."
-            )
-        last = last_layer_name or listed[-1]
-        names = [last]
-    shared, chosen = model, slice(None)
-    if subset_of_weights != "all":
-        if isinstance(names, Tensor):
-            chosen = _checked(names, model, hessian_structure)
-        else:
-            shared = _with_others_frozen(model, names)
-    kind = KronLaplace if hessian_structure == "kron" else JacobianLaplace
-    curvature = CurvatureOptions(kfac_approx="expand").replace(**options)
-    if kind is JacobianLaplace:
-        for name, default in vars(PassOptions()).items():
-            if options.get(name, default) != default:
-                raise ValueError(
-                    f"{name}={options[name]!r} is for hessian_structure='kron'; "
-                    f"{hessian_structure!r} computes the exact GGN."
-                )
-    la = kind(
-        shared,
-        likelihood,
-        curvature,
-        sigma_noise=sigma_noise,
-        prior_precision=prior_precision,
-        temperature=temperature,
+    classes = (
+        (FullLaplace, KronLaplace, DiagLaplace, LowRankLaplace)
+        + (FullLLLaplace, KronLLLaplace, DiagLLLaplace)
+        + (FullSubnetLaplace, DiagSubnetLaplace)
     )
-    la.structure, la.rank = hessian_structure, rank
-    if isinstance(chosen, Tensor):
-        la.chosen, la.n_params = chosen, len(chosen)
-    if subset_of_weights == "last_layer" and last_layer_name is None:
-        la.whole, la.last = model, last
-    return la
+    by_key = {(c.subset, c.hessian_structure): c for c in classes}
+    others: dict[str, type[ParametricLaplace]]
+    others = {"all": ParametricLaplace, "last_layer": LLLaplace, "subnetwork": SubnetLaplace}
+    made = by_key.get((subset_of_weights, hessian_structure)) or others[subset_of_weights]
+    return made(model, likelihood, structure=hessian_structure, **options)
+
+
+def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str, Any]:
+    """``fisher`` and other options of `CurvatureOptions` that a class of laplace-torch's means.
+
+    A backend of laplace-torch names a matrix, by its base class: the GGN or the empirical Fisher.
+    That matrix is computed here, whichever library would compute it there.
+
+    Args:
+        backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's; None is the GGN.
+        options: its keywords; laplace-torch's ``stochastic`` and ``num_samples`` are those of
+            ``fisher="mc"``.
+
+    Raises:
+        ValueError: a backend of another matrix.
+    """
+    options = dict(options)
+    stochastic, samples = options.pop("stochastic", False), options.pop("num_samples", 1)
+    bases = [base.__name__ for base in getattr(backend, "__mro__", ())]
+    if backend is None or "GGNInterface" in bases:
+        drawn = {"fisher": "mc", "mc_samples": samples} if stochastic else {}
+    elif "EFInterface" in bases:
+        drawn = {"fisher": "empirical"}
+    else:
+        raise ValueError(
+            f"backend {getattr(backend, '__name__', backend)!r} is neither of the GGN nor of the "
+            "empirical Fisher; pass KfacGGN or KfacEF, or use laplace-torch for its matrix."
+        )
+    if backend is not None and not backend.__module__.startswith("kfac_backend"):
+        warnings.warn(
+            f"backend={backend.__name__}: its matrix is computed by kfac_backend.",
+            stacklevel=4,
+        )
+    return options | drawn
 
 
 def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
     """A copy that shares the numbers, in which what has none of these names is frozen."""
     learned, wrong = set(), set(names)
-    for name, p in model.named_parameters(remove_duplicate=False):
-        found = {of for of in names if not of or f"{name}.".startswith(f"{of}.")}
-        learned |= {id(p)} if found else set()
-        wrong -= found
+    for parameter, p in model.named_parameters(remove_duplicate=False):
+        matches = {name for name in names if not name or f"{parameter}.".startswith(f"{name}.")}
+        learned |= {id(p)} if matches else set()
+        wrong -= matches
     if wrong or not learned:
         raise ValueError(
             f"The model has no parameters {sorted(wrong)}; expected names of its modules or "
@@ -151,86 +150,257 @@ def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
     return deepcopy(model, parameters)
 
 
-def _checked(indices: Tensor, model: nn.Module, structure: Structure) -> Tensor:
-    """Indices of some of the trainable parameters, on their device."""
-    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if structure == "kron":
-        raise ValueError("hessian_structure='kron' has blocks of whole tensors; pass their names.")
-    if indices.dim() != 1 or not len(indices) or len(indices.unique()) != len(indices):
-        raise ValueError("subnetwork_indices must be different indices, in a vector.")
-    if indices.min() < 0 or indices.max() >= number:
-        raise ValueError(f"subnetwork_indices must be 0 to {number - 1}.")
-    return indices.to(next(model.parameters()).device)
+class ParametricLaplace(Posterior):
+    """A `Posterior` with laplace-torch's calls, see `Laplace`.
 
+    Its subclasses have laplace-torch's names. Of likelihoods other than classification, regression
+    and reward_modeling, `laplace_predictive` has the predictions.
 
-class KronLaplace(Posterior):
-    """A `Posterior` of all trainable parameters with laplace-torch's calls, see `Laplace`.
+    Args:
+        model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
+        likelihood: see `Laplace`. "reward_modeling" is fitted as classification of the better of
+            two, and predicts the reward itself.
+        options: of the curvature; ``kfac_approx`` is "expand" by default, as in laplace-torch.
+        last_layer_name: of the last layer, for last-layer Laplace; None takes the last one that the
+            model lists, and `fit` raises an error if another one runs last.
+        subnetwork_indices: the subnetwork, for subnetwork Laplace: indices of its weights in the
+            vector of all trainable parameters, or names of its modules or parameters; of "kron"
+            only names.
+        feature_reduction: laplace-torch's choice of the feature that the last layer's Jacobian
+            takes. Here it is the Jacobian of the whole network, so that no choice is needed.
+        backend: which matrix, see `fisher_of_backend`.
+        backend_kwargs: the backend's keywords.
+        keywords: the other arguments of `Posterior`, such as ``sigma_noise``, ``prior_precision``,
+            ``prior_mean``, ``temperature`` or ``enable_backprop``; and fields of
+            `CurvatureOptions`, such as ``kfac_approx="reduce"``.
 
-    Arguments are those of `Posterior`; the factors are those of expand unless ``options`` or
-    ``kfac_approx`` say otherwise. Of likelihoods other than classification and regression,
-    `laplace_predictive` has the predictions.
+    Raises:
+        ValueError: an option that is not supported.
+        TypeError: a subnetwork without ``subnetwork_indices``.
     """
 
-    structure: Structure = "kron"
-    whole: nn.Module | None = None
-    last: str = ""
-    """The network, and its layer that is thought to be the last one; `fit` checks it."""
-    chosen: Tensor | slice = slice(None)
-    """Which parameters have a posterior; the others are constants."""
-    rank: int = 100
-    """Number of eigenpairs of "lowrank"."""
+    subset: ClassVar[Subset] = "all"
+    hessian_structure: ClassVar[Structure] = "kron"
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: Likelihood | str,
         options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
+        *,
+        structure: Structure | None = None,
+        last_layer_name: str | None = None,
+        subnetwork_indices: Collection[str] | Tensor | None = (),
+        feature_reduction: FeatureReduction | None = None,
+        backend: type | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
-        super().__init__(model, likelihood, options, **keywords)
+        if feature_reduction is not None:
+            check_option("feature_reduction", feature_reduction, FeatureReduction)
+        self._whole, self._last = None, ""
+        shared, indices = model, None
+        if self.subset == "last_layer":
+            listed = trainable_layers(model)
+            if not listed:
+                raise ValueError(
+                    "All parameters of the model are frozen, and have no posterior; set "
+                    "requires_grad_(True) on those of its last layer."
+                )
+            self._whole = model if last_layer_name is None else None
+            self._last = last_layer_name or listed[-1]
+            shared = _with_others_frozen(model, [self._last])
+        elif self.subset == "subnetwork":
+            names = subnetwork_indices
+            if isinstance(names, tuple) and not names:
+                raise TypeError("Subnetwork Laplace needs subnetwork_indices.")
+            if isinstance(names, Tensor):
+                indices = names
+            elif names is None or not all(isinstance(name, str) for name in names):
+                raise ValueError(
+                    f"subnetwork_indices={names!r}: a vector of int64 indices is needed, or names "
+                    "of modules or parameters."
+                )
+            else:
+                shared = _with_others_frozen(model, names)
+        for name in ("sigma_noise", "prior_precision", "prior_mean"):
+            if isinstance(value := keywords.get(name), str):
+                raise ValueError(f"{name}={value!r}: a number or a tensor is needed.")
+        self.is_reward = likelihood == "reward_modeling"
+        of_backend = fisher_of_backend(backend, backend_kwargs or {})
+        super().__init__(
+            shared,
+            "classification" if self.is_reward else likelihood,
+            options,
+            structure=structure or self.hessian_structure,
+            indices=indices,
+            **of_backend | keywords,
+        )
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
         """Compute the curvature; arguments as `Posterior.fit`.
 
         Raises:
-            ValueError: the last layer that the model lists does not run last.
+            ValueError: the last layer that the model lists does not run last; targets of a wrong
+                dtype, for which laplace-torch's error is one, too.
         """
-        if self.whole is not None:
+        if self._whole is not None:
             batches = iter(train_loader)
-            first = next(batches)
+            first = next(batches, None)
             if batches is train_loader:  # read only once, so that the first batch must go back
-                train_loader = chain([first], batches)
-            x, _ = split_batch(first, self.options)
-            if (ran := last_layer(self.whole, x)) != self.last:
-                raise ValueError(
-                    f"The model lists {self.last!r} last, but {ran!r} runs last; pass "
-                    f"last_layer_name={ran!r} (or another one)."
-                )
-        self._fit(train_loader, *args, **keywords)
+                train_loader = [] if first is None else chain([first], batches)
+            if first is not None:
+                x, _ = split_batch(first, self.options)
+                if (ran := last_layer(self._whole, x)) != self._last:
+                    raise ValueError(
+                        f"The model lists {self._last!r} last, but {ran!r} runs last; pass "
+                        f"last_layer_name={ran!r} (or another one)."
+                    )
+        try:
+            super().fit(train_loader, *args, **keywords)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
 
-    def _fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
-        super().fit(train_loader, *args, **keywords)
+    # What laplace-torch calls the parts of the posterior.
+
+    @property
+    def H(self) -> Tensor | Precision | None:  # noqa: N802
+        """The curvature at σ = T = 1: (P, P), its diagonal (P,), rows, or an operator of "kron"."""
+        if isinstance(self._curvature, JacobianGGN):
+            return self._curvature.H.to(self._wide_dtype)
+        if self._curvature is None:
+            return None
+        names = self.precision_blocks()  # which computes the eigenvectors
+        return KroneckerPrecision({n: (self._eigen[n], self._eigen[n].spectrum()) for n in names})
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """δ of each parameter that has a posterior, (P,)."""
+        return self._delta_each().to(self._wide_dtype)
+
+    def _delta_each(self, delta: Tensor | None = None) -> Tensor:
+        delta = self.prior_precision if delta is None else delta
+        if self.structure != "kron":
+            return self.of_blocks(delta)
+        sizes = torch.tensor([p.numel() for p in self.params], device=self._device)
+        delta = delta.to(self._device, torch.float64).expand(self.n_layers)
+        return delta.repeat_interleave(sizes)
+
+    @property
+    def posterior_precision(self) -> Any:
+        """H/(σ²T) + P₀: (P, P) of "full", (P,) of "diag", and an operator of "kron".
+
+        Of "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
+        """
+        precision = self.precision()
+        if isinstance(precision, KroneckerPrecision):
+            return precision
+        if isinstance(precision, DiagonalPrecision):
+            return precision.diagonal().to(self._wide_dtype)
+        if isinstance(precision, LowRankPrecision):
+            delta = self._delta_each()
+            values, vectors = torch.linalg.eigh(precision.to_dense().double() - delta.diag())
+            positive = values > 1e-12 * values.max()
+            pairs = vectors[:, positive].to(self._dtype), values[positive].to(self._dtype)
+            return pairs, delta.to(self._dtype)
+        return precision.to_dense()
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """Σ, (P, P)."""
+        return self.precision().covariance()
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """The diagonal of Σ, (P,)."""
+        return self.precision().variances().to(self._wide_dtype)
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """L with L Lᵀ = Σ, (P, P); of "diag" standard deviations (P,)."""
+        if self.structure == "diag":
+            return self.posterior_variance.sqrt()
+        return torch.linalg.cholesky(self.posterior_covariance)
 
     @property
     def scatter(self) -> Tensor:
-        """θ*ᵀ P₀ θ*, without entries that are constants."""
-        if self.structure == "kron":
-            return (self.prior_precision * self.evidence_terms.squared_norms).sum()
-        return self._scatter(self.prior_precision)
+        """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without entries that are constants."""
+        norms = self.evidence_terms.squared_norms
+        return (self.of_blocks(self.prior_precision) * norms).sum()
 
-    def _scatter(self, delta: Tensor) -> Tensor:
-        return (self._of_parameters(delta) * self.mean[self.chosen].double().square()).sum()
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
+    ) -> Tensor:
+        """As of `Posterior`, computed in float64, and then rounded to the model's dtype.
 
-    def _of_parameters(self, delta: Tensor) -> Tensor:
-        """δ of each parameter that has a posterior, float64."""
-        sizes = torch.tensor([p.numel() for p in self.params], device=self._device)
-        delta = delta.to(self._device, torch.float64).expand(self.n_layers)
-        return delta.repeat_interleave(sizes)[self.chosen]
+        The dtype is laplace-torch's, but float32 at least.
+        """
+        evidence = super().log_marginal_likelihood(prior_precision, sigma_noise)
+        return evidence.to(self._wide_dtype)
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """Log det P₀."""
+        return self._delta_each().log().sum()
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Log det(H/(σ²T) + P₀)."""
+        return self.precision().logdet()
 
     @property
     def log_det_ratio(self) -> Tensor:
         """Log det(H/(σ²T) + P₀) − log det P₀."""
-        return 2 * (self.log_likelihood - self.log_marginal_likelihood()) - self.scatter
+        return 2 * (self.log_likelihood - super().log_marginal_likelihood()) - self.scatter
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """(θ − θ*)ᵀ (H/(σ²T) + P₀) (θ − θ*) at parameter vectors θ (..., P)."""
+        return -2 * self.log_prob(value, normalized=False)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Log density (nats) at parameter vectors (..., P); of the prior before `fit`.
+
+        Without ``normalized``, only the terms that depend on the vector.
+        """
+        if self._curvature is None:
+            prior = DiagonalPrecision(self._delta_each() * 0, self._delta_each(), self.mean)
+            difference = (value - self.prior_mean)[..., self.indices.to(value.device)]
+            return log_prob(prior, difference, normalized)
+        difference = value - self.mean
+        if isinstance(self._curvature, JacobianGGN):
+            difference = difference[..., self._curvature.indices]
+        return log_prob(self.precision(), difference, normalized)
+
+    def functional_variance(self, Js: Tensor) -> Tensor:
+        """J Σ Jᵀ (N, C, C) of Jacobians (N, C, P)."""
+        return self.precision().square_form(Js)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:
+        """J Σ Jᵀ (N·C, N·C) of all examples together, of Jacobians (N, C, P)."""
+        return self.precision().square_form(Js.flatten(0, 1))
+
+    def functional_variance_fast(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Outputs (N, C) and their variances (N, C)."""
+        return self.output_distribution(x, variance_only=True)
+
+    @property
+    def backend(self) -> "ParametricLaplace":
+        """This object, which has the Jacobians that users ask laplace-torch's backends for."""
+        return self
+
+    @property
+    def subnetwork_indices(self) -> Tensor:
+        """Of the parameters that have a posterior."""
+        return self.indices
+
+    def jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Jacobians J (N, C, P) in the parameters that have a posterior, and outputs f (N, C)."""
+        f, J, _ = in_eval_mode(self.model, self._linearised)(x)
+        return J, f
+
+    last_layer_jacobians = jacobians
+
+    # The prior
 
     def optimize_prior_precision(
         self,
@@ -238,69 +408,120 @@ class KronLaplace(Posterior):
         method: Literal["marglik", "gridsearch"] = "marglik",
         n_steps: int = 100,
         lr: float = 0.1,
-        init_prior_prec: float = 1.0,
-        prior_structure: Literal["scalar", "layerwise"] = "scalar",
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: Literal["scalar", "layerwise", "diag"] = "scalar",
         val_loader: Iterable[Any] | None = None,
+        loss: Callable[..., Any] | None = None,
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
         link_approx: str | None = None,
         n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
     ) -> None:
         """Set δ by Adam's steps on the evidence, or by the best of a grid on validation data.
 
-        The grid's loss is the NLL, for regression of N(f, J Σ Jᵀ + σ²): the mean square error,
-        which laplace-torch takes, is the same for all δ where the network is linearised.
+        The grid's loss is by default the NLL, for regression of N(f, J Σ Jᵀ + σ²): the mean square
+        error, which laplace-torch takes, is the same for all δ where the network is linearised.
         `marglik.maximize_evidence` finds the evidence's maximum instead of taking steps to it.
+
+        Args:
+            pred_type: as in a prediction.
+            method: "marglik" or "gridsearch".
+            n_steps: Adam's steps.
+            lr: Adam's step size on log δ.
+            init_prior_prec: δ before the first step; a tensor has the structure itself.
+            prior_structure: one δ for all, one per trainable tensor, or, except for "kron", one per
+                parameter.
+            val_loader: batches, for the grid.
+            loss: of the grid: a torchmetrics metric, which is reset for each δ, or a function of
+                all predictions and targets; in regression of means, variances and targets.
+            log_prior_prec_min: of the grid, to base 10.
+            log_prior_prec_max: of the grid, to base 10.
+            grid_size: of the grid.
+            link_approx: as in a prediction.
+            n_samples: as in a prediction.
+            verbose: whether to print δ in the end.
+            progress_bar: whether to show a bar.
         """
         link_approx = _checked_link(pred_type, link_approx)
-        check_option("prior_structure", prior_structure, Literal["scalar", "layerwise"])
+        check_option("prior_structure", prior_structure, Literal["scalar", "layerwise", "diag"])
         if method == "marglik":
-            groups = PriorGroups.from_model(self.model, prior_structure)
-            hyperparameters = Hyperparameters(groups, init_prior_prec, lr=lr)
-            hyperparameters.update(self, n_steps)
-            self.prior_precision = hyperparameters.prior_precision  # one δ, or one per tensor
-            return
-        if method != "gridsearch" or val_loader is None:
+            log_delta = torch.as_tensor(init_prior_prec, dtype=torch.float64).log().reshape(-1)
+            if len(log_delta) == 1:
+                sizes = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
+                log_delta = log_delta.repeat(sizes[prior_structure])
+            log_delta = log_delta.to(self._device).requires_grad_()
+            adam = torch.optim.Adam([log_delta], lr=lr)
+            for _ in tqdm(range(n_steps), "Evidence", disable=not progress_bar):
+                adam.zero_grad()
+                (-super().log_marginal_likelihood(log_delta.exp())).backward()
+                adam.step()
+            self.prior_precision = log_delta.detach().exp()
+        elif method == "gridsearch" and val_loader is not None:
+            grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
+            losses = []
+            for delta in tqdm(grid, "Grid", disable=not progress_bar):
+                self.prior_precision = delta
+                losses.append(self._grid_loss(val_loader, loss, pred_type, link_approx, n_samples))
+            best = torch.tensor(losses, dtype=torch.float64).nan_to_num(math.inf).argmin()
+            self.prior_precision = grid[int(best)]
+        else:
             raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")
-        grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
-        task = Task(self.likelihood, self.options)
-        losses = []
-        for delta in grid:
-            self.prior_precision, total, count = delta, 0.0, 0
-            for batch in val_loader:
-                x, y = self._input_and_targets(batch, task)
-                found = self(
-                    x, pred_type, link_approx=link_approx, n_samples=n_samples, diagonal_output=True
-                )
-                if isinstance(found, tuple):
-                    variance = found[1] + self.sigma_noise.square()
-                    errors = 0.5 * ((found[0] - y).square() / variance + variance.log())
-                else:
-                    counted = counted_terms(y, self.likelihood)
-                    errors = -found[counted].log().gather(1, y[counted][:, None])
-                total, count = total + errors.sum().item(), count + len(y)
-            losses.append(total / count)
-        self.prior_precision = grid[int(torch.tensor(losses).nan_to_num(math.inf).argmin())]
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
 
-    def _input_and_targets(self, batch: Any, task: Task) -> tuple[Any, Tensor]:
-        """A batch's input and the targets of its outputs, on the model's device."""
-        x, y = task.split(batch)
-        x, y = detached(x, self._device), detached(y, self._device)
-        return x, in_eval_mode(self.model, task.targets)(self.model, x, y)
+    def _grid_loss(
+        self,
+        val_loader: Iterable[Any],
+        loss: Callable[..., Any] | None,
+        pred_type: str,
+        link_approx: str,
+        n_samples: int,
+    ) -> float:
+        """The loss of the predictions of validation data, by default the mean NLL (nats)."""
+        task, outputs, total, count = Task(self.likelihood, self.options), [], 0.0, 0
+        is_metric = hasattr(loss, "update") and hasattr(loss, "compute")
+        if is_metric:
+            loss.reset()  # pyright: ignore
+        for batch in val_loader:
+            x, y = task.split(batch)
+            x, y = detached(x, self._device), detached(y, self._device)
+            y = in_eval_mode(self.model, task.targets)(self.model, x, y)
+            # Rewards are compared: there are labels, of which is better.
+            predicted = self._predict(x, pred_type, False, link_approx, n_samples, loss is None)
+            parts = predicted if isinstance(predicted, tuple) else (predicted,)
+            if is_metric:
+                loss.update(parts[0], y)  # pyright: ignore
+            elif loss is not None:
+                outputs.append((*parts, y))
+            elif len(parts) == 2:
+                variance = parts[1] + self.sigma_noise.square()
+                errors = 0.5 * ((parts[0] - y).square() / variance + variance.log())
+                total, count = total + errors.sum().item(), count + len(y)
+            else:
+                counted = y != IGNORED
+                errors = -predicted[counted].log().gather(1, y[counted][:, None])
+                total, count = total + errors.sum().item(), count + len(y)
+        if is_metric:
+            return float(loss.compute().sum())  # pyright: ignore
+        if loss is not None:
+            return float(loss(*(torch.cat(part) for part in zip(*outputs, strict=True))))
+        return total / count
 
     # Predictions
 
-    @torch.no_grad()
     def __call__(
         self,
         x: Any,
         pred_type: str = "glm",
-        *,
+        joint: bool = False,
         link_approx: str | None = None,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        **model_kwargs: Any,
     ) -> Any:
         """Class probabilities (N, C); for regression means (N, C) and variances without the noise.
 
@@ -309,32 +530,64 @@ class KronLaplace(Posterior):
         Args:
             x: inputs.
             pred_type: "glm", the linearised network, or "nn", the network at samples.
+            joint: whether regression's covariances are of all outputs together, (N·C, N·C), beside
+                means (N·C,).
             link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for classes;
                 None is "probit", and "mc" of "nn", for which there is no other.
             n_samples: number of samples, where some are drawn.
             diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
             generator: of the samples.
+            model_kwargs: none are supported; a model of several arguments takes a mapping.
 
         Raises:
-            ValueError: a prediction or a link that is not supported.
+            ValueError: a prediction, a link or a keyword that is not supported.
             NotImplementedError: another likelihood than classification and regression.
         """
+        if model_kwargs:
+            raise ValueError(
+                f"{', '.join(model_kwargs)}: keywords of the model are not passed on; give the "
+                "model's arguments as a mapping x."
+            )
         link_approx = _checked_link(pred_type, link_approx)
+        options = pred_type, joint, link_approx, n_samples, diagonal_output, generator
+        with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
+            return self._predict(x, *options, predicts_numbers=self._predicts_numbers)
+
+    predictive = __call__
+
+    @property
+    def _predicts_numbers(self) -> bool:
+        return self.likelihood.name == "regression" or self.is_reward
+
+    def _predict(
+        self,
+        x: Any,
+        pred_type: str,
+        joint: bool,
+        link_approx: str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None = None,
+        predicts_numbers: bool | None = None,
+    ) -> Any:
         self._check_predicts()
-        is_classes = self.likelihood.name == "classification"
-        if pred_type == "nn" or (is_classes and link_approx == "mc"):
-            options = n_samples, diagonal_output, generator
-            samples = self.predictive_samples(x, pred_type, *options)
-            return samples.mean(0) if is_classes else (samples.mean(0), samples.var(0))
+        numbers = (
+            self.likelihood.name == "regression" if predicts_numbers is None else predicts_numbers
+        )
+        if pred_type == "nn" or (not numbers and link_approx == "mc"):
+            samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+            return (samples.mean(0), samples.var(0)) if numbers else samples.softmax(-1).mean(0)
+        if joint and numbers:
+            f, J, precision = in_eval_mode(self.model, self._linearised)(x)
+            return f.flatten(), precision.square_form(J.flatten(0, -2))
         f, covariance = self.output_distribution(x)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
-        if not is_classes:
+        if numbers:
             return f, variance if diagonal_output else covariance
         if link_approx == "probit":
             return probit_outputs(f, variance).softmax(-1)
         return _bridge(f, covariance, normalised=link_approx == "bridge_norm")
 
-    @torch.no_grad()
     def functional_samples(
         self,
         x: Any,
@@ -345,23 +598,25 @@ class KronLaplace(Posterior):
     ) -> Tensor:
         """Samples of the network's outputs, (S, N, ..., C)."""
         check_option("pred_type", pred_type, PredType)
-        if pred_type == "nn":
-            return self.network_outputs(self.sample(n_samples, generator), x)
-        f, covariance = self.output_distribution(x)
-        f = f.to(covariance)  # at least float32
-        noise = torch.randn(
-            f.shape[-1], n_samples, generator=generator, device=f.device, dtype=f.dtype
-        )
-        root = torch.linalg.cholesky(covariance)
-        if diagonal_output:
-            root = covariance.diagonal(dim1=-2, dim2=-1).sqrt().diag_embed()
-        return f + (root @ noise).movedim(-1, 0)
+        with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
+            if pred_type == "nn":
+                return self.network_outputs(self.sample(n_samples, generator), x)
+            f, covariance = self.output_distribution(x)
+            f = f.to(covariance)  # at least float32
+            noise = torch.randn(
+                f.shape[-1], n_samples, generator=generator, device=f.device, dtype=f.dtype
+            )
+            if diagonal_output:
+                root = covariance.diagonal(dim1=-2, dim2=-1).sqrt().diag_embed()
+            else:
+                root = torch.linalg.cholesky(covariance)
+            return f + (root @ noise).movedim(-1, 0)
 
     def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
         """Samples of class probabilities, or of regression's outputs; arguments as above."""
         self._check_predicts()
         samples = self.functional_samples(*args, **keywords)
-        return samples.softmax(-1) if self.likelihood.name == "classification" else samples
+        return samples if self._predicts_numbers else samples.softmax(-1)
 
     def _check_predicts(self) -> None:
         if self.likelihood.name not in ("classification", "regression"):
@@ -372,9 +627,9 @@ class KronLaplace(Posterior):
 
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
-        names = ("prior_precision", "sigma_noise", "mean")
-        names = *names, "structure"
-        return {name: getattr(self, name) for name in names} | {"fit": self._fit_state()}
+        names = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure"
+        fit = self.fitted_curvature().state_dict()
+        return {name: getattr(self, name) for name in names} | {"fit": fit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the network at the same parameters.
@@ -384,7 +639,7 @@ class KronLaplace(Posterior):
                 in another precision; a state of another structure, or that lacks entries. Nothing
                 is changed then.
         """
-        keys = "prior_precision", "sigma_noise", "mean", "structure", "fit"
+        keys = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "fit"
         check_keys("Laplace", state, keys)
         if state["structure"] != self.structure:
             raise ValueError(
@@ -401,218 +656,85 @@ class KronLaplace(Posterior):
             raise ValueError(
                 "The state is of other parameters than the model has; load them first."
             )
-        self._restore_fit(state["fit"])  # which refuses what is not whole
-        self.prior_precision, self.sigma_noise = state["prior_precision"], state["sigma_noise"]
-        self._take_weights()
-
-    def _fit_state(self) -> dict[str, Any]:
-        return self.fitted_factors().state_dict()
-
-    def _restore_fit(self, state: dict[str, Any]) -> None:
-        factors = KroneckerFactors.from_state_dict(state).to(self._device)
-        likelihood = factors.likelihood  # with the parameters of the fit
+        form = KroneckerFactors if self.structure == "kron" else JacobianGGN
+        curvature = form.from_state_dict(state["fit"]).to(self._device)
+        likelihood = curvature.likelihood  # with the parameters of the fit
         if likelihood.name != self.likelihood.name:
             raise ValueError(
                 f"The state is of likelihood '{likelihood}', and this is of '{self.likelihood}'; "
                 "create it with the same."
             )
         self.likelihood = likelihood
-        self.restore(factors)
+        self.restore(curvature)
+        for name in ("prior_precision", "prior_mean", "sigma_noise"):
+            setattr(self, name, state[name])
 
 
-OF_FIT = ("H", "loss", "n_data", "n_targets", "n_outputs", "mean", "n_params")
-"""What a fit of `JacobianLaplace` has found, besides which entries have a posterior."""
+class FullLaplace(ParametricLaplace):
+    """Of all weights, with the whole GGN."""
+
+    hessian_structure = "full"
 
 
-class JacobianLaplace(KronLaplace):
-    """The same with the GGN H = Σ_n J_nᵀ Λ_n J_n (P, P), its diagonal, or its largest eigenpairs.
+class KronLaplace(ParametricLaplace):
+    """Of all weights, with Kronecker factors."""
 
-    From Jacobians J_n (C, P), so that P is a few thousand at the most for the whole GGN. "lowrank"
-    holds rows R (K, P) with Rᵀ R ≈ H, which batches are added to, and cut to the K largest
-    eigenpairs after each: H itself if it has no more, and otherwise less than it, so that variances
-    and evidence are too large. Source: Ross et al. 2008, "Incremental learning for robust visual
-    tracking".
-    """
 
-    H: Tensor | None = None
-    """The GGN at σ = T = 1, a sum over the data: (P, P); (P,) for "diag"; R for "lowrank"."""
-    n_targets: int = 0
-    """Number of scalars in all targets, N·C with one loss term per example."""
+class DiagLaplace(ParametricLaplace):
+    """Of all weights, with the GGN's diagonal."""
 
-    def _fit(
-        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False
-    ) -> None:
-        """Compute H at the model's current parameters; N is the number of examples seen."""
-        if not override:
-            raise ValueError(
-                "override=False is for hessian_structure='kron'; fit all data at once."
-            )
-        self.mean, self.loss = parameter_vector(self.params).detach(), 0.0
-        self.n_data = self.n_targets = 0
-        H = torch.zeros((), device=self._device, dtype=torch.float64)
-        x: Any = None
-        if self.structure == "lowrank":
-            H = H.new_zeros(0, self.n_params)
-        task = Task(self.likelihood, self.options)
-        for batch in each_batch(train_loader, "Fitting", progress_bar):
-            x, y = self._input_and_targets(batch, task)
-            f, J = self._jacobians(x)  # (N, ..., C), (N, ..., C, P)
-            task.check(f, y)
-            task.look_at(f)
-            self.n_data, self.n_outputs = self.n_data + len(f), f.shape[-1]
-            # From here on (M, C), (M, ...) and (M, C, P) of the M loss terms that count: the loss
-            # is a sum over them, and so is the GGN.
-            f, y, J = f.flatten(0, -2), y.flatten(0, f.dim() - 2), J.flatten(0, -3)
-            counted = counted_terms(y, self.likelihood)
-            if counted is not None:
-                f, y, J = f[counted], y[counted], J[counted]
-            S = torch.stack([*self.likelihood.root(at_least_float32(f), y)])  # (V, M, C)
-            G = torch.einsum("vmc,mcp->vmp", S, J.to(S)).flatten(0, 1).double()
-            if self.structure == "lowrank":
-                rows = torch.cat([H, G])
-                H = torch.linalg.eigh(rows @ rows.mT)[1].mT[-self.rank :] @ rows
-            else:
-                H = H + (G.mT @ G if self.structure == "full" else G.square().sum(0))
-            self.loss += loss_sum(f, y, self.likelihood).item()
-            self.n_targets += f.numel()
-        if not self.n_data:
-            raise ValueError("The data is empty: the loader yields no batch.")
-        # Padding of an embedding is a constant, and so has neither curvature nor prior.
-        padding = in_eval_mode(self.model, padding_rows)(self.model, x)
-        if padding:
-            keep = self._are_parameters(padding)
-            H = H[keep][:, keep] if self.structure == "full" else H[..., keep]
-            self.chosen = self._indices()[keep]
-            self.n_params = len(self.chosen)
-        self.H = H
-        self._take_weights()
-        self.calibrations = {}
+    hessian_structure = "diag"
 
-    def _indices(self) -> Tensor:
-        """Of the entries that have a posterior, in the vector of all trainable ones."""
-        return torch.arange(len(self.mean), device=self._device)[self.chosen]
 
-    def _are_parameters(self, padding: dict[str, int]) -> Tensor:
-        """A mask of the entries that have a posterior: those that are no padding."""
-        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        masks = {n: torch.ones_like(p, dtype=torch.bool) for n, p in trainable.items()}
-        for name, row in padding.items():
-            masks[name][row] = False
-        return parameter_vector(masks.values())[self.chosen]
+class LowRankLaplace(ParametricLaplace):
+    """Of all weights, with the GGN's largest eigenpairs."""
 
-    def fitted_factors(self) -> KroneckerFactors:
-        """There are none.
+    hessian_structure = "lowrank"
 
-        Raises:
-            NotImplementedError: always; it says which calls there are.
-        """
-        raise NotImplementedError(
-            f"hessian_structure={self.structure!r} has no Kronecker factors, and laplace-torch's "
-            "calls alone; for marglik's (laplace_predictive, calibrate, save_posterior) take "
-            "'kron'."
-        )
 
-    def log_marginal_likelihood(
-        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
-    ) -> Tensor:
-        """The log marginal likelihood (nats, a sum over the data), as `Posterior`'s."""
-        if prior_precision is not None:
-            self.prior_precision = prior_precision.detach()
-        if sigma_noise is not None:
-            self.sigma_noise = sigma_noise.detach()
-        sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta = self.prior_precision if prior_precision is None else prior_precision
-        found = self._log_det_ratio(self._of_parameters(delta), sigma) + self._scatter(delta)
-        return self._log_likelihood(sigma) - 0.5 * found
+class LLLaplace(ParametricLaplace):
+    """Of the last layer."""
+
+    subset = "last_layer"
+
+
+class FullLLLaplace(LLLaplace):
+    """Of the last layer, with its whole GGN."""
+
+    hessian_structure = "full"
+
+
+class KronLLLaplace(LLLaplace):
+    """Of the last layer, with Kronecker factors."""
+
+
+class DiagLLLaplace(LLLaplace):
+    """Of the last layer, with the GGN's diagonal."""
+
+    hessian_structure = "diag"
+
+
+class SubnetLaplace(ParametricLaplace):
+    """Of a subnetwork."""
+
+    subset = "subnetwork"
 
     @property
-    def log_likelihood(self) -> Tensor:
-        """Log p(D|θ*) / T (nats, a sum over the data)."""
-        return self._log_likelihood(self.sigma_noise)
+    def n_params_subnet(self) -> int:
+        """The number of parameters that have a posterior."""
+        return self.n_params
 
-    def _log_likelihood(self, sigma: Tensor) -> Tensor:
-        of_data = self.loss, self.n_targets, self.likelihood
-        return log_likelihood(*of_data, sigma, self.temperature)
 
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Samples θ of the posterior, parameter vectors (S, P)."""
-        H, delta = self._scaled()
-        eps = torch.randn(
-            n_samples, self.n_params, device=self._device, dtype=self._dtype, generator=generator
-        )
-        if self.structure == "diag":
-            changes = eps * (H + delta).rsqrt().to(eps)
-        elif self.structure == "full":
-            covariance = self._times_covariance(torch.eye(self.n_params).to(eps))
-            changes = eps @ torch.linalg.cholesky(covariance).mT
-        else:  # Σ x of vectors x whose covariance is the precision Rᵀ R + P₀
-            more = torch.randn(
-                n_samples, len(H), device=self._device, dtype=self._dtype, generator=generator
-            )
-            changes = self._times_covariance(eps * delta.sqrt().to(eps) + more @ H.to(eps))
-        samples = self.mean.repeat(n_samples, 1)
-        samples[:, self.chosen] += changes
-        return samples
+class FullSubnetLaplace(SubnetLaplace):
+    """Of a subnetwork, with its whole GGN."""
 
-    def output_distribution(  # pyright: ignore[reportIncompatibleMethodOverride]  # of all layers
-        self, x: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs f (N, ..., C) and covariances J Σ Jᵀ (N, ..., C, C) of the linearised network."""
-        f, J = self._jacobians(x)
-        return f, self._times_covariance(J) @ J.mT
+    hessian_structure = "full"
 
-    def _jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Outputs f (N, ..., C) and their Jacobians J (N, ..., C, P)."""
-        x = detached(x, self._device)
 
-        def outputs(vector: Tensor) -> tuple[Tensor, Tensor]:
-            f = call_with(self.model, self.named(vector), x)
-            return f, f
+class DiagSubnetLaplace(SubnetLaplace):
+    """Of a subnetwork, with the GGN's diagonal."""
 
-        at = parameter_vector(self.params).detach()
-        with plain_attention():
-            J, f = in_eval_mode(self.model, jacrev(outputs, has_aux=True))(at)
-        check_finite(self.model, f, x)
-        return f.detach(), J.detach()[..., self.chosen]
-
-    def _scaled(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """H/(σ²T), of "lowrank" its rows, and δ of each parameter."""
-        if self.H is None:
-            raise AttributeError(NOT_FITTED)
-        self.check_weights()
-        sigma = self.sigma_noise if sigma is None else sigma
-        scale = 1 / (sigma.double().square() * self.temperature)
-        scale = scale.sqrt() if self.structure == "lowrank" else scale
-        return scale * self.H, self._of_parameters(self.prior_precision)
-
-    def _log_det_ratio(self, delta: Tensor, sigma: Tensor) -> Tensor:
-        """Log det(H/(σ²T) + P₀) − log det P₀."""
-        H, _ = self._scaled(sigma)
-        if self.structure == "diag":
-            return (H / delta).log1p().sum()
-        if self.structure == "full":
-            return torch.linalg.slogdet(H + torch.diag(delta))[1] - delta.log().sum()
-        return torch.linalg.slogdet(torch.eye(len(H)).to(H) + (H / delta) @ H.mT)[1]
-
-    def _times_covariance(self, J: Tensor) -> Tensor:
-        """J Σ of rows (..., P), with Σ = (H/(σ²T) + P₀)⁻¹."""
-        H, delta = self._scaled()
-        if self.structure == "diag":
-            return J / (H + delta).to(J)
-        if self.structure == "full":
-            return J @ torch.linalg.inv(H + torch.diag(delta)).to(J)
-        # Woodbury's identity, with (K, K) systems.
-        right = torch.linalg.solve(torch.eye(len(H)).to(H) + (H / delta) @ H.mT, H / delta)
-        rows = J.double() / delta
-        return (rows - (rows @ H.mT) @ right).to(J)
-
-    def _fit_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in OF_FIT} | {"chosen": self._indices()}
-
-    def _restore_fit(self, state: dict[str, Any]) -> None:
-        check_keys("Laplace's fit", state, [*OF_FIT, "chosen"])
-        for name, value in state.items():
-            setattr(self, name, value)
+    hessian_structure = "diag"
 
 
 def _checked_link(pred_type: str, link_approx: str | None) -> str:

@@ -2,8 +2,8 @@
 
 Slow and obvious on purpose: loops over examples n, positions r and loss terms t, no code shared
 with the packages under test. Every function that takes a model works on a float64 copy of it, so
-the model is left as it was, and all results are float64. `tests/positions.py` says what the
-positions of a layer are, `tests/uses.py` finds those of any model.
+the model is left as it was, and all results are float64. `tests/uses.py` finds where any model uses
+its weights.
 
 A *use* is where a weight W meets vectors a_nr and makes outputs W a_nr, be it in a linear layer, in
 attention, in a convolution, in an embedding or in two layers that share W.

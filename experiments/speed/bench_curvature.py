@@ -52,9 +52,8 @@ from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import BackwardPrecision, backward_arithmetic, full_float32
 from marglik import KronLaplace
-from marglik.posterior.prior import Hyperparameters, PriorGroups
+from marglik.posterior.prior import Hyperparameters, PriorGroups, update_prior
 from marglik.storage.provenance import environment
-from marglik.training.learner import update_prior
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 GROWTH = {

@@ -40,11 +40,11 @@ from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import KronLaplace, Posterior
 from marglik.data import Batches
 from marglik.models import MLP
+from marglik.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
-from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 TOLERANCE = 0.05
 """Relative change of a ratio above which a warning is printed."""

@@ -27,7 +27,7 @@ from torch import distributed, multiprocessing
 from experiments.speed.contenders import network
 from experiments.studies import markdown, study
 from experiments.timing import medians
-from kfac_backend.blocks.block import compute_eigenvalues, decompose_on_ranks
+from kfac_backend.blocks.block import compute_eigenvalues, decompose
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.ranks import Ranks
 from marglik.storage.provenance import environment
@@ -111,7 +111,7 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         again = list((fitted * 1).blocks.values())  # new blocks, without eigenvalues yet
         timed("eigenvalues, one rank", lambda b=again: compute_eigenvalues(b), all_ranks=False)
         timed(f"eigenvalues, {several}", lambda b=blocks: compute_eigenvalues(b, ranks))
-        timed(f"eigenvectors, {several}", lambda b=blocks: decompose_on_ranks(b, ranks))
+        timed(f"eigenvectors, {several}", lambda b=blocks: decompose(b, ranks))
     # 4 Σ (d_in² + d_out²)
     widths = [F.shape[-1] for b in blocks if b.A is not None for F in (b.A, b.B)]
     return {

@@ -115,8 +115,8 @@ def run_split(config: Config, k: int) -> dict[str, Any]:
         )
         found["learned"][method] = {
             "likelihood": str(learner.likelihood),
-            "sigma_noise": learner.hyperparameters.sigma_noise.item(),
-            "evidence_per_example": learner.evidences[-1] / learner.num_data,
+            "sigma_noise": learner.state.hyperparameters.sigma_noise.item(),
+            "evidence_per_example": learner.evidences[-1] / learner.problem.num_data,
         }
     return found
 

@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import eigenvalues, eigh, map_on_cores
+from kfac_backend.blocks.eigen import EigenDecomposition, Factor, eigendecompositions
+from kfac_backend.layers.gram import FEW_ROWS, gram_matrix
 from kfac_backend.ranks import Ranks
 
 
@@ -50,6 +51,25 @@ class KroneckerBlock:
                 f"{None if A_shape is None else tuple(A_shape)}; expected square matrices, with "
                 "the same leading number of groups if there are groups."
             )
+
+    @classmethod
+    def of_rows(
+        cls, name: str, B: Tensor, rows: Tensor, num_terms: float | tuple[float, ...], **fields: Any
+    ) -> Self:
+        """A block whose A is the Gram matrix of few rows (..., M, d_in), which it keeps.
+
+        The eigenvalues of A come from these rows, also after the block was scaled, added to
+        another or moved, and they are saved in A's place. After A was changed in place they no
+        longer count.
+        """
+        block = cls(name, B, gram_matrix(rows), num_terms, **fields)
+        block._remember("_rows", rows)
+        return block
+
+    @property
+    def rows_of_A(self) -> Tensor | None:
+        """The rows (..., M, d_in) whose Gram matrix A is, if they are few and known."""
+        return self._remembered("_rows")
 
     @property
     def numel(self) -> int:
@@ -96,7 +116,10 @@ class KroneckerBlock:
     def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
         terms = tuple(number * weight for number in self._terms)
-        return replace(self, B=self.B * weight, num_terms=_one_or_all(terms))
+        scaled = replace(self, B=self.B * weight, num_terms=_one_or_all(terms))
+        if (rows := self.rows_of_A) is not None:
+            scaled._remember("_rows", rows)
+        return scaled
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
@@ -111,6 +134,13 @@ class KroneckerBlock:
         if len(shares) > 1:
             of_groups = torch.tensor(shares, dtype=self.A.dtype, device=self.A.device)
             share = of_groups[:, None, None]
+        rows, others = self.rows_of_A, other.rows_of_A
+        if rows is not None and others is not None:
+            M = rows.shape[-2] + others.shape[-2]
+            if M * FEW_ROWS <= rows.shape[-1]:
+                of_both = torch.cat([rows * (1 - share) ** 0.5, others * share**0.5], -2)
+                terms = _one_or_all(terms)
+                return type(self).of_rows(self.name, B, of_both, terms, constants=self.constants)
         A = self.A * (1 - share) + other.A * share
         return replace(self, B=B, A=A, num_terms=_one_or_all(terms))
 
@@ -138,8 +168,19 @@ class KroneckerBlock:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
         """The block on another device or in another dtype."""
+        B, rows = self.B.to(device, dtype), self.rows_of_A
+        # In another dtype A is the Gram matrix of the rows in that dtype, as it is once loaded; in
+        # half precision, in which no Gram matrix is summed, it has no rows.
+        if rows is not None and dtype not in (None, rows.dtype):
+            if dtype in (torch.float32, torch.float64):
+                there, terms = rows.to(device, dtype), self.num_terms
+                return type(self).of_rows(self.name, B, there, terms, constants=self.constants)
+            rows = None
         A = None if self.A is None else self.A.to(device, dtype)
-        return replace(self, B=self.B.to(device, dtype), A=A)
+        moved = replace(self, B=B, A=A)
+        if rows is not None:
+            moved._remember("_rows", rows.to(device, dtype))
+        return moved
 
     def named_factors(self) -> list[tuple[Tensor, str]]:
         """B, and A if there is one, with their names for errors."""
@@ -155,14 +196,6 @@ class KroneckerBlock:
     def _terms(self) -> tuple[float, ...]:
         """The numbers of terms as a tuple: one for all groups, or one for each."""
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
-
-    def remember_rows(self, rows: Tensor) -> None:
-        """Take the eigenvalues of A from rows (..., M, d_in) with A = Σ_m x_m x_mᵀ, M < d_in.
-
-        Forgotten once the eigenvalues are known, after a change in place, and by every block that
-        is derived of this one.
-        """
-        self._remember("_rows", rows)
 
     def _remember(self, key: str, value: Any) -> None:
         """Keep a value until a factor is changed in place."""
@@ -199,7 +232,7 @@ class KroneckerBlock:
 
     def decompose(self) -> "EigenBlock":
         """Eigenvalues and eigenvectors of the factors."""
-        return EigenBlock(*(part for F in self.named_factors() for part in eigh(*F)[:2]))
+        return decompose([self])[0]
 
 
 def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
@@ -219,18 +252,19 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     blocks = [b for b in blocks if type(b) is KroneckerBlock and b._remembered("_known") is None]
     for block, known in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
         block._remember("_known", known)
-        block.__dict__.pop("_rows", None)
 
 
-def decompose_on_ranks(blocks: Iterable[KroneckerBlock], ranks: Ranks) -> dict[str, "EigenBlock"]:
-    """Name -> eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
+def decompose(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> list["EigenBlock"]:
+    """Eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
     blocks = list(blocks)
     plain = [b for b in blocks if type(b) is KroneckerBlock]
-    found = {
-        block.name: EigenBlock(*(part for of_one in of_factors for part in of_one))
-        for block, of_factors in zip(plain, _solved(plain, ranks, vectors=True), strict=True)
-    }
-    return {b.name: found[b.name] if b.name in found else b.decompose() for b in blocks}
+    solved = iter(_solved(plain, ranks, vectors=True))
+    return [
+        block.eigen
+        if isinstance(block, CorrectedBlock)
+        else EigenBlock(*(part for of_one in next(solved) for part in of_one))
+        for block in blocks
+    ]
 
 
 def _solved(
@@ -238,36 +272,32 @@ def _solved(
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     # By memory, so that a factor which a weight and its bias share is solved once.
-    factors = {_identity(F): (F, name) for b in blocks for F, name in b.named_factors()}
-    rows = {_identity(b.A): b._remembered("_rows") for b in blocks if b.A is not None}
-
-    def solve(key: object) -> tuple[Tensor, Tensor]:
-        F, name = factors[key]
-        if vectors:
-            values, Q, _ = eigh(F, name)
-            return values, Q
-        values, clipped = eigenvalues(F, name, rows.get(key))
-        return values, torch.tensor(clipped, device=F.device)
-
-    def unsolved(key: object) -> tuple[Tensor, Tensor]:
-        F, _ = factors[key]
-        if vectors:
-            return torch.empty_like(F[..., 0]), torch.empty_like(F)
-        values = F.new_empty(F.shape[:-1], dtype=torch.float64)
-        return values, F.new_zeros((), dtype=torch.int64)
-
+    factors = {_identity(F): Factor(F, name) for b in blocks for F, name in b.named_factors()}
+    for block in blocks:
+        if block.A is not None and (rows := block.rows_of_A) is not None:
+            key = _identity(block.A)
+            factors[key] = factors[key]._replace(rows=rows)
     # Each rank solves its own factors, the largest first, and receives those of the others.
     ranks = ranks or Ranks(None)
-    keys = sorted(factors, key=lambda key: -_cost(factors[key][0]))
-    owners = ranks.owners([_cost(factors[key][0]) for key in keys])
+    keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
+    owners = ranks.owners([_cost(factors[key].matrix) for key in keys])
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
-    # On a CPU several factors at once, one on each thread; small ones are not worth the threads.
-    largest = factors[own[0]][0] if own else torch.empty(0)
-    on_cores = not vectors and largest.device.type == "cpu" and largest.shape[-1] >= 256
-    found = dict(zip(own, map_on_cores(solve, own) if on_cores else map(solve, own), strict=True))
-    found |= {key: unsolved(key) for key in keys if key not in found}
-    ranks.exchange_((t, owner) for key, owner in zip(keys, owners, strict=True) for t in found[key])
-    return [[found[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
+    found = eigendecompositions([factors[key] for key in own], vectors=vectors)
+    solved = {key: _parts(one, vectors) for key, one in zip(own, found, strict=True)}
+    for key in keys:
+        if key not in solved:
+            F = factors[key].matrix
+            values = F.new_empty(F.shape[:-1], dtype=None if vectors else torch.float64)
+            other = torch.empty_like(F) if vectors else F.new_zeros((), dtype=torch.int64)
+            solved[key] = values, other
+    ranks.exchange_(
+        (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
+    )
+    return [[solved[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
+
+
+def _parts(one: EigenDecomposition, vectors: bool) -> tuple[Tensor, Tensor]:
+    return one.values, one.vectors if vectors else one.clipped
 
 
 def _identity(factor: Tensor) -> object:
@@ -431,7 +461,3 @@ class CorrectedBlock(KroneckerBlock):
     def num_clipped(self) -> int:
         """0, since the eigenvalues are sums of squares."""
         return 0
-
-    def decompose(self) -> EigenBlock:
-        """The corrected eigenvalues, and the eigenvectors of the factors."""
-        return self.eigen

@@ -1,21 +1,42 @@
-"""Eigenvalues and eigenvectors of Gram matrices that may be singular, ill-scaled or not finite.
+"""Eigenvalues and eigenvectors of many Gram matrices, singular, ill-scaled or not finite.
 
-A row without entries off the diagonal belongs to an eigenvector that is a unit vector. There may be
-many such rows: the taps of a convolution that see only padding, dead units, all inputs of an
-embedding. The solvers get only the other rows, which saves time; with thousands of zero rows
-LAPACK's divide and conquer may also fail to converge.
+`eigendecompositions` is the one place that calls a solver. It gives the solver as little as it can:
+
+- Of a matrix that M rows made, M below half of its size, the M×M inner products of these rows:
+  their eigenvalues are the matrix's own, but for zeros, at (M / d)³ of the cost.
+- Otherwise only the rows and columns with an entry off the diagonal. Each of the others belongs to
+  an eigenvector that is a unit vector. There may be many such rows: the taps of a convolution that
+  see only padding, dead units, all inputs of an embedding. It saves time, and with thousands of
+  zero rows LAPACK's divide and conquer may also fail to converge.
+
+What is left of equal size goes to the solver in one batched call.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+LARGEST_BATCHED = 256
+"""Size up to which matrices are stacked for one call; a larger one has a core of a CPU to itself,
+and would gain nothing on a GPU."""
+
+
+class Factor(NamedTuple):
+    """A matrix to be decomposed."""
+
+    matrix: Float[Tensor, "*G d d"]
+    """Symmetric positive semi-definite up to rounding."""
+    name: str
+    """For errors."""
+    rows: Float[Tensor, "*G M d"] | None = None
+    """x_m with matrix = Σ_m x_m x_mᵀ, where M is far below d."""
 
 
 class EigenDecomposition(NamedTuple):
@@ -24,76 +45,64 @@ class EigenDecomposition(NamedTuple):
     values: Float[Tensor, "*G d"]
     """Ascending; those that rounding made negative are 0."""
     vectors: Float[Tensor, "*G d d"]
-    clipped: int
+    """Empty unless they were asked for."""
+    clipped: Int[Tensor, ""]
     """How many were negative."""
 
 
-def eigenvalues(
-    matrix: Float[Tensor, "*G d d"], name: str, rows: Float[Tensor, "*G M d"] | None = None
-) -> tuple[Float[Tensor, "*G d"], int]:
-    """Eigenvalues in float64, ascending, clipped at 0, and how many were clipped.
+def eigendecompositions(factors: Sequence[Factor], *, vectors: bool) -> list[EigenDecomposition]:
+    """Eigenvalues of each factor (ascending, clipped at 0), and eigenvectors if asked for.
 
-    Eigenvalues alone in float64 cost about as much as eigenvectors in float32.
-
-    Args:
-        matrix: symmetric positive semi-definite up to rounding.
-        name: the factor's, for errors.
-        rows: x_m with matrix = Σ_m x_m x_mᵀ, if M is far below d. The M×M inner products have the
-            same eigenvalues but for zeros, and cost (M / d)³ as much.
+    Without vectors in float64, which costs about as much as eigenvectors in float32; with vectors
+    in the matrix's dtype. Falls back to float64, and to the CPU.
 
     Raises:
         ValueError: a matrix that is not finite.
         LinAlgError: no solver converges.
     """
-    check_finite_factor(matrix, name)
-    if rows is not None:
-        x = rows.double()
-        values, _ = _solve(x @ x.mT, (torch.float64,), name, vectors=False)
-        zeros = values.new_zeros(*values.shape[:-1], matrix.shape[-1] - values.shape[-1])
-        return torch.cat([zeros, values.clamp(min=0.0)], -1), int((values < 0).sum())
-    # Rows without coupling have their diagonal entry as eigenvalue; a solver gets the others.
-    alone, coupled = split_uncoupled(matrix)
-    values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone].double()
-    if len(coupled):
-        of_rest, _ = _solve(_among(matrix, coupled), (torch.float64,), name, vectors=False)
-        values = torch.cat([values, of_rest], -1)
-    values = values.sort(-1).values
-    return values.clamp(min=0.0), int((values < 0).sum())
+    if not factors:
+        return []
+    check_finite(factors)
+    # Step 1: which rows of a factor go to a solver; None stands for its inner products.
+    splits: list[tuple[Tensor, Tensor] | None] = []
+    sizes: list[int] = []
+    for matrix, _, rows in factors:
+        split = split_uncoupled(matrix) if rows is None or vectors else None
+        splits.append(split)
+        sizes.append(len(split[1]) if split else rows.shape[-2])  # pyright: ignore
+    # Step 2: which factors go there together. The largest are the first: as the last ones they
+    # would leave the other cores idle.
+    groups: dict[object, list[int]] = {}
+    for i in sorted(range(len(factors)), key=lambda i: -sizes[i]):
+        like = factors[i].matrix
+        key = (sizes[i], like.dtype, like.device) if sizes[i] <= LARGEST_BATCHED else i
+        groups.setdefault(key, []).append(i)
+
+    def solve(group: list[int]) -> list[tuple[Tensor, Tensor]]:
+        reduced = [_reduced(factors[i], splits[i]) for i in group]
+        return _solve_group(reduced, [factors[i].name for i in group], vectors)
+
+    # Step 3: on a CPU several large ones at once; small ones are not worth the threads.
+    on_cores = factors[0].matrix.device.type == "cpu" and max(sizes) >= LARGEST_BATCHED
+    on_each = map_on_cores if on_cores and len(groups) > 1 else map
+    solved: dict[int, tuple[Tensor, Tensor]] = {}
+    for group, results in zip(groups.values(), on_each(solve, groups.values()), strict=True):
+        solved |= zip(group, results, strict=True)
+    # Step 4: the rows that the solver was not given.
+    return [
+        _whole(factor.matrix, split, *solved[i], vectors)
+        for i, (factor, split) in enumerate(zip(factors, splits, strict=True))
+    ]
 
 
-def eigh(matrix: Float[Tensor, "*G d d"], name: str) -> EigenDecomposition:
-    """Eigenvalues (ascending, clipped at 0) and eigenvectors in the matrix's dtype.
-
-    Falls back to float64, and to the CPU. Arguments and errors are those of `eigenvalues`.
-    """
-    check_finite_factor(matrix, name)
-    # The rows without coupling get unit vectors, in the first columns of Q; the solver's vectors
-    # fill the other columns, in the other rows. Sorting by the eigenvalues mixes the columns.
-    alone, coupled = split_uncoupled(matrix)
-    values = matrix.diagonal(dim1=-2, dim2=-1)[..., alone]
-    # In rows, as a file has them: products of the other layout are rounded differently.
-    vectors = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-    k = len(alone)
-    vectors[..., alone, torch.arange(k, device=matrix.device)] = 1
-    if len(coupled):
-        dtypes = (matrix.dtype, torch.float64)
-        of_rest, Q = _solve(_among(matrix, coupled), dtypes, name, vectors=True)
-        values = torch.cat([values.to(of_rest), of_rest], -1)
-        vectors[..., coupled, k:] = Q.to(matrix.dtype)
-    values, order = values.sort(-1)
-    if k:
-        vectors = vectors.gather(-1, order[..., None, :].expand_as(vectors))
-    return EigenDecomposition(
-        values.clamp(min=0.0).to(matrix.dtype), vectors, int((values < 0).sum())
-    )
-
-
-def check_finite_factor(matrix: Tensor, name: str) -> None:
-    """Raise a ValueError that names the factor, unless all its entries are finite."""
-    if not torch.isfinite(matrix).all():
+def check_finite(factors: Sequence[Factor]) -> None:
+    """Raise a ValueError that names a factor, unless all entries of all are finite."""
+    finite = torch.stack([torch.isfinite(factor.matrix).all() for factor in factors]).tolist()
+    if not all(finite):
         raise ValueError(
-            f"The curvature factor of '{name}' is not finite. Likely causes: exploding activations "
-            "or gradients, or too large a learning rate before the pass."
+            f"The curvature factor of '{factors[finite.index(False)].name}' is not finite. Likely "
+            "causes: exploding activations or gradients, or too large a learning rate before the "
+            "pass."
         )
 
 
@@ -105,36 +114,97 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
     return (~coupled).nonzero()[:, 0], coupled.nonzero()[:, 0]
 
 
-def _among(matrix: Tensor, rows: Tensor) -> Tensor:
-    """The submatrix of these rows and columns; the matrix itself, not a copy, for all rows."""
-    return matrix if len(rows) == matrix.shape[-1] else matrix[..., rows[:, None], rows]
+def _reduced(factor: Factor, split: tuple[Tensor, Tensor] | None) -> Tensor:
+    """What a solver gets of a factor: the inner products of its rows, or the coupled rows."""
+    matrix = factor.matrix
+    if split is None:
+        assert factor.rows is not None
+        x = factor.rows.double()
+        return x @ x.mT
+    _, coupled = split
+    # The matrix itself, not a copy, for all rows.
+    whole = len(coupled) == matrix.shape[-1]
+    return matrix if whole else matrix[..., coupled[:, None], coupled]
 
 
-def _solve(
-    matrix: Tensor, dtypes: tuple[torch.dtype, ...], name: str, *, vectors: bool
-) -> tuple[Tensor, Tensor]:
+def _whole(
+    matrix: Tensor,
+    split: tuple[Tensor, Tensor] | None,
+    of_rest: Tensor,
+    Q: Tensor,
+    vectors: bool,
+) -> EigenDecomposition:
+    """A factor's decomposition, from the one of what a solver got of it."""
+    if split is None:
+        zeros = of_rest.new_zeros(*of_rest.shape[:-1], matrix.shape[-1] - of_rest.shape[-1])
+        values = torch.cat([zeros, of_rest.clamp(min=0.0)], -1)
+        return EigenDecomposition(values, Q, (of_rest < 0).sum())
+    alone, coupled = split
+    values = torch.cat([matrix.diagonal(dim1=-2, dim2=-1)[..., alone].to(of_rest), of_rest], -1)
+    values, order = values.sort(-1)
+    clipped, values = (values < 0).sum(), values.clamp(min=0.0)
+    if not vectors:
+        return EigenDecomposition(values, Q, clipped)
+    # The rows without coupling get unit vectors, in the first columns of Q; the solver's vectors
+    # fill the other columns, in the other rows. Sorting by the eigenvalues mixes the columns.
+    # In rows, as a file has them: products of the other layout are rounded differently.
+    whole, k = torch.zeros_like(matrix, memory_format=torch.contiguous_format), len(alone)
+    whole[..., alone, torch.arange(k, device=matrix.device)] = 1
+    whole[..., coupled, k:] = Q.to(matrix.dtype)
+    if k:
+        whole = whole.gather(-1, order[..., None, :].expand_as(whole))
+    return EigenDecomposition(values.to(matrix.dtype), whole, clipped)
+
+
+def _solve_group(
+    matrices: list[Tensor], names: list[str], vectors: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """`_solve` of matrices of one size, in one call if there are several."""
+    n = matrices[0].shape[-1]
+    if len(matrices) > 1 and n:
+        stacked = torch.cat([M.reshape(-1, n, n) for M in matrices])
+        if (found := _attempt(stacked if vectors else stacked.double(), vectors)) is not None:
+            counts = [M.shape[:-2].numel() for M in matrices]
+            return [
+                (values.view(M.shape[:-1]), Q.view(M.shape) if vectors else Q)
+                for M, values, Q in zip(
+                    matrices,
+                    found[0].split(counts),
+                    found[1].split(counts) if vectors else [found[1]] * len(counts),
+                    strict=True,
+                )
+            ]
+    # One that fails must not take the others with it to a less precise or slower solver.
+    return [_solve(M, name, vectors) for M, name in zip(matrices, names, strict=True)]
+
+
+def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (empty unless asked for), by what converges first.
 
-    The order is the matrix's device in each dtype, then the CPU in each. The solvers read only one
-    triangle, so that rounding cannot make their input unsymmetric.
+    The order is the matrix's device in each dtype, then the CPU in each.
     """
+    if not matrix.shape[-1]:
+        dtype = matrix.dtype if vectors else torch.float64
+        return matrix.new_empty(matrix.shape[:-1], dtype=dtype), matrix
     for device in dict.fromkeys((matrix.device, torch.device("cpu"))):
-        for dtype in dict.fromkeys(dtypes):
-            M = matrix.to(device, dtype)
-            try:
-                if vectors:
-                    values, Q = torch.linalg.eigh(M)
-                else:
-                    values, Q = torch.linalg.eigvalsh(M), M.new_empty(0)
-            except torch.linalg.LinAlgError:
-                continue
-            if torch.isfinite(values).all() and torch.isfinite(Q).all():
+        for dtype in dict.fromkeys((matrix.dtype, torch.float64) if vectors else (torch.float64,)):
+            if (found := _attempt(matrix.to(device, dtype), vectors)) is not None:
+                values, Q = found
                 return values.to(matrix.device), Q.to(matrix.device)
     raise torch.linalg.LinAlgError(
         f"No solver converges for the curvature factor of '{name}', {tuple(matrix.shape)} with "
         f"finite entries up to {float(matrix.abs().max()):.3g}. Freeze the layer "
         "(requires_grad_(False)), or keep only the factor's diagonal (diagonal_above)."
     )
+
+
+def _attempt(M: Tensor, vectors: bool) -> tuple[Tensor, Tensor] | None:
+    """What a solver returns, None if it fails. It reads one triangle: rounding can't skew M."""
+    try:
+        values, Q = torch.linalg.eigh(M) if vectors else (torch.linalg.eigvalsh(M), M.new_empty(0))
+    except torch.linalg.LinAlgError:
+        return None
+    return (values, Q) if torch.isfinite(values).all() and torch.isfinite(Q).all() else None
 
 
 def map_on_cores(function: Callable[[S], T], items: Iterable[S]) -> list[T]:

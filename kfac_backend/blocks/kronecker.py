@@ -20,7 +20,7 @@ from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 6
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 7
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 
@@ -165,7 +165,10 @@ class KroneckerFactors:
         }
         tensors: dict[str, Tensor] = {}
         for entry, block in zip(header["blocks"], self.blocks.values(), strict=True):
-            for which, F in (("B", block.B), ("A", block.A)):
+            # The rows of A, where they are few, take less space, and `_block` makes A of them.
+            rows = None if isinstance(block, CorrectedBlock) else block.rows_of_A
+            A = ("A", block.A) if rows is None else ("rows", rows)
+            for which, F in (("B", block.B), A):
                 if F is not None:
                     tensors[f"{block.name}/{which}"] = F.detach()
             if isinstance(block, CorrectedBlock):
@@ -241,10 +244,14 @@ class KroneckerFactors:
 def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
     """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
     name = entry["name"]
-    B, A = tensors[f"{name}/B"], tensors[f"{name}/A"] if entry["A"] else None
     terms = entry["num_terms"]
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms
     first, end = entry["constants"]
+    B, rows = tensors[f"{name}/B"], tensors.get(f"{name}/rows")
+    if rows is not None:
+        # A copy begins at an aligned address, on which the bits of A may depend.
+        return KroneckerBlock.of_rows(name, B, rows.clone(), terms, constants=(first, end))
+    A = tensors[f"{name}/A"] if entry["A"] else None
     block = KroneckerBlock(name, B, A, terms, (first, end))
     if entry.get("corrected"):
         names = ["beta", "Q_B", "corrected", *(["alpha", "Q_A"] if entry["A"] else [])]

@@ -248,20 +248,21 @@ def _block(name: str, of_uses: list[BlockSums]) -> KroneckerBlock:
 def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     """B as summed, A divided by its terms; (1, d, d) of a single group becomes (d, d)."""
     terms = max(sums.num_terms, 1)
-    # In place: a second copy of all input factors would be the peak of the pass's memory.
-    A = None if sums.A is None else sums.A.div_(terms)
-    B, A = (F[0] if F is not None and len(F) == 1 else F for F in (sums.B, A))
+    B, A, rows = (F[0] if F is not None and len(F) == 1 else F for F in (sums.B, sums.A, sums.rows))
     assert B is not None
-    block = KroneckerBlock(name, B, A, 0 if A is None else sums.num_terms)
-    if sums.rows is not None:
-        rows = sums.rows[0] if len(sums.rows) == 1 else sums.rows
-        block.remember_rows(rows / terms**0.5)
-    return block
+    if rows is not None:
+        return KroneckerBlock.of_rows(name, B, rows / terms**0.5, sums.num_terms)
+    # In place: a second copy of all input factors would be the peak of the pass's memory.
+    return (
+        KroneckerBlock(name, B, A)
+        if A is None
+        else KroneckerBlock(name, B, A.div_(terms), sums.num_terms)
+    )
 
 
 def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:
     """The blocks of several maps as the groups of the tensor that holds them."""
-    sums = sorted(of_slots, key=lambda of_slot: of_slot.slot[0])
+    sums = sorted((s.with_A() for s in of_slots), key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
     # Each map becomes a group with terms of its own, since keys may be more than queries.
     B = torch.cat([s.B for s in sums])

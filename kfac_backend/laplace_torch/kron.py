@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.block import EigenBlock, KroneckerBlock
+from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.extras import extra
@@ -117,7 +117,7 @@ class _Decomposition:
     @cached_property
     def eigen(self) -> list[EigenBlock]:
         """The blocks' eigenvalues and eigenvectors."""
-        return [block.decompose() for block in self.blocks]
+        return decompose(self.blocks)
 
 
 class EigenKron(KronDecomposed):

@@ -281,6 +281,14 @@ class FactorSum:
         self.gram.add(sums, fresh=True)
 
 
+def gram_matrix(rows: Float[Tensor, "*G M d"]) -> Float[Tensor, "*G d d"]:
+    """Σ_m x_m x_mᵀ of these rows, the same bits for the same rows."""
+    groups = rows.reshape(-1, *rows.shape[-2:])
+    gram = DenseGram(groups, len(groups), rows.shape[-1])
+    gram._add(groups)
+    return gram.total().view(*rows.shape[:-2], *[rows.shape[-1]] * 2)
+
+
 def gram_of_gradients(parameter: Tensor) -> Gram:
     """An empty Gram matrix for the gradients of an elementwise parameter."""
     P = parameter.numel()

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram import FactorSum
+from kfac_backend.layers.gram import FactorSum, gram_matrix
 from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
@@ -51,13 +51,17 @@ class BlockSums(NamedTuple):
     """The factor over the parameter's rows, a sum over the data (G, d_out, d_out)."""
     A: Tensor | None = None
     """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
-    without an input factor."""
+    without an input factor, and where ``rows`` stand for it."""
     num_terms: int = 0
     """The number of terms in A."""
     rows: Tensor | None = None
-    """(G, M, d_in): the M rows whose outer products A sums up, if they are few (`Gram.rows`)."""
+    """(G, M, d_in): the M rows whose outer products are A, if they are few (`Gram.rows`)."""
     slot: tuple[int, int] = (0, 1)
     """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
+
+    def with_A(self) -> "BlockSums":
+        """The sums with A in place of its rows."""
+        return self if self.rows is None else self._replace(A=gram_matrix(self.rows), rows=None)
 
 
 class ExampleGradients(NamedTuple):
@@ -172,9 +176,12 @@ class Rule(ABC):
                 continue
             gram, terms = self.A[name].gram, self.A[name].num_terms
             rows = None if self.transposed else gram.rows()
+            if rows is not None:
+                sums[name] = BlockSums(B, None, terms, rows)
+                continue
             A = gram.total()
             if not self.transposed:
-                sums[name] = BlockSums(B, A, terms, rows)
+                sums[name] = BlockSums(B, A, terms)
                 continue
             # The rows are the inputs. The second factor is divided by the number of terms, in
             # place: it must not be the tensor of another parameter's B.

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.block import KroneckerBlock
-from kfac_backend.blocks.eigen import eigh, map_on_cores
+from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, decompose
+from kfac_backend.blocks.eigen import Factor, eigendecompositions, map_on_cores
 
 DampingOn = Literal["factors", "product"]
 
@@ -72,20 +72,24 @@ def damped_inverses(
     order = sorted(range(len(blocks)), key=lambda i: -blocks[i].cost)
     on_each: Any = map_on_cores if blocks[0].B.device.type == "cpu" else map
 
-    # Step 1: eigenvectors of the blocks, or Cholesky's roots of their damped factors.
-    def decompose(i: int) -> tuple[Inverse, list[Tensor]]:
-        return _decomposed(blocks[i], dampings[i], damping_on)
+    # On the product: exact, at the price of eigenvectors.
+    if damping_on == "product":
+        return [_of_product(*of_one) for of_one in zip(decompose(blocks), dampings, strict=True)]
 
-    found = dict(zip(order, on_each(decompose, order), strict=True))
+    # Step 1: Cholesky's roots of the damped factors.
+    def take_roots(i: int) -> tuple[Inverse, list[Tensor]]:
+        return _decomposed(blocks[i], dampings[i])
+
+    found = dict(zip(order, on_each(take_roots, order), strict=True))
     # Step 2: roots that could not be taken, in another way. One question for all of them.
     flags = [flag.reshape(-1) for _, failed in found.values() for flag in failed]
     if flags and torch.cat(flags).any():
         for i, (_, failed) in found.items():
             if any(flag.any() for flag in failed):
-                found[i] = _decomposed(blocks[i], dampings[i], damping_on, clip=True)
+                found[i] = _decomposed(blocks[i], dampings[i], clip=True)
     inverses = {i: inverse for i, (inverse, _) in found.items()}
     # Step 3: what is used several times is inverted.
-    if damping_on == "factors" and not once:
+    if not once:
 
         def invert(i: int) -> Inverse:
             return {kind.removeprefix("L_"): _inverse(L) for kind, L in inverses[i].items()}
@@ -94,18 +98,19 @@ def damped_inverses(
     return [inverses[i] for i in range(len(blocks))]
 
 
+def _of_product(eigen: EigenBlock, damping: float) -> Inverse:
+    """Eigenvectors, and the damped eigenvalues."""
+    spectrum = eigen.spectrum(damping)
+    if eigen.Q_A is None:
+        spectrum = spectrum.expand(*eigen.beta.shape, 1)
+    return _named("Q_B", "Q_A", eigen.Q_B, eigen.Q_A) | {"spectrum": spectrum}
+
+
 def _decomposed(
-    block: KroneckerBlock, damping: float, damping_on: DampingOn, clip: bool = False
+    block: KroneckerBlock, damping: float, clip: bool = False
 ) -> tuple[Inverse, list[Tensor]]:
-    """A block's decomposition, and where Cholesky's failed, of which ``clip`` takes care."""
+    """Roots of the damped factors, and where Cholesky's failed, of which ``clip`` takes care."""
     B, A = block.B, block.A
-    # On the product: exact, at the price of eigenvectors.
-    if damping_on == "product":
-        eigen = block.decompose()
-        spectrum = eigen.spectrum(damping)
-        if A is None:
-            spectrum = spectrum.expand(*eigen.beta.shape, 1)
-        return _named("Q_B", "Q_A", eigen.Q_B, eigen.Q_A) | {"spectrum": spectrum}, []
     # Both factors share the damping so that each has the same relative one: π balances their scales
     # (Martens & Grosse 2015, section 6.3).
     pi = 1.0 if A is None else _balance(B, A)
@@ -241,7 +246,7 @@ def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[
         return L
     # With the eigenvalues Λ of F, take R of the QR decomposition of √(Λ + damping) Qᵀ:
     # Rᵀ R = Q (Λ + damping) Qᵀ, and a QR decomposition cannot fail by rounding.
-    values, Q, _ = eigh(F, clipped)
+    values, Q, _ = eigendecompositions([Factor(F, clipped)], vectors=True)[0]
     root = (values + of_diagonal).sqrt()[..., None] * Q.mT
     L = torch.linalg.qr(root, mode="r").R.mT.contiguous()
     if not L.diagonal(dim1=-2, dim2=-1).all():  # F is so large that the damping is lost beside it

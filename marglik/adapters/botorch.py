@@ -56,7 +56,7 @@ class LaplaceModel(Model):
                 f"The posterior's likelihood is '{posterior.likelihood}', but BoTorch's models are "
                 "Gaussian; use a network with likelihood 'regression'."
             )
-        posterior.fitted_factors()
+        posterior.fitted_curvature()
         self.laplace = posterior
         """The posterior that predicts."""
         self._outputs = list(range(posterior.n_outputs))

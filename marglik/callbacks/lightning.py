@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
 from marglik.posterior.posterior import Posterior
+from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
 from marglik.training.loss_agreement import OutputOf
 
@@ -35,8 +35,9 @@ class MarginalLikelihood(Callback):
     After some epochs, and at the end, it updates the prior by the evidence on the training
     dataloader, and logs the evidence and the new weight decays to the trainer's loggers. Its state
     is saved in the trainer's checkpoints; they hold the parameters of the steps, the module holds
-    their average when the training ends. The module's optimiser must have no weight decay. A
-    warning says if the loss of the first batch is not that of the likelihood.
+    their average when the training ends. The module's optimiser must have no weight decay.
+    ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
+    says if the loss of the first batch is not that of the likelihood.
 
     Args:
         likelihood: likelihood of the module's loss: "classification", "regression" or "bernoulli".
@@ -95,11 +96,15 @@ class MarginalLikelihood(Callback):
         is_known = 0 < steps < math.inf and per_epoch < math.inf
         per_epoch = math.ceil(per_epoch) if is_known else 1
         epochs = math.ceil(steps / per_epoch) if is_known else None
-        self.learner.start(network, trainer.optimizers[0], loader, epochs, held_out=self._held_out)
+        # Lightning clips gradients after its own hook for callbacks, but before the optimiser's.
+        self.learner.start(
+            network, trainer.optimizers[0], loader, epochs,
+            held_out=self._held_out, hooks="gradients",
+        )  # fmt: skip
         self._output = OutputOf(network)
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         if is_known and trainer.global_step % per_epoch == 0:
-            self._log(trainer, self.learner.end_of_epoch(trainer.global_step // per_epoch))
+            self._end_epoch(trainer, trainer.global_step // per_epoch)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -118,10 +123,10 @@ class MarginalLikelihood(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
         if f is not None and trainer.lightning_module.automatic_optimization:
-            task = Task(self.learner.likelihood, self.learner.curvature)
+            task = Task(self.learner.likelihood, self.learner.options.curvature)
             x, y = task.split(batch)
             y = task.targets(network, x, y)
-            self.learner.compare_loss(loss / scale, f, y)
+            self.learner.problem.compare_loss(self.learner.likelihood, loss / scale, f, y)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -135,20 +140,17 @@ class MarginalLikelihood(Callback):
             self._output.close()
         self._output = self._batch = None
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Add the prior's gradient; Lightning clips gradients after this."""
-        self.learner.add_to_gradients()
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if an update is due, and log."""
-        self._log(trainer, self.learner.end_of_epoch(trainer.current_epoch + 1))
+        self._end_epoch(trainer, trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if the latest update was not at the final parameters, and log."""
         self._forget_outputs()
-        self._log(trainer, self.learner.end_of_training())
+        self._log(trainer, self.learner.finish())
+
+    def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
+        self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
     def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
         if found:

@@ -31,6 +31,7 @@ from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
 from marglik.training.loss_agreement import OutputOf
 
@@ -52,10 +53,11 @@ class MarginalLikelihood(TrainerCallback):
 
     After some epochs, and at the end, it updates the prior by the evidence on the training data,
     and logs the evidence and the new weight decays through ``trainer.log``; of more than ten groups
-    the smallest, the median and the largest (``learner.record`` has all). Each checkpoint of the
-    trainer gets a folder with its state; checkpoints hold the parameters of the steps, the model
-    holds their average when the training ends (not with ``load_best_model_at_end``, which chooses
-    a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. A warning says
+    the smallest, the median and the largest (``learner.state.record`` has all). Each checkpoint of
+    the trainer gets a folder with its state; checkpoints hold the parameters of the steps, the
+    model holds their average when the training ends (not with ``load_best_model_at_end``, which
+    chooses a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. Its
+    ``max_grad_norm`` clips the gradient of the data; the prior's is added after it. A warning says
     if the trainer's loss of the first batch is not that of the likelihood, as with
     ``label_smoothing_factor``.
 
@@ -134,7 +136,8 @@ class MarginalLikelihood(TrainerCallback):
         model: nn.Module = kwargs["model"]
         self.learner.detach()  # a training that ended in an error did not
         if args.load_best_model_at_end:
-            self.learner.schedule = replace(self.learner.schedule, average=None)
+            schedule = replace(self.learner.options.schedule, average=None)
+            self.learner.options = replace(self.learner.options, schedule=schedule)
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
             saved = checkpoints.load()
@@ -149,17 +152,17 @@ class MarginalLikelihood(TrainerCallback):
         loader = kwargs["train_dataloader"]
         self.learner.start(
             model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs),
-            held_out=self._held_out,
+            held_out=self._held_out, hooks="gradients",
         )  # fmt: skip
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
-        self._log(self.learner.end_of_epoch(math.floor((state.epoch or 0) + ROUNDING)))
+        self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
 
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        task = Task(self.learner.likelihood, self.learner.curvature)
+        task = Task(self.learner.likelihood, self.learner.options.curvature)
         x, y = task.split(dict(batch))
         y = task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
@@ -168,25 +171,23 @@ class MarginalLikelihood(TrainerCallback):
             except Exception:  # it is raised again by the first step, if that calls it so
                 return
         if output.only is not None:
-            self.learner.compare_loss(loss, output.only, y)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the prior's gradient; the trainer has clipped the gradients before this."""
-        self.learner.add_to_gradients()
+            self.learner.problem.compare_loss(self.learner.likelihood, loss, output.only, y)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""
         # The trainer also calls this within an epoch, when the number of steps is reached: the
         # epoch is then a fraction.
-        epoch = math.ceil((state.epoch or 0) - ROUNDING)
-        self._log(self.learner.end_of_epoch(epoch))
+        self._end_epoch(math.ceil((state.epoch or 0) - ROUNDING))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if the parameters have changed since the latest update, and log.
 
         With ``load_best_model_at_end``, for example, they are those of the best epoch.
         """
-        self._log(self.learner.end_of_training())
+        self._log(self.learner.finish())
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
     def _log(self, found: dict[str, float]) -> None:
         decays = {name: v for name, v in found.items() if name.startswith("weight_decay/")}

@@ -79,7 +79,7 @@ class Batches:
             size = min(batch_size, len(y) - start)
             first, last = (size * i // ranks.size for i in (ranks.rank, ranks.rank + 1))
             self._slices.append(slice(start + first, start + last))
-        self._augment = augment
+        self._augment, self._ranks = augment, ranks
         self._scale = None
         if normalisation is not None:
             mean, std = torch.tensor(normalisation, device=device)[:, :, None, None]  # (2, C, 1, 1)
@@ -103,7 +103,27 @@ class Batches:
         order = order.to(device)
         self.order = [order[part] for part in self._slices]
         distortions = self._draw_distortions() if self._augment else ()
-        return self._selected(self.order, tuple(d.to(device) for d in distortions))
+        distortions = tuple(d.to(device) for d in distortions)
+        return self._selected(self.order, self._slices, distortions)
+
+    def sample(self, number: int, batch_size: int, generator: torch.Generator) -> Iterator[Pair]:
+        """This rank's part of ``number`` random examples, in batches of at most that size.
+
+        All random numbers come from ``generator``, which must be in the same state on all ranks.
+        """
+        own = self.generator
+        self.generator = generator
+        try:
+            order = torch.randperm(len(self._y), generator=generator)[:number]
+            order = order[self._ranks.rank :: self._ranks.size].to(self._y.device)
+            places = range(0, len(order), batch_size)
+            parts = [order[i : i + batch_size] for i in places]
+            distortions = self._draw_distortions() if self._augment else ()
+        finally:
+            self.generator = own
+        moved = tuple(d.to(order.device) for d in distortions)
+        slices = [slice(i, i + batch_size) for i in places]
+        return self._selected(parts, slices, moved)
 
     def _draw_distortions(self) -> tuple[Tensor, Tensor, Tensor]:
         """Uniform offsets top and left in 0..8, and flips with probability one half; each (N,)."""
@@ -112,8 +132,10 @@ class Batches:
         flip = torch.randint(2, (n,), generator=self.generator).bool()
         return top, left, flip
 
-    def _selected(self, parts: list[Tensor], distortions: tuple[Tensor, ...]) -> Iterator[Pair]:
-        for part, place in zip(parts, self._slices, strict=True):
+    def _selected(
+        self, parts: list[Tensor], places: list[slice], distortions: tuple[Tensor, ...]
+    ) -> Iterator[Pair]:
+        for part, place in zip(parts, places, strict=True):
             x: Any = self._x[part]
             if distortions:
                 top, left, flip = (d[place] for d in distortions)

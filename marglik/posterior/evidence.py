@@ -10,19 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_backend.blocks.block import decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import check_positive
+from marglik.posterior.jacobian_ggn import JacobianGGN
 
 
 @dataclass(frozen=True)
 class EvidenceTerms:
     """What the evidence needs of a fitted network; independent of the hyperparameters."""
 
-    spectra: Spectra
-    """The eigenvalues of each block of the curvature at σ = 1."""
+    spectra: Spectra | JacobianGGN
+    """The eigenvalues of each block of the curvature at σ = 1; of a GGN from Jacobians the GGN
+    itself, in which each parameter is a block of its own."""
     sizes: Tensor
     """Parameters per block, (B,), float64; without entries that are constants."""
     squared_norms: Tensor
@@ -51,6 +54,19 @@ class EvidenceTerms:
             likelihood=factors.likelihood,
         )
 
+    @classmethod
+    def from_ggn(cls, ggn: JacobianGGN, mean: Tensor) -> "EvidenceTerms":
+        """The terms of a GGN from Jacobians; ``mean`` are all trainable parameters."""
+        squares = mean.double().square()[ggn.indices]
+        return cls(
+            spectra=ggn,
+            sizes=torch.ones_like(squares),
+            squared_norms=squares,
+            loss=ggn.loss,
+            num_targets=ggn.num_loss_terms * ggn.num_outputs,
+            likelihood=ggn.likelihood,
+        )
+
 
 def as_tensor(value: float | Tensor) -> Tensor:
     """A tensor as it is, a number in float64.
@@ -60,15 +76,15 @@ def as_tensor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
-def checked_precision(prior_precision: float | Tensor, blocks: int) -> Tensor:
-    """δ as a vector, (1,) or (blocks,).
+def checked_precision(prior_precision: float | Tensor, blocks: int, each: int = 1) -> Tensor:
+    """δ as a vector, (1,), (blocks,) or (each,), of single parameters.
 
     Raises:
         ValueError: a precision of wrong length, or one that is not positive.
     """
     check_positive("prior_precision", prior_precision)
     delta = as_tensor(prior_precision)
-    if delta.dim() > 1 or delta.numel() not in (1, blocks):
+    if delta.dim() > 1 or delta.numel() not in (1, blocks, each):
         raise ValueError(
             f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or ({blocks},), "
             "one per trainable tensor."
@@ -172,8 +188,8 @@ def derivatives_in_factors(
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
     found = {}
-    for (name, block), d in zip(factors.blocks.items(), delta.tolist(), strict=True):
-        eigen = block.decompose()
+    of_blocks = decompose(factors.blocks.values())
+    for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:
             found[name] = BlockDerivative(_in_basis(eigen.Q_B, -0.5 * r / (r * beta + d)))

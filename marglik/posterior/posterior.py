@@ -1,13 +1,16 @@
-"""The Laplace posterior: a Gaussian at the network's parameters, with Kronecker-factored precision.
+"""The Laplace posterior: a Gaussian at the network's parameters.
 
-p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹), block by block: H is the Kronecker-factored GGN, a sum over the
-data, and P₀ the prior precision δ of each tensor. The evidence needs only eigenvalues; eigenvectors
-are computed when a prediction first needs them. `marglik.laplace` has this posterior with the calls
-of laplace-torch.
+p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹): H is the GGN, a sum over the data, and P₀ the prior precision δ
+of each tensor. H is Kronecker-factored, block by block, or for few parameters dense, diagonal or of
+low rank; the precision is an operator (`marglik.posterior.precision`). With Kronecker factors the
+evidence needs only eigenvalues; eigenvectors are computed when a prediction first needs them.
+`marglik.laplace` has this posterior with the calls of laplace-torch.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import reduce
+from operator import add
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -18,7 +21,7 @@ from kfac_backend.blocks.block import (
     EigenBlock,
     KroneckerBlock,
     compute_eigenvalues,
-    decompose_on_ranks,
+    decompose,
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
@@ -36,19 +39,19 @@ from kfac_backend.ranks import ProcessGroupOption, Ranks
 from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms, as_tensor
+from marglik.posterior.jacobian_ggn import (
+    JacobianGGN,
+    Structure,
+    jacobian_ggn,
+    jacobians,
+    parameter_vector,
+)
+from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
 NOT_FITTED = "The Laplace approximation is not fitted; call fit() first."
 Layers = Literal["all", "last"]
 """Whose uncertainty counts: "last" treats all other layers as constants."""
-
-
-def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All parameters concatenated, (P,), each in row-major order whatever its memory format.
-
-    `torch.nn.utils.parameters_to_vector` of torch 2.11 raises on weights in channels_last.
-    """
-    return torch.cat([p.reshape(-1) for p in parameters])
 
 
 class Posterior:
@@ -78,6 +81,14 @@ class Posterior:
             likelihood of the whole data set (weight decay · N / T), see `marglik.posterior.prior`.
         sigma_noise: σ of regression.
         temperature: T; the likelihood is raised to the power 1/T.
+        prior_mean: the mean of the prior, a scalar or one per trainable parameter.
+        structure: of the precision: "kron", or from Jacobians "full", "diag" or "lowrank", for a
+            few thousand parameters at the most. From Jacobians, δ may also be one per parameter.
+        rank: number of eigenpairs of "lowrank".
+        indices: of the parameters that have a posterior, in the vector of all trainable ones; the
+            others are constants. None takes all; "kron" has blocks of whole tensors.
+        enable_backprop: whether `output_distribution` keeps its graph in the inputs, which takes
+            Jacobians.
         generator: source of the labels that fisher="mc" draws, on the model's device.
         process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
             data; None for this process alone.
@@ -98,42 +109,68 @@ class Posterior:
         prior_precision: float | Tensor = 1.0,
         sigma_noise: float | Tensor = 1.0,
         temperature: float = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        structure: Structure = "kron",
+        rank: int = 100,
+        indices: Tensor | None = None,
+        enable_backprop: bool = False,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
         check_module(model)
+        check_option("structure", structure, Structure)
         options = options.replace(**keywords)
+        if structure != "kron":
+            _check_of_jacobians(options, structure)
+        self.structure, self.rank, self.enable_backprop = structure, rank, enable_backprop
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
-        self.likelihood = likelihood_of(likelihood)
+        self.likelihood = likelihood
         options.check(self.likelihood)
         self.options = options
         self.generator = generator
-        self.n_params = sum(p.numel() for p in self.params)
+        number = sum(p.numel() for p in self.params)
+        self.indices = torch.arange(number) if indices is None else _checked(indices, number)
+        """Of the parameters that have a posterior, in the vector of all trainable ones."""
+        if structure == "kron" and indices is not None:
+            raise ValueError(
+                "structure 'kron' has blocks of whole tensors, and indices are of single weights; "
+                "freeze the other tensors, or take 'full' or 'diag'."
+            )
         self.n_layers = len(self.params)
         check_positive("temperature", temperature)
         self.temperature = temperature
-        self._factors: KroneckerFactors | None = None
+        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self._forget()
+        self.prior_mean = prior_mean
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
         self._fitted: dict[str, Tensor] = {}
         self._compared: tuple[list[Any], list[Tensor]] = [], []
-        self.n_data, self.n_outputs, self.loss = 0, 0, 0.0
+        self.n_data, self.n_outputs = 0, 0
         self.calibrations = {}
         self.passes: dict[Any, CurvaturePass] = {}
         """Passes over data, which a later fit (or another posterior of the model) begins with: what
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
 
     def __repr__(self) -> str:
-        fitted = "not fitted" if self.factors is None else f"fitted to {self.n_data} examples"
+        fitted = "not fitted" if self._curvature is None else f"fitted to {self.n_data} examples"
         return (
             f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
             f"{self.n_params} parameters, {fitted})"
         )
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What outputs say about targets; set it by its name."""
+        return self._likelihood
+
+    @likelihood.setter
+    def likelihood(self, likelihood: Likelihood | str) -> None:
+        self._likelihood = likelihood_of(likelihood)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -141,16 +178,27 @@ class Posterior:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property
+    def n_params(self) -> int:
+        """The number of parameters that have a posterior."""
+        return len(self._ggn_indices())
+
+    @property
     def factors(self) -> KroneckerFactors | None:
         """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`.
 
-        Assigning factors is the same as `restore`.
+        Also None where H is from Jacobians, see `fitted_curvature`. Assigning factors is the same
+        as `restore`.
         """
-        return self._factors
+        return self._curvature if isinstance(self._curvature, KroneckerFactors) else None
 
     @factors.setter
     def factors(self, factors: KroneckerFactors) -> None:
         self.restore(factors)
+
+    @property
+    def loss(self) -> Tensor:
+        """Σ ℓ over the data (nats) at σ = 1, a float64 scalar."""
+        return as_tensor(0.0 if self._curvature is None else self._curvature.loss)
 
     @property
     def _device(self) -> torch.device:
@@ -169,12 +217,16 @@ class Posterior:
 
     @property
     def prior_precision(self) -> Tensor:
-        """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor."""
+        """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor.
+
+        Of a posterior from Jacobians also one per parameter that has a posterior.
+        """
         return self._prior_precision
 
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
-        delta = evidence.checked_precision(prior_precision, self.n_layers)
+        each = 1 if self.structure == "kron" else len(self.indices)
+        delta = evidence.checked_precision(prior_precision, self.n_layers, each)
         self._prior_precision = delta.to(self._device, self._wide_dtype)
 
     @property
@@ -186,7 +238,7 @@ class Posterior:
     def sigma_noise(self, sigma_noise: float | Tensor) -> None:
         check_positive("sigma_noise", sigma_noise)
         sigma = as_tensor(sigma_noise)
-        if sigma.numel() != 1:
+        if sigma.numel() != 1 or sigma.dim() > 1:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
             )
@@ -195,6 +247,22 @@ class Posterior:
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
         self._sigma_noise = sigma.reshape(()).to(self._device, self._wide_dtype)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """The mean of the prior, a scalar, (1,) or one per trainable parameter."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, prior_mean: float | Tensor) -> None:
+        mean, number = as_tensor(prior_mean), sum(p.numel() for p in self.params)
+        if mean.dim() > 1 or mean.numel() not in (1, number) or not mean.isfinite().all():
+            raise ValueError(
+                f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
+                "finite number per trainable parameter."
+            )
+        self._prior_mean = mean.detach().to(self._device, self._dtype)
+        self._terms = None
 
     @property
     def _hyperparameters(self) -> tuple:
@@ -227,6 +295,7 @@ class Posterior:
         progress_bar: bool = False,
         *,
         corrected: bool = False,
+        stands_for: int | None = None,
     ) -> None:
         """Compute the curvature at the model's current parameters.
 
@@ -239,13 +308,15 @@ class Posterior:
             progress_bar: whether to show a progress bar.
             corrected: whether to make a second pass over the data, which computes the diagonal of
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
+            stands_for: N, where the data is a random sample of M of N examples: sums are multiplied
+                by N/M, so that loss, curvature and evidence are estimates of all data's.
 
         Raises:
             ValueError: corrected eigenvalues with override=False after a fit, or data that is added
                 at other weights.
             TypeError: corrected eigenvalues of data that can be read only once.
         """
-        adds = not override and self.factors is not None
+        adds = not override and self._curvature is not None
         if corrected and adds:
             raise ValueError(
                 "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
@@ -255,25 +326,41 @@ class Posterior:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
-        factors = in_eval_mode(self.model, self._curvature)(train_loader, progress_bar)
+        curvature = in_eval_mode(self.model, self._curvature_of)(train_loader, progress_bar)
         if corrected:
-            factors = in_eval_mode(self.model, corrected_factors)(
-                factors,
+            curvature = in_eval_mode(self.model, corrected_factors)(
+                curvature,
                 self.model,
                 train_loader,
                 generator=self.generator,
                 progress=progress_bar,
                 process_group=self.ranks.process_group,
             )
-        if not override and self.factors is not None:
-            factors = self.factors + factors
-        if self.ranks.size > 1:
+        if stands_for is not None:
+            curvature = replace(curvature * (stands_for / curvature.num_data), num_data=stands_for)
+        if adds:
+            curvature = self._curvature + curvature  # pyright: ignore  # of one structure
+        if self.ranks.size > 1 and isinstance(curvature, KroneckerFactors):
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
-            compute_eigenvalues(factors.blocks.values(), self.ranks)
-        self.restore(factors)
+            compute_eigenvalues(curvature.blocks.values(), self.ranks)
+        self.restore(curvature)
 
-    def _curvature(self, data: Iterable[Any], progress: bool) -> KroneckerFactors:
+    def _curvature_of(self, data: Iterable[Any], progress: bool) -> Any:
+        if self.structure != "kron":
+            part = jacobian_ggn(
+                self.model,
+                data,
+                self.likelihood,
+                self.options,
+                structure=self.structure,
+                rank=self.rank,
+                indices=self.indices.to(self._device),
+                generator=self.generator,
+                progress=progress,
+            )
+            parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
+            return reduce(add, [part.to(self._device) for part in parts])
         key = repr(self.options), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
@@ -285,22 +372,30 @@ class Posterior:
             )
         return self.passes[key].factors_of(data, progress, self.likelihood)
 
-    def restore(self, factors: KroneckerFactors) -> None:
-        """Take these factors as the curvature at the model's current parameters.
+    def restore(self, curvature: KroneckerFactors | JacobianGGN) -> None:
+        """Take this as the curvature at the model's current parameters.
 
         Raises:
-            TypeError: what are not `KroneckerFactors`.
-            ValueError: factors of other parameters than the model's trainable ones.
+            TypeError: what is not the curvature of this structure.
+            ValueError: a curvature of other parameters than the posterior's.
         """
-        if not isinstance(factors, KroneckerFactors):
+        if self.structure == "kron":
+            if not isinstance(curvature, KroneckerFactors):
+                raise TypeError(
+                    f"The curvature is {type(curvature).__name__}; KroneckerFactors are needed, as "
+                    "kronecker_factors(model, data, likelihood) returns them."
+                )
+            curvature.check_alignment(self.model)
+        elif not isinstance(curvature, JacobianGGN) or curvature.structure != self.structure:
             raise TypeError(
-                f"factors are {type(factors).__name__}; KroneckerFactors are needed, as "
-                "kronecker_factors(model, data, likelihood) returns them."
+                f"The curvature is {type(curvature).__name__}; the JacobianGGN of a fit with "
+                f"structure {self.structure!r} is needed."
             )
-        factors.check_alignment(self.model)
+        elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
+            raise ValueError("The GGN is of parameters that have no posterior here.")
         self._take_weights()
         self.calibrations = {}
-        self._set_factors(factors)
+        self._set_curvature(curvature)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -317,9 +412,10 @@ class Posterior:
             self._fitted = moved | self.named(self.mean)
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
-        if self.factors is not None:
+        self._prior_mean = self._prior_mean.to(self._device, self._dtype)
+        if self._curvature is not None:
             wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
-            self._set_factors(self.factors.to(device, wide))
+            self._set_curvature(self._curvature.to(device, wide))
         return self
 
     # --- the weights of the fit ---
@@ -375,46 +471,93 @@ class Posterior:
                 )
         self._compared = seen, list(here.values())  # kept, so that no other tensor gets their ids
 
-    def _set_factors(self, factors: KroneckerFactors) -> None:
-        self._factors = factors
-        self.loss = factors.loss
-        self.n_data = factors.num_data
-        self.n_outputs = factors.num_outputs
+    def _set_curvature(self, curvature: KroneckerFactors | JacobianGGN) -> None:
+        self._curvature = curvature
+        self.n_data = curvature.num_data
+        self.n_outputs = curvature.num_outputs
         self._forget()
 
     def _forget(self) -> None:
-        """Drop everything that was computed from factors; they are others, or elsewhere."""
+        """Drop everything that was computed from the curvature; it is another, or elsewhere."""
         self._version: object = None
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, Any]] = {}
         self._terms: EvidenceTerms | None = None
 
-    def fitted_factors(self) -> KroneckerFactors:
-        """The factors of the fit.
+    def fitted_curvature(self) -> KroneckerFactors | JacobianGGN:
+        """The curvature of the fit.
 
         Raises:
             AttributeError: the posterior is not fitted.
             ValueError: the network has other weights, see `check_weights`.
         """
-        if self._factors is None:
+        if self._curvature is None:
             raise AttributeError(NOT_FITTED)
         self.check_weights(by_value=False)
-        # What was computed from blocks that were changed in place since is computed anew.
-        version = [block.version for block in self._factors.blocks.values()]
-        if version != self._version:
-            self._forget()
-            self._version = version
-        return self._factors
+        if isinstance(self._curvature, KroneckerFactors):
+            # What was computed from blocks that were changed in place since is computed anew.
+            version = [block.version for block in self._curvature.blocks.values()]
+            if version != self._version:
+                self._forget()
+                self._version = version
+        return self._curvature
+
+    def fitted_factors(self) -> KroneckerFactors:
+        """The curvature of a fit with structure "kron"; errors as of `fitted_curvature`.
+
+        Raises:
+            NotImplementedError: another structure, which has no Kronecker factors.
+        """
+        curvature = self.fitted_curvature()
+        if not isinstance(curvature, KroneckerFactors):
+            raise NotImplementedError(
+                f"A posterior with structure {self.structure!r} has no Kronecker factors; fit one "
+                "with structure 'kron'. Its precision is posterior.precision()."
+            )
+        return curvature
 
     # --- the evidence ---
 
     @property
     def evidence_terms(self) -> EvidenceTerms:
         """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
-        factors = self.fitted_factors()
+        curvature = self.fitted_curvature()
         if self._terms is None:
-            self._terms = EvidenceTerms.from_factors(factors, self.mean.detach())
+            difference = (self.mean - self._prior_mean).detach()
+            if isinstance(curvature, KroneckerFactors):
+                self._terms = EvidenceTerms.from_factors(curvature, difference)
+            else:
+                self._terms = EvidenceTerms.from_ggn(curvature, difference)
         return self._terms
+
+    def of_blocks(self, delta: Tensor) -> Tensor:
+        """δ as `evidence_terms` takes it: of a posterior from Jacobians one per parameter."""
+        if self.structure == "kron":
+            return delta
+        indices = self._ggn_indices()
+        delta = delta.to(self._device, torch.float64)
+        tensors = self._tensor_of(indices)
+        if delta.numel() == len(self.indices) != self.n_layers:
+            each = delta.new_zeros(sum(p.numel() for p in self.params))
+            return each.index_put((self.indices.to(self._device),), delta)[indices]
+        return delta.expand(self.n_layers)[tensors]
+
+    def sum_over_blocks(self, values: Tensor) -> Tensor:
+        """One value per block of `evidence_terms` as one per trainable tensor, their sum."""
+        if self.structure == "kron":
+            return values
+        tensors = self._tensor_of(self._ggn_indices())
+        return values.new_zeros(self.n_layers).index_add(0, tensors, values)
+
+    def _ggn_indices(self) -> Tensor:
+        """Of the parameters that have a posterior; after a fit from Jacobians without padding."""
+        fit = self._curvature
+        return (fit.indices if isinstance(fit, JacobianGGN) else self.indices).to(self._device)
+
+    def _tensor_of(self, indices: Tensor) -> Tensor:
+        """The number of the tensor that each parameter belongs to."""
+        ends = torch.tensor([p.numel() for p in self.params], device=self._device).cumsum(0)
+        return torch.searchsorted(ends, indices, right=True)
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
@@ -442,6 +585,7 @@ class Posterior:
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
+        delta = self.of_blocks(as_tensor(delta))
         return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
 
     @property
@@ -457,11 +601,34 @@ class Posterior:
 
         Each lies between 0 and the number of the tensor's parameters; see `evidence`.
         """
-        return evidence.effective_parameters(
-            self.evidence_terms, self.prior_precision, self.sigma_noise, self.temperature
-        )
+        terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
+        gamma = evidence.effective_parameters(terms, delta, self.sigma_noise, self.temperature)
+        return self.sum_over_blocks(gamma)
 
     # --- the Gaussian ---
+
+    def precision(self) -> Precision:
+        """H/(σ²T) + P₀ at the current hyperparameters, an operator.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: the network has other weights.
+        """
+        curvature = self.fitted_curvature()
+
+        def make() -> Precision:
+            if isinstance(curvature, KroneckerFactors):
+                constants = {name: block.constants for name, block in curvature.blocks.items()}
+                return KroneckerPrecision(self.precision_blocks(), constants)
+            return self._precision_of(curvature)
+
+        return self._kept("precision", make)
+
+    def _precision_of(self, curvature: JacobianGGN) -> Precision:
+        scale = 1 / (self.sigma_noise.double().square() * self.temperature)
+        delta = self.of_blocks(self.prior_precision)
+        among = torch.isin(self._ggn_indices(), curvature.indices)
+        return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 
     def precision_blocks(
         self, names: Collection[str] | None = None
@@ -473,12 +640,12 @@ class Posterior:
         factors = self.fitted_factors()
         scale = 1 / (self.sigma_noise.square() * self.temperature)
         delta = self.prior_precision.expand(len(factors))
+        names = set(factors.blocks if names is None else names)
+        self._decompose([b for n, b in factors.blocks.items() if n in names - self._eigen.keys()])
         blocks = {}
-        for (name, block), d in zip(factors.blocks.items(), delta, strict=True):
-            if names is not None and name not in names:
+        for name, d in zip(factors.blocks, delta, strict=True):
+            if name not in names:
                 continue
-            if name not in self._eigen:
-                self._eigen[name] = self._at_precision(block).decompose()
             eigen = self._eigen[name].scale(scale)
             blocks[name] = eigen, eigen.spectrum(d)
         return blocks
@@ -496,17 +663,20 @@ class Posterior:
             AttributeError: the posterior is not fitted.
             ValueError: a factor that is not finite.
         """
-        blocks = self.fitted_factors().blocks
-        if ranks.size == 1:
+        if ranks.size == 1 or self.structure != "kron":
+            self.fitted_curvature()
             return
+        blocks = self.fitted_factors().blocks
         # What only some ranks have is computed again by all, so that all hold the same bits.
         known = ranks.gather(set(self._eigen))
         missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
-        self._eigen |= decompose_on_ranks(map(self._at_precision, missing), ranks)
+        self._decompose(missing, ranks)
 
-    def _at_precision(self, block: KroneckerBlock) -> KroneckerBlock:
-        """The block at least in float32, the dtype in which its eigenvectors are computed."""
-        return block.to(dtype=self._wide_dtype)
+    def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
+        """Compute eigenvectors, at least in float32."""
+        wide = [block.to(dtype=self._wide_dtype) for block in blocks]
+        names = [block.name for block in blocks]
+        self._eigen |= zip(names, decompose(wide, ranks), strict=True)
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
@@ -518,20 +688,15 @@ class Posterior:
             ValueError: ``n_samples`` is not positive, or the network has other weights.
         """
         check_positive("n_samples", n_samples)
-        factors = self.fitted_factors()
+        self.fitted_curvature()
         self.check_weights()
+        changes = self.precision().sample(n_samples, generator)
         mean = at_least_float32(self.mean.detach())
-        noise = torch.randn(
-            n_samples, self.n_params, device=mean.device, dtype=mean.dtype, generator=generator
-        )
-        parts = noise.split([p.numel() for p in self.params], dim=1)
-        changes = [
-            eigen.power_matvec(part, spectrum, -0.5)
-            for part, (eigen, spectrum) in zip(parts, self.precision_blocks().values(), strict=True)
-        ]
-        for change, block in zip(changes, factors.blocks.values(), strict=True):
-            change[:, slice(*block.constants)] = 0
-        return mean + torch.cat(changes, 1)
+        if self.structure == "kron":
+            return mean + changes
+        samples = mean.repeat(n_samples, 1)
+        samples[:, self._ggn_indices()] += changes.to(mean)
+        return samples
 
     def linearised_outputs(
         self, samples: Float[Tensor, "S P"], x: Any
@@ -613,7 +778,19 @@ class Posterior:
         check_option("layers", layers, Layers)
         self.check_weights()
 
+        def from_jacobians() -> tuple[Tensor, Tensor]:
+            f, J, precision = self._linearised(x, layers)
+            if positions is not None:
+                f, J = f[positions], J[positions]
+            if classes is not None:
+                chosen = classes.to(f.device).expand(*f.shape[:-1], classes.shape[-1])
+                f = f.gather(-1, chosen)
+                J = J.gather(-2, chosen[..., None].expand(*chosen.shape, J.shape[-1]))
+            return f, precision.square_form(J, diagonal=variance_only)
+
         def distribution() -> tuple[Tensor, Tensor]:
+            if self.structure != "kron" or self.enable_backprop:
+                return from_jacobians()
             covariance = self._output_covariance(x, layers)
             f, of_f = covariance(x, positions, classes, variance_only=variance_only)
             check_finite(self.model, f, x)
@@ -647,14 +824,37 @@ class Posterior:
                 "least one input."
             )
         self.check_weights()
-        covariance_of = self._kept(
-            "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
-        )
         sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
-        f, covariance = in_eval_mode(self.model, covariance_of.joint)(sets, classes)
+        if self.structure == "kron":
+            covariance_of = self._kept(
+                "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
+            )
+            f, covariance = in_eval_mode(self.model, covariance_of.joint)(sets, classes)
+        else:
+            points = sets.flatten(0, 1)
+            f, J, precision = in_eval_mode(self.model, self._linearised)(points, "all", True)
+            f, J = (part.unflatten(0, sets.shape[:2]) for part in (f, J))  # (T, q, C), ...
+            if classes is not None:
+                f, J = f[..., classes], J[..., classes, :]
+            covariance = precision.square_form(J.flatten(1, 2))
         batch = x.shape[:-2]
         f = f.reshape(*batch, *f.shape[1:])
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
+
+    def _linearised(
+        self, x: Any, layers: Layers = "all", differentiable: bool | None = None
+    ) -> tuple[Tensor, Tensor, Precision]:
+        """Outputs f, their Jacobians J at least in float32, and the precision of J's parameters."""
+        curvature, precision = self.fitted_curvature(), self.precision()
+        indices = self._ggn_indices()
+        if isinstance(curvature, JacobianGGN) and layers == "last":
+            own = {id(p) for p in self.model.get_submodule(last_layer(self.model, x)).parameters()}
+            is_last = torch.tensor([id(p) in own for p in self.params], device=self._device)
+            curvature = curvature.restrict(is_last[self._tensor_of(indices)])
+            indices, precision = curvature.indices, self._precision_of(curvature)
+        keeps = self.enable_backprop if differentiable is None else differentiable
+        f, J = jacobians(self.model, indices, x, keeps)
+        return f, at_least_float32(J), precision
 
     def _output_covariance(self, x: Any, layers: Layers) -> OutputCovariance | LastLayerCovariance:
         """The function for output covariances at the current hyperparameters."""
@@ -679,12 +879,38 @@ class Posterior:
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
         also if this call is under inference_mode.
         """
-        self.fitted_factors()  # drops what is of other factors
+        self.fitted_curvature()  # drops what is of other factors
         state = self._hyperparameters
         if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
+
+
+def _checked(indices: Any, number: int) -> Tensor:
+    """Indices of some of the trainable parameters.
+
+    Raises:
+        ValueError: what are not different indices of them, in a vector of int64.
+    """
+    is_vector = isinstance(indices, Tensor) and indices.dtype == torch.long and indices.dim() == 1
+    if not is_vector or not len(indices) or len(indices.unique()) != len(indices):
+        raise ValueError("Indices of parameters must be different, in a vector of int64.")
+    if indices.min() < 0 or indices.max() >= number:
+        raise ValueError(f"Indices of parameters must be 0 to {number - 1}.")
+    return indices
+
+
+def _check_of_jacobians(options: CurvatureOptions, structure: str) -> None:
+    """Raise a ValueError for options of Kronecker factors, which a GGN from Jacobians has not."""
+    defaults = CurvatureOptions()
+    for name in ("kfac_approx", "unsupported", "backward_precision", "diagonal_above"):
+        value = getattr(options, name)
+        if value != getattr(defaults, name) and (name, value) != ("kfac_approx", "expand"):
+            raise ValueError(
+                f"{name}={value!r} is for structure 'kron'; {structure!r} computes the GGN from "
+                "Jacobians."
+            )
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@ loss, a mean over N examples with likelihood temperature T, precision δ acts as
 T·δ/N.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
@@ -245,7 +246,7 @@ class Hyperparameters:
     @torch.no_grad()
     def _fixed_point_step(self, posterior: Posterior) -> None:
         terms, gamma = posterior.evidence_terms, posterior.effective_parameters()
-        norms = self.groups.sum_over_tensors(terms.squared_norms)
+        norms = self.groups.sum_over_tensors(posterior.sum_over_blocks(terms.squared_norms))
         tiny = torch.finfo(norms.dtype).tiny  # of zero parameters: no 0/0
         delta = self.groups.sum_over_tensors(gamma) / norms.clamp(min=tiny)
         self._log_delta.copy_(delta.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
@@ -253,3 +254,92 @@ class Hyperparameters:
             temperature = posterior.temperature
             free = (terms.num_targets / temperature - gamma.sum()).clamp(min=1e-3)
             self._log_sigma.copy_((2 * terms.loss / temperature / free).log() / 2)
+
+
+def update_prior(
+    hyperparameters: Hyperparameters,
+    posterior: Posterior,
+    data: Iterable[Any],
+    num_data: int | None = None,
+    steps: int = 10,
+    *,
+    is_sample: bool = False,
+    progress: bool = False,
+) -> tuple[list[float], dict[str, Any]]:
+    """Fit a posterior, then take hyperparameter steps that raise its evidence.
+
+    `PriorLearner` calls it; call it yourself where you hold the hyperparameters. Collective where
+    there are several ranks.
+
+    Args:
+        hyperparameters: prior precisions and noise; changed in place.
+        posterior: fitted here, and given the new hyperparameters.
+        data: batches for the curvature pass; with several ranks this rank's shard.
+        num_data: N, the number of examples that all ranks together should see; None takes what the
+            pass has seen.
+        steps: number of hyperparameter steps.
+        is_sample: whether the data is a sample that stands for ``num_data`` examples.
+        progress: whether to show a bar over the batches.
+
+    Returns:
+        The evidence (nats, a sum over the data) before each step and after the last; and the record
+        of the update, with the seconds of the pass, of the eigenvalues and of the steps.
+
+    Raises:
+        ValueError: the pass saw another number of examples than ``num_data``.
+        FloatingPointError: the evidence is not finite.
+    """
+    ranks, device = posterior.ranks, posterior.params[0].device
+    start = _now(device)
+    posterior.fit(data, progress_bar=progress, stands_for=num_data if is_sample else None)
+    # The weight decays T·δ/N of the steps and the evidence must be of the same N.
+    if num_data is not None and posterior.n_data != num_data:
+        raise ValueError(
+            f"The curvature pass saw {posterior.n_data} examples, but the loader promised "
+            f"{num_data}; its length must be what it yields."
+        )
+    num_data = int(posterior.n_data)
+    fitted = _now(device)
+    # The first evidence computes the eigenvalues (unless `fit` has), which all steps share.
+    before = float(posterior.log_marginal_likelihood())
+    decomposed = _now(device)
+    evidences = hyperparameters.update(posterior, steps)
+    if ranks.size > 1:
+        # Each rank has taken the same steps, but on another processor they may round otherwise, and
+        # ranks with different weight decays would drift apart.
+        mine = before, evidences, hyperparameters.state_dict()
+        before, evidences, state = ranks.gather(mine)[0]
+        hyperparameters.load_state_dict(state)
+    groups, delta = hyperparameters.groups, hyperparameters.prior_precision
+    posterior.prior_precision = groups.of_tensors(delta)
+    posterior.sigma_noise = hyperparameters.sigma_noise
+    end = _now(device)
+
+    weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
+    factors, gamma = posterior.fitted_factors(), posterior.effective_parameters().tolist()
+    record: dict[str, Any] = {
+        "evidence_before": before,
+        "evidence": evidences[-1],
+        "evidence_per_example": evidences[-1] / num_data,
+        "prior_precision": groups.summary(delta),
+        "weight_decay": groups.summary(weight_decay),
+        "effective_parameters": dict(zip(factors.blocks, gamma, strict=True)),
+        "clipped_eigenvalues": factors.num_clipped(),
+        "seconds": {
+            "pass": fitted - start,
+            "eigenvalues": decomposed - fitted,
+            "steps": end - decomposed,
+        },
+    }
+    if posterior.likelihood.has_sigma:
+        record["sigma_noise"] = hyperparameters.sigma_noise.item()
+    if posterior.likelihood.parameters:
+        record["likelihood"] = str(posterior.likelihood)
+    return evidences, record
+
+
+def _now(device: torch.device) -> float:
+    """Seconds on a clock, read once the device has finished its work so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -198,7 +198,7 @@ def laplace_predictive(
         AttributeError: a posterior that is not fitted.
         ValueError: now or in a prediction, a network with other weights than those of the fit.
     """
-    laplace.fitted_factors()
+    laplace.fitted_curvature()
     laplace.check_weights()
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
     if calibration is None and (fit := remembered_calibration(laplace, config)) is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from kfac_backend.blocks.block import decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
@@ -147,8 +148,8 @@ def check_model(
         of_factors.add(x, y)
         factors = _identities(of_factors.factors())
         if predictive is not None and predictive.method != "linearised":
-            eigen = {name: block.decompose() for name, block in factors.blocks.items()}
-            precision = {name: (block, block.spectrum(1.0)) for name, block in eigen.items()}
+            eigen = zip(factors.blocks, decompose(factors.blocks.values()), strict=True)
+            precision = {name: (block, block.spectrum(1.0)) for name, block in eigen}
             # One position and two outputs suffice to find uses that hooks cannot follow.
             first = torch.zeros(f.shape[:-1], dtype=torch.bool)
             first.view(len(f), -1)[:, 0] = True

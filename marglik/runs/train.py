@@ -44,6 +44,7 @@ from marglik.runs.build import (
     with_standardised_columns,
 )
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.runs.results import (
     augmentation_results,
     calibration_in_units,
@@ -68,10 +69,10 @@ from marglik.storage.run_folder import (
     write_record,
     write_results,
 )
+from marglik.training.decay_policy import DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import WithExamples
 from marglik.training.loop import OneDevice, OnlineResult, OnlineTraining, ranks_of
-from marglik.training.optimizers import OptimizerConfig, build_optimizer
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -383,8 +384,9 @@ class Training:
         if self.splits.validation is not None:
             held_out = self._batches("validation", self.predictive.batch_size)
         schedule = prior.schedule(run.epochs)
+        policy = DecayPolicy(clip=None) if plain else DecayPolicy()
         if plain:
-            schedule = replace(schedule, updates=0, average=None, clip=None)
+            schedule = replace(schedule, updates=0, average=None)
         curvature = self.curvature.options(self.splits.targets)
         optimizer, scheduler = build_optimizer(
             model,
@@ -404,6 +406,7 @@ class Training:
             method="adam" if prior.method == "fixed" else prior.method,
             curvature_from=prior.curvature_from,
             schedule=schedule,
+            policy=policy,
         )
         return OnlineTraining(
             model,

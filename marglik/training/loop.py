@@ -1,7 +1,7 @@
 """The online loop: network steps, and now and then an update of the prior by the evidence.
 
 Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The method is in
-`marglik.training.learner`; here are the network's steps, checkpoints and records.
+`marglik.training.algorithm`; here are the network's steps, checkpoints and records.
 
 The objective on a batch of M examples is 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖². Over the data it is
 −T/N times the tempered log joint, up to a constant. Gradient steps are taken on σ² times the
@@ -24,9 +24,10 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +51,7 @@ from marglik.eval_mode import preserve_mode
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training import algorithm
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import Loader, check_shards, samplers_of
 from marglik.training.random_state import (
@@ -163,7 +165,7 @@ class OnlineTraining:
         progress: bool = False,
     ) -> None:
         check_module(model)
-        epochs = learner.schedule.epochs
+        epochs = learner.options.schedule.epochs
         if epochs is None:
             raise ValueError("The loop needs a number of epochs; pass Schedule(epochs=...).")
         kfac = optimizer if isinstance(optimizer, KFAC) else None
@@ -183,13 +185,22 @@ class OnlineTraining:
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
         """Holds the method and its state; network, optimiser and data are this object's."""
-        learner.progress = self.progress
         # Before Fabric wraps the network in DDP, so that ranks which differ end with an error that
         # names the difference.
         check_shards(train_loader, self.ranks)
-        self._start = (model, optimizer, self.curvature_loader, epochs)
-        self._options: Any = {"ranks": self.ranks, "sums_terms": True, "held_out": held_out}
-        learner.start(*self._start, **self._options)
+        self._epochs = epochs
+        self._start = partial(
+            learner.start,
+            model,
+            optimizer,
+            self.curvature_loader,
+            epochs,
+            ranks=self.ranks,
+            sums_terms=True,
+            held_out=held_out,
+            hooks="none",
+        )
+        self._start()
         if self.ranks.size > 1:
             _warn_of_batch_norm(model)
         # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
@@ -205,7 +216,7 @@ class OnlineTraining:
         self._own_damping: float | None = None
         if kfac is not None and kfac.preconditioner.options.damping_on == "product":
             self._own_damping = kfac.preconditioner.options.damping
-        self._task = Task(learner.likelihood, learner.curvature)
+        self._task = Task(learner.likelihood, learner.options.curvature)
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
         self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
@@ -235,7 +246,7 @@ class OnlineTraining:
                 workers.
         """
         started = time.perf_counter()
-        epochs = self._start[-1]
+        epochs = self._epochs
         if checkpoints is not None:
             check_workers(self.train_loader, self.curvature_loader)
             checkpoints.ranks = self.ranks
@@ -254,26 +265,27 @@ class OnlineTraining:
 
         hidden = None if self.progress else True  # None: shown on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)
-        with bar, preserve_mode(self.model), ExitStack() as stack:
-            stack.callback(self.learner.detach)  # its hooks, also after an exception
+        problem, state = self.learner.problem, self.learner.state
+        problem.progress, schedule = self.progress, problem.options.schedule
+        with bar, preserve_mode(self.model):
             bar.update(self._epoch)
-            while self.learner.ended_epochs < epochs:
+            while state.epoch < epochs:
                 # Algorithm 1: the network's steps on the objective of the present prior, ...
-                if self._epoch == self.learner.ended_epochs:
+                if self._epoch == state.epoch:
                     bar.set_postfix(loss=f"{self.train_epoch()['loss']:.3f}")
                     bar.update()
-                    save(self.learner.is_due(self._epoch))  # an update may take as long
+                    save(schedule.is_due_within(self._epoch))  # an update may take as long
                 # ... then the prior's steps on the evidence of the present parameters.
-                self._report_update(self.learner.end_of_epoch(self._epoch))
+                self._report_update(algorithm.end_of_epoch(problem, state, self._epoch))
                 save(self._epoch == epochs)
-            self._report_update(self.learner.end_of_training())
+            self._report_update(algorithm.finish(problem, state))
         self._seconds = earlier + time.perf_counter() - started
         return OnlineResult(
-            self.learner.posterior,
-            self.learner.evidences[-1] if self.learner.evidences else math.nan,
-            self.learner.kept_epoch,
+            state.posterior,
+            state.evidences[-1] if state.evidences else math.nan,
+            state.kept_epoch,
             self._records,
-            self.learner.evidences_of_steps,
+            state.evidences_of_steps,
             self.probabilities,
             self._seconds,
             self.learner,
@@ -296,14 +308,15 @@ class OnlineTraining:
         accuracy = f", accuracy {record['accuracy']:.4g}" if "accuracy" in record else ""
         _logger.info(
             "epoch %d of %d: loss %.4g%s (%.1f s)",
-            self._epoch, self._start[-1], record["loss"], accuracy, record["seconds"],
+            self._epoch, self._epochs, record["loss"], accuracy, record["seconds"],
         )  # fmt: skip
         return record
 
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
         self.model.train()
-        variance = self.learner.hyperparameters.sigma_noise.square().item()
+        state = self.learner.state
+        variance = state.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
             self._set_damping(self._own_damping, variance)
         for sampler in samplers_of(self.train_loader):
@@ -353,11 +366,11 @@ class OnlineTraining:
             "lr": self.optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - start,
         }
-        if self.learner.likelihood.has_labels:
+        if state.likelihood.has_labels:
             record["accuracy"] = correct / terms if terms else 0.0
-        if self.learner.limited:
-            record["limited_weight_decay"] = sorted(self.learner.limited)
-        if clipped := int(self.learner.clipped):
+        if state.measures.limited:
+            record["limited_weight_decay"] = state.measures.limited
+        if clipped := int(state.measures.clipped):
             record["clipped_steps"] = clipped
         return record
 
@@ -390,7 +403,7 @@ class OnlineTraining:
             if not isinstance(self.fabric, OneDevice):
                 objective.register_hook(lambda factor: scale.insert(0, factor))
             self.fabric.backward(objective)
-        penalty = self.learner.add_to_gradients(scale[0])
+        penalty = algorithm.penalty(self.learner.problem, self.learner.state, scale[0])
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -415,7 +428,7 @@ class OnlineTraining:
         """Set K-FAC's damping to its own plus the prior's curvature σ²·T·δ/N of each tensor."""
         assert self._kfac is not None
         names = (name for name, p in self.model.named_parameters() if p.requires_grad)
-        decays = dict(zip(names, self.learner.decays_of_parameters(), strict=True))
+        decays = dict(zip(names, self.learner.state.decays, strict=True))
         preconditioner = self._kfac.preconditioner
         preconditioner.damping = {
             name: own_damping + variance * decays[name] for name in preconditioner.names
@@ -427,7 +440,7 @@ class OnlineTraining:
         """Report the learner's latest update, if it has made one."""
         if not found:
             return
-        record = {"kind": "update", "epoch": self._epoch, **self.learner.record}
+        record = {"kind": "update", "epoch": self._epoch, **self.learner.state.record}
         self._report(record)
         _logger.info(
             "update after epoch %d: log marginal likelihood per example %.4f (%.1f s)",
@@ -470,9 +483,8 @@ class OnlineTraining:
         """
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
         check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
-        self.learner.detach()  # it is started again, from this state
         self.learner.load_state_dict(state["learner"])
-        self.learner.start(*self._start, **self._options)
+        self._start()  # again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

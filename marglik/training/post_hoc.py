@@ -66,7 +66,7 @@ def maximize_evidence(
     with extra("statistics"):
         from scipy.optimize import minimize  # here, since it takes long to import
 
-    if laplace.fitted_factors().is_corrected:
+    if laplace.fitted_curvature().is_corrected:
         # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
         raise ValueError(
             "With corrected eigenvalues the evidence is a lower bound, whose maximum misleads. Fit "
@@ -75,9 +75,11 @@ def maximize_evidence(
     groups = PriorGroups.from_model(laplace.model, structure)
     terms, start = laplace.evidence_terms, laplace.prior_precision.double()
     # A group starts at the geometric mean of its tensors.
-    logs = start.log().expand(laplace.n_layers)
-    sums, numbers = map(groups.sum_over_tensors, (logs, torch.ones_like(logs)))
-    initial = (sums / numbers).tolist()
+    logs = laplace.of_blocks(start).log().expand(len(terms.squared_norms))
+    sums, numbers = (
+        groups.sum_over_tensors(laplace.sum_over_blocks(v)) for v in (logs, torch.ones_like(logs))
+    )
+    initial = (sums / numbers.clamp(min=1)).tolist()
     learns_noise = learn_sigma_noise and laplace.likelihood.has_sigma
     bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
     if learns_noise:
@@ -86,7 +88,7 @@ def maximize_evidence(
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, dtype=torch.float64, device=start.device, requires_grad=True)
-        delta = groups.of_tensors(v[: len(groups.names)].exp())
+        delta = laplace.of_blocks(groups.of_tensors(v[: len(groups.names)].exp()))
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
         value = -evidence.log_marginal_likelihood(terms, delta, sigma, laplace.temperature)
         (gradient,) = torch.autograd.grad(value, v)

@@ -46,8 +46,6 @@ class Schedule:
         average: "last" ends with the mean of the parameters over all steps of the last third of the
             epochs, if their number is known; None (null) with the parameters of the last step.
             With keep="best" there is no average.
-        clip: largest norm of a step's gradient, in running means of that norm; None takes every
-            step as it is. See `marglik.training.steps.clip_gradients`.
 
     Raises:
         ValueError: a number that is too small, or an option that is not supported.
@@ -60,7 +58,6 @@ class Schedule:
     keep: Keep = "last"
     updates: int = 20
     average: Average | None = "last"
-    clip: float | None = 2.0
 
     def __post_init__(self) -> None:
         least_values = {"epochs": 1, "every": 1, "burn_in": 0, "steps": 0, "updates": 0}
@@ -68,8 +65,6 @@ class Schedule:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}.")
-        if self.clip is not None and not self.clip > 1:
-            raise ValueError(f"clip must be above 1, or None for no limit, not {self.clip}.")
         check_option("keep", self.keep, Keep)
         if self.average is not None:
             check_option("average", self.average, Average)
@@ -87,6 +82,10 @@ class Schedule:
         before = self.epochs - self._num_averaged
         passed, then = (e * self.updates // before for e in (epoch, epoch - 1))
         return epoch <= before and passed > then
+
+    def is_due_within(self, epoch: int) -> bool:
+        """Whether an update follows this epoch, which is not the last one."""
+        return self.is_due(epoch) and epoch != self.epochs
 
     @property
     def averages(self) -> bool:

@@ -907,7 +907,7 @@ def train(
     made: Built, optimizer: Optimizer, learner: PriorLearner, first: int = 1, last: int = EPOCHS
 ) -> None:
     """The epochs of a training loop as users write it, after the learner's start."""
-    for epoch in range(first, last + 1):
+    for _ in range(first, last + 1):
         made.model.train()
         for batch in made.batches:
             optimizer.zero_grad()
@@ -915,11 +915,9 @@ def train(
             if not loss < 1e4:
                 raise Impossible  # the training diverges
             loss.backward()
-            learner.add_to_gradients()
             optimizer.step()
-        learner.end_of_epoch(epoch)
     if last == EPOCHS:
-        learner.end_of_training()
+        learner.finish()
 
 
 def start(made: Built, optimizer: Optimizer, learner: PriorLearner) -> None:
@@ -964,7 +962,8 @@ def all_ways_train_alike(case: Case) -> None:
         marglik_training, made.model, made.batches, made.likelihood,
         optimizer_cls=SGD, optimizer_kwargs={"lr": 0.01},
         scheduler_cls=torch.optim.lr_scheduler.ConstantLR, scheduler_kwargs={"factor": 1.0},
-        n_epochs=EPOCHS, n_hypersteps=2, marglik_frequency=1, average=learner.schedule.average,
+        n_epochs=EPOCHS, n_hypersteps=2, marglik_frequency=1,
+        average=learner.options.schedule.average,
         **{name: getattr(made.options, name) for name in names},
     )  # fmt: skip
     same_posteriors(found, expected)

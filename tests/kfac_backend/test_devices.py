@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import corrected_factors, kronecker_factors
-from kfac_backend.blocks.eigen import eigenvalues, eigh
+from kfac_backend.blocks.eigen import Factor, eigendecompositions
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.layers import patch_gram
@@ -234,9 +234,9 @@ def test_eigenvalues_that_the_gpu_does_not_find_come_from_the_cpu(monkeypatch):
 
     for name, solve in solvers.items():
         monkeypatch.setattr(torch.linalg, name, fails_there(solve))
-    found, _ = eigenvalues(matrix, "weight")
+    ((found, _, _),) = eigendecompositions([Factor(matrix, "weight")], vectors=False)
     assert found.is_cuda
     assert_close(found, expected)
-    values, Q, _ = eigh(matrix, "weight")
+    ((values, Q, _),) = eigendecompositions([Factor(matrix, "weight")], vectors=True)
     assert values.is_cuda and Q.is_cuda
     assert_close(Q @ values.diag() @ Q.mT, matrix)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from kfac_backend import corrected_factors, kronecker_factors
-from kfac_backend.blocks.block import compute_eigenvalues, decompose_on_ranks
+from kfac_backend.blocks.block import compute_eigenvalues, decompose
 from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
@@ -187,7 +187,7 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     of_moved = kronecker_factors(moved, batches, "classification")
     weights = {name: BlockDerivative(b.B, b.A) for name, b in of_moved.blocks.items()}
     (found["gradient"],) = factor_gradients(of_moved, moved, batches, [moved.eta], weights, 0.5)
-    eigen = decompose_on_ranks(factors.blocks.values(), ranks)
+    eigen = dict(zip(factors.blocks, decompose(factors.blocks.values(), ranks), strict=True))
     for name, block in factors.blocks.items():
         spectrum = eigen[name].spectrum()
         identity = torch.eye(block.numel, dtype=torch.float64)

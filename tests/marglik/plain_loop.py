@@ -1,6 +1,7 @@
-"""A training loop as users write it, with the learner's calls."""
+"""A training loop as users write it, with the learner's two lines."""
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -20,20 +21,21 @@ def learn(
     *,
     scheduler: Any = None,
     loss: Callable[..., Any] = cross_entropy,
+    clip: float = inf,
     after_step: Callable[[], None] = lambda: None,
 ) -> PriorLearner:
     """Train from the first epoch to the last; returns the learner."""
     prior.start(model, optimizer, data, epochs)
-    for epoch in range(1, epochs + 1):
+    for _ in range(epochs):
         for x, y in data:
             model.train()
             optimizer.zero_grad()
             loss(model(x), y).backward()
-            prior.add_to_gradients()
+            if clip < inf:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
             after_step()
-        prior.end_of_epoch(epoch)
-    prior.end_of_training()
+    prior.finish()
     return prior

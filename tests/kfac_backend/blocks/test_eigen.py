@@ -5,21 +5,32 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend.blocks import eigen
+from kfac_backend.blocks.eigen import Factor, eigendecompositions
+
+
+def eigenvalues(matrix, name="m", rows=None):
+    (found,) = eigendecompositions([Factor(matrix, name, rows)], vectors=False)
+    return found.values, found.clipped
+
+
+def eigh(matrix, name="m"):
+    (found,) = eigendecompositions([Factor(matrix, name)], vectors=True)
+    return found
 
 
 def test_negative_eigenvalues_are_clipped_and_counted():
     Q = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
     matrix = Q @ torch.diag(torch.tensor([-1e-9, 0.5, 2.0]).double()) @ Q.T
-    values, clipped = eigen.eigenvalues(matrix, "fc, B")
+    values, clipped = eigenvalues(matrix, "fc, B")
     assert clipped == 1
     assert_close(values, torch.tensor([0.0, 0.5, 2.0]).double(), atol=1e-12, rtol=0)
-    decomposed = eigen.eigh(matrix, "fc, B")
+    decomposed = eigh(matrix, "fc, B")
     assert decomposed.clipped == 1 and decomposed.values[0] == 0
 
 
 def test_not_finite_names_the_layer():
     with pytest.raises(ValueError, match="'stage1.conv.weight, A' is not finite"):
-        eigen.eigenvalues(torch.full((2, 2), torch.nan), "stage1.conv.weight, A")
+        eigenvalues(torch.full((2, 2), torch.nan), "stage1.conv.weight, A")
 
 
 def gram(d, rank, seed=0):
@@ -67,7 +78,7 @@ def assert_decomposes(matrix, digits=1e-6):
     """Against the definition: Q is orthogonal, and Q diag(values) Qᵀ is the matrix."""
     matrix = (matrix + matrix.mT) / 2
     largest = float(matrix.abs().max()) or 1.0
-    found = eigen.eigh(matrix, "m")
+    found = eigh(matrix, "m")
     values, Q = found.values.double(), found.vectors.double()
     assert found.vectors.dtype == matrix.dtype
     assert (values.diff(dim=-1) >= 0).all() and (values >= 0).all()
@@ -75,7 +86,7 @@ def assert_decomposes(matrix, digits=1e-6):
     assert_close(Q.mT @ Q, torch.eye(d).double().expand_as(Q), atol=digits * d, rtol=0)
     again = Q @ torch.diag_embed(values) @ Q.mT
     assert_close(again / largest, matrix.double() / largest, atol=digits * d, rtol=0)
-    alone, clipped = eigen.eigenvalues(matrix, "m")
+    alone, clipped = eigenvalues(matrix, "m")
     assert alone.dtype == torch.float64 and (alone.diff(dim=-1) >= 0).all()
     assert_close(alone / largest, values / largest, atol=digits * d, rtol=0)
 
@@ -133,7 +144,7 @@ def test_falls_back_to_float64(monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["raises", "NaN"])
-@pytest.mark.parametrize("compute", [eigen.eigh, eigen.eigenvalues])
+@pytest.mark.parametrize("compute", [eigh, eigenvalues])
 def test_solvers_that_never_converge_are_named(compute, failure, monkeypatch):
     def of_nan(M):
         return torch.full_like(M[0], torch.nan), torch.zeros_like(M)

@@ -231,7 +231,7 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
         KroneckerFactors.load(path)
     state = factors_of(model).state_dict()
     state["header"]["version"] += 1
-    with pytest.raises(ValueError, match="factors of version 6, .* version 7"):
+    with pytest.raises(ValueError, match="factors of version 7, .* version 8"):
         KroneckerFactors.from_state_dict(state)
 
 
@@ -247,10 +247,11 @@ def test_blocks_of_another_shape_do_not_fit_a_model(model):
 
 
 def test_a_factor_that_a_weight_and_its_bias_share_is_solved_once(monkeypatch):
-    solved, solve = [], block.eigenvalues
+    solved, solve = [], block.eigendecompositions
     monkeypatch.setattr(
-        block, "eigenvalues", lambda F, name, rows: solved.append(name) or solve(F, name, rows)
-    )
+        block, "eigendecompositions",
+        lambda factors, vectors: solved.extend(factors) or solve(factors, vectors=vectors),
+    )  # fmt: skip
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     data = [(torch.randn(8, 5).double(), torch.arange(8) % 3)]
     factors = kronecker_factors(model, data, "classification")
@@ -267,7 +268,7 @@ def test_a_factor_that_a_weight_and_its_bias_share_is_solved_once(monkeypatch):
 def test_a_factor_of_few_rows_is_solved_by_their_inner_products(num_data, kfac_approx, monkeypatch):
     """Which are M x M instead of d x d; the eigenvalues are those of the factor all the same."""
     sizes, solver = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(len(M)) or solver(M))
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(18, 2), nn.Tanh()).double()
     x, y = torch.randn(num_data, 18).double(), torch.randn(num_data, 2).double()
@@ -277,18 +278,76 @@ def test_a_factor_of_few_rows_is_solved_by_their_inner_products(num_data, kfac_a
     values = weight.factor_eigenvalues()[1]
     assert max(sizes) == (9 if num_data == 9 else 18)  # at most d / 2 rows are few
     assert_close(values, solver(weight.A).clamp(min=0), rtol=1e-10, atol=1e-14)
-    # Other blocks made of this one are not those of its rows.
-    for other in (weight.scale(3.0), replace(weight, A=2 * weight.A), weight.add(weight)):
-        expected = solver(other.A).clamp(min=0)
-        assert_close(other.factor_eigenvalues()[1], expected, rtol=1e-10, atol=1e-14)
+    # Others made of this one, by its rows where A is theirs and all are still few.
+    few = 9 if num_data == 9 else 18
+    for other, size in (
+        (weight.scale(3.0), few),
+        (replace(weight, A=2 * weight.A), 18),
+        (weight.add(weight), 18),
+    ):
+        sizes.clear()
+        found = other.factor_eigenvalues()[1]
+        assert max(sizes) == size
+        assert_close(found, solver(other.A).clamp(min=0), rtol=1e-10, atol=1e-14)
+
+
+def test_rows_are_kept_by_sums_and_files(tmp_path, monkeypatch):
+    """A weighted sum has both blocks' rows; a file has them in place of A, and gives A's bits."""
+    sizes, solver = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 2), nn.Tanh()).double()
+
+    def factors_of_some(n):
+        data = [(torch.randn(n, 40).double(), torch.randn(n, 2).double())]
+        return kronecker_factors(model, data, "regression")
+
+    first, second = factors_of_some(5), factors_of_some(7)
+    both = 0.3 * first + 0.7 * second
+    A, (of_first, of_second) = both.blocks["0.weight"].A, (0.3 * 5, 0.7 * 7)
+    by_hand = of_first * first.blocks["0.weight"].A + of_second * second.blocks["0.weight"].A
+    assert_close(A, by_hand / (of_first + of_second))
+    path = tmp_path / "factors.safetensors"
+    both.save(path)
+    assert path.stat().st_size < A.numel() * A.element_size()  # which A alone would take
+    loaded = KroneckerFactors.load(path)
+    assert torch.equal(loaded.blocks["0.weight"].A, A)
+    single, half = both.to(dtype=torch.float32), both.to(dtype=torch.bfloat16)
+    assert half.blocks["0.weight"].A.dtype == torch.bfloat16
+    for factors, tolerance in ((both, 1e-12), (loaded, 1e-12), (single, 1e-6), (3 * single, 1e-6)):
+        sizes.clear()
+        found = factors.blocks["0.weight"].factor_eigenvalues()[1]
+        assert max(sizes) == 12
+        assert_close(found, solver(A).clamp(min=0), rtol=0, atol=tolerance * float(A.trace()))
+    assert torch.equal(
+        loaded.blocks["0.weight"].eigenvalues(), both.blocks["0.weight"].eigenvalues()
+    )
+
+
+def test_factors_of_equal_sizes_go_to_the_solver_together(monkeypatch):
+    """One call for each size; one that it fails for does not spoil the others."""
+    shapes, solver = [], torch.linalg.eigvalsh
+
+    def fails_for_several(M):
+        shapes.append(tuple(M.shape))
+        if M.dim() == 3 and M.shape[-1] == 3:
+            raise torch.linalg.LinAlgError
+        return solver(M)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", fails_for_several)
+    grams = [normal(9, d, seed=d + i) for i in range(2) for d in (5, 3)]
+    blocks = [KroneckerBlock(f"{i}", a.mT @ a) for i, a in enumerate(grams)]
+    block.compute_eigenvalues(blocks)
+    assert sorted(shapes) == [(2, 3, 3), (2, 5, 5), (3, 3), (3, 3)]
+    for of_one in blocks:
+        assert_close(of_one.eigenvalues(), solver(of_one.B))
 
 
 @pytest.mark.parametrize("which", ["B", "A"])
 def test_eigenvalues_follow_changes_in_place(which):
     """Those of a factor that is changed after they were read, and of one whose rows are few."""
     a, b = normal(2, 6), normal(9, 3, seed=1)
-    block = KroneckerBlock("w", b.mT @ b, a.mT @ a, 2)
-    block.remember_rows(a)
+    block = KroneckerBlock.of_rows("w", b.mT @ b, a, 2)
     before = block.eigenvalues()
     for _ in range(2):
         getattr(block, which).add_(torch.ones_like(getattr(block, which)))
@@ -296,7 +355,7 @@ def test_eigenvalues_follow_changes_in_place(which):
         assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)
     assert (block.eigenvalues() - before).norm() > 0.1 * before.norm()
     # Changed before they are read: the rows that were remembered are no longer the factor's.
-    block.remember_rows(a)
+    block = KroneckerBlock.of_rows("w", b.mT @ b, a, 2)
     block.A.mul_(3)
     dense = torch.linalg.eigvalsh(block.to_dense()).clamp(min=0)
     assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)

@@ -41,7 +41,7 @@ def sums_of(rule_type: type[Rule], layer: nn.Module, mode: str, a: Tensor, vecto
         rule.add_gradient(use, b)
         for total in rule.B.values():
             total.end()
-    return rule.block_sums()
+    return {name: sums.with_A() for name, sums in rule.block_sums().items()}
 
 
 def sums_by_loops(layer: nn.Module, mode: str, a: Tensor, vectors: Tensor) -> dict:

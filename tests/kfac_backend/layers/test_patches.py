@@ -126,6 +126,9 @@ def test_frequencies_round_as_shifts_do(monkeypatch):
         (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "unfold"),
         (8, 16, {"kernel_size": 5, "padding": 2}, "frequencies"),
         (8, 4, {"kernel_size": 3}, "unfold"),
+        # LeNet's second layer: without padding, the border's copies cost more than all products.
+        (6, 14, {"kernel_size": 5}, "unfold"),
+        (64, 16, {"kernel_size": 3}, "frequencies"),
     ],
 )
 def test_the_cheapest_way_is_taken(channels, size, options, way):

@@ -1,11 +1,12 @@
-"""The same training by `OnlineTraining`, whose decays the callbacks must reach to the bit."""
+"""The same training in a loop of one's own, whose decays callbacks must reach to the bit."""
 
 import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from marglik import OnlineTraining, PriorLearner
+from marglik import PriorLearner
+from tests.marglik.plain_loop import learn
 
 N, EPOCHS, EVERY, STEPS, LR, WEIGHT_DECAY = 30, 5, 2, 7, 0.1, 1e-2
 OPTIONS = {"weight_decay": WEIGHT_DECAY, "every": EVERY, "steps": STEPS}
@@ -30,12 +31,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), LR, momentum=0.9)
 
 
-def online_training(model, optimizer, epochs=EPOCHS, scheduler=None):
-    """The decays T·δ/N that it learns, by tensor, and the evidence at the end."""
-    learner = PriorLearner("classification", epochs=epochs, **OPTIONS)
-    training = OnlineTraining(model, optimizer, loader(), learner, scheduler=scheduler)
-    result = training.run()
-    return training.weight_decays(), result.evidence
+def in_an_own_loop(clip):
+    """A network and its learner, after a loop with the learner's two lines."""
+    model, prior = network(), PriorLearner("classification", **OPTIONS)
+    return model, learn(model, sgd(model), prior, loader(), EPOCHS, clip=clip)
 
 
 def assert_fitted_where_the_network_is(prior, net, updates):
@@ -43,5 +42,5 @@ def assert_fitted_where_the_network_is(prior, net, updates):
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert torch.equal(prior.posterior.mean, weights)
     assert len(prior.learner.evidences) == updates
-    learned = prior.learner.hyperparameters.prior_precision
+    learned = prior.learner.state.hyperparameters.prior_precision
     assert_close(prior.posterior.prior_precision.double(), learned, rtol=1e-6, atol=0)

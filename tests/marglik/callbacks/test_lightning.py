@@ -1,7 +1,8 @@
-"""The callback in Lightning's own Trainer: OnlineTraining's decays, logs, checkpoints, errors."""
+"""The callback in Lightning's own Trainer: an own loop's decays, logs, checkpoints, errors."""
 
 import inspect
 import logging
+import math
 import warnings
 
 import lightning.pytorch as L
@@ -19,10 +20,9 @@ from tests.marglik.callbacks.online import (
     OPTIONS,
     assert_fitted_where_the_network_is,
     dataset,
+    in_an_own_loop,
     loader,
     network,
-    online_training,
-    sgd,
 )
 
 KNOWS = "weights_only" in inspect.signature(L.Trainer.fit).parameters  # since Lightning 2.6
@@ -72,17 +72,18 @@ class Whole(Classifier):
         return self.net(x)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_decays_are_those_of_online_training_to_the_bit(whole):
+@pytest.mark.parametrize(("whole", "clip"), [(False, math.inf), (True, math.inf), (False, 0.05)])
+def test_decays_are_those_of_an_own_loop_to_the_bit(whole, clip):
+    """Lightning clips the gradient of the data, as that loop does."""
     own, module = (None, Whole()) if whole else ("net", Classifier())
     prior = MarginalLikelihood("classification", network=own, **OPTIONS)
-    trainer(prior).fit(module, loader())
-    model = network()
-    decays, evidence = online_training(model, sgd(model))
+    trainer(prior, gradient_clip_val=None if clip == math.inf else clip).fit(module, loader())
+    model, expected = in_an_own_loop(clip)
+    decays = expected.weight_decays()
     assert torch.equal(prior.learner.weight_decays(), decays)
     for p, q in zip(module.net.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
-    assert prior.learner.evidences[-1] == evidence and len(prior.learner.evidences) == 3
+    assert prior.learner.evidences == expected.evidences and len(expected.evidences) == 3
     # Negative controls: they were learned, and the network has felt it.
     assert len(set(decays.tolist())) == 4
     plain = Classifier()

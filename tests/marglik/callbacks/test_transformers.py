@@ -1,4 +1,6 @@
-"""The callback in Hugging Face's own Trainer: OnlineTraining's decays, logs, checkpoints."""
+"""The callback in Hugging Face's own Trainer: an own loop's decays, logs, checkpoints."""
+
+import math
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from tests.marglik.callbacks.online import (
     OPTIONS,
     assert_fitted_where_the_network_is,
     dataset,
+    in_an_own_loop,
     network,
-    online_training,
     sgd,
 )
 
@@ -49,8 +51,8 @@ class InOrder(transformers.Trainer):
 def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, **options):
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=8,
-        max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
-        **{"save_strategy": "no", **options},
+        use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        **{"save_strategy": "no", "max_grad_norm": 0.0, **options},
     )  # fmt: skip
     examples = [{"x": x, "labels": y} for x, y in dataset()]
     optimizer = sgd(model)
@@ -61,24 +63,25 @@ def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, **options):
     )  # fmt: skip
 
 
-def test_decays_are_those_of_online_training_to_the_bit(tmp_path):
+@pytest.mark.parametrize("clip", [math.inf, 0.05])
+def test_decays_are_those_of_an_own_loop_to_the_bit(clip, tmp_path):
+    """The trainer clips the gradient of the data, as that loop does."""
     model = Classifier()
-    run = trainer(tmp_path, model)
+    run = trainer(tmp_path, model, max_grad_norm=0.0 if clip == math.inf else clip)
     prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
     run.train()
-    other = network()
-    decays, evidence = online_training(other, sgd(other))
-    assert torch.equal(prior.learner.weight_decays(), decays)
+    other, expected = in_an_own_loop(clip)
+    assert torch.equal(prior.learner.weight_decays(), expected.weight_decays())
     for p, q in zip(model.net.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
-    assert prior.learner.evidences[-1] == evidence
+    assert prior.learner.evidences == expected.evidences
     assert prior.posterior.n_data == len(dataset())
     logged = [
         entry for entry in run.state.log_history if "prior/weight_decay/net.0.weight" in entry
     ]
     assert len(logged) == 3
     assert logged[-1]["prior/log_marginal_likelihood_per_example"] == pytest.approx(
-        evidence / len(dataset())
+        prior.learner.evidences[-1] / len(dataset())
     )
 
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior
 from tests.marglik.posteriors import LIKELIHOODS, data, fitted, network, predictions
@@ -78,7 +77,7 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
     ("arguments", "error", "message"),
     [
         ({"likelihood": "gamma"}, ValueError, "'gamma' is not supported"),
-        ({"backend": KfacGGN}, TypeError, "'backend' is not an option; choose from .*kfac_approx"),
+        ({"curvature": 1}, TypeError, "'curvature' is not an option; choose from .*kfac_approx"),
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),

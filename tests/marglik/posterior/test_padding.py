@@ -14,6 +14,7 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from marglik import Laplace, Posterior, PriorLearner, load_posterior, save_posterior
+from marglik.training.algorithm import penalty
 from tests.evidence_oracles import laplace_log_evidence
 from tests.kfac_backend.networks import random_model
 from tests.random_numbers import normal
@@ -299,11 +300,11 @@ def test_training_leaves_the_row():
     before = p.detach().clone()
     learner = PriorLearner("regression", updates=0, average=None)
     learner.start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 1)
-    penalty = learner.add_to_gradients()
-    decays = learner.decays_of_parameters()
+    added = penalty(learner.problem, learner.state)
+    decays = learner.state.decays
     others = model.head.weight.square().sum()
     norm = p.square().sum() - p[PAD].square().sum()
-    assert_close(penalty, 0.5 * (decays[0] * norm + decays[1] * others))
+    assert_close(added, 0.5 * (decays[0] * norm + decays[1] * others))
     assert not p.grad[PAD].any() and p.grad[PAD + 1 :].all()
 
     for base in ("sgd", "nadamw"):
@@ -340,5 +341,5 @@ def test_other_weight_decays_do_count():
     x = tokens(16)
     learner = PriorLearner("regression", updates=0, average=None)
     learner.start(model, torch.optim.SGD(model.parameters(), 0.1), data(model, x), 1)
-    learner.add_to_gradients()
+    penalty(learner.problem, learner.state)
     assert model.table.weight.grad[PAD].all()

@@ -219,7 +219,7 @@ def on_ranks(case: str, options: dict[str, Any], kind: str = "") -> dict[str, An
     found = outcome(run, result)
     kept = ("parameters", "laplace", "evidence", "records", "probabilities")
     drawn = {"mask": masks[0][:3], "next": torch.rand(3)}
-    return {name: found[name] for name in kept} | {"n": run.learner.num_data} | drawn
+    return {name: found[name] for name in kept} | {"n": run.learner.problem.num_data} | drawn
 
 
 def until(stop: int, folder: str, case: str) -> dict[str, Any] | None:
@@ -271,13 +271,11 @@ def in_a_plain_loop(mean_over: str) -> dict[str, Any]:
     loader = batches("classification", 24, 8)
     prior = PriorLearner("classification", every=2, steps=7, weight_decay=1e-2, mean_over=mean_over)
     prior.start(net, optimizer, loader, 4)
-    for epoch in range(1, 5):
+    for _ in range(4):
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
-            prior.add_to_gradients()
             optimizer.step()
-        prior.end_of_epoch(epoch)
-    prior.end_of_training()
+    prior.finish()
     parameters = {name: p.detach() for name, p in net.named_parameters()}
     return parameters | {"decays": prior.weight_decays(), "evidences": prior.evidences}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from laplace import marglik_training as laplace_torch_training
-from laplace.curvature import CurvlinopsGGN
+from laplace.curvature import CurvlinopsHessian
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.testing import assert_close
@@ -69,13 +69,13 @@ def test_what_it_returns():
     with pytest.warns(UserWarning, match="takes the place of weight_decay"):
         la, model, *_ = marglik_training(
             network(1), loader("regression", 35, drop_last=True), "regression",
-            fix_sigma_noise=True, sigma_noise_init=0.3,
+            fix_sigma_noise=True, sigma_noise_init=0.3, enable_backprop=True,
             scheduler_cls=CosineAnnealingLR, scheduler_kwargs={"T_max": 18},
             **OPTIONS | {"optimizer_kwargs": {"weight_decay": 0.1}},
         )  # fmt: skip
     assert la.n_data == 30 and la.sigma_noise == pytest.approx(0.3) and not model.training
     x = torch.randn(3, 4).double().requires_grad_()
-    la.joint_output_distribution(x)[1].sum().backward()
+    la(x)[1].sum().backward()
     assert x.grad.any()
 
 
@@ -84,8 +84,7 @@ def test_what_it_returns():
     [
         ({"prior_structure": "diag"}, ValueError, "'diag'.*use laplace.marglik_training"),
         ({"hessian_structure": "full"}, ValueError, "'full'.*use laplace.marglik_training"),
-        ({"backend": CurvlinopsGGN}, TypeError, "CurvlinopsGGN is not one of kfac_backend's"),
-        ({"enable_backprop": True}, ValueError, "True is not.*joint_output_distribution"),
+        ({"backend": CurvlinopsHessian}, ValueError, "'CurvlinopsHessian' is neither of the GGN"),
     ],
 )
 def test_wrong_options(options, error, message):

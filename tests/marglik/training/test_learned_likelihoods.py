@@ -15,7 +15,8 @@ from torch.testing import assert_close
 
 from kfac_backend.likelihoods import NegativeBinomial, RegressionPerOutput, likelihood_of
 from marglik import OnlineTraining, Posterior, PriorLearner
-from marglik.training.learner import likelihood_step
+from marglik.training.algorithm import end_of_epoch
+from marglik.training.learned_numbers import likelihood_step
 from tests.evidence_oracles import bayesian_linear_regression_log_evidence
 
 N, D, DELTA = 60, 12, 3.0
@@ -248,15 +249,15 @@ def test_training_learns_what_is_not_given():
     model = nn.Linear(1, 1)
     again = PriorLearner("negative_binomial")  # of a run that goes on
     again.load_state_dict(learned.state_dict())
-    again.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
+    again.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40, hooks="none")
     assert again.likelihood == learned.likelihood
     member = learned.replay()  # of an ensemble: from the same start
     assert member.likelihood == NegativeBinomial(r=1)
-    member.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40)
+    member.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40, hooks="none")
     for epoch in range(1, 40):
-        member.end_of_epoch(epoch)
+        end_of_epoch(member.problem, member.state, epoch)
     assert float(member.likelihood.parameters["r"]) == pytest.approx(r, rel=0.05)
-    assert learned.record["likelihood"] == f"negative_binomial(r={r!r})"
+    assert learned.state.record["likelihood"] == f"negative_binomial(r={r!r})"
     assert trained("negative_binomial(r=0.7)").likelihood == NegativeBinomial(r=0.7)
     assert trained("negative_binomial", updates=0).likelihood == NegativeBinomial()
     weighted = torch.cat([y, torch.ones_like(y)], 1), "weighted(of='negative_binomial')"

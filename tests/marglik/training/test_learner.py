@@ -23,10 +23,9 @@ from marglik import (
 from marglik.data import Splits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.optimizers import OptimizerConfig
 from marglik.runs.train import Training
-from marglik.training import learner
-from marglik.training.optimizers import OptimizerConfig
-from marglik.training.steps import NEW_NORM, clip_gradients
+from marglik.training import algorithm, state
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
@@ -125,15 +124,15 @@ def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training
     epochs, few, draws, monkeypatch
 ):
     """Twenty updates of V = 2 backward passes cost 100 epochs' thirds; there are 18, or 180."""
-    monkeypatch.setattr(learner, "FEW_VECTORS", few)
+    monkeypatch.setattr(state, "FEW_VECTORS", few)
     model, fishers = network(), []
-    real = learner.update_prior
+    real = algorithm.update_prior
 
     def noted(hyperparameters, posterior, *arguments, **keywords):
         fishers.append(posterior.options.fisher)
         return real(hyperparameters, posterior, *arguments, **keywords)
 
-    monkeypatch.setattr(learner, "update_prior", noted)
+    monkeypatch.setattr(algorithm, "update_prior", noted)
     learn(model, sgd(model), PriorLearner("classification", updates=20), loader(), epochs)
     assert fishers[-1] == "exact"
     assert set(fishers[:-1]) == ({"mc"} if draws else {"exact"})
@@ -172,20 +171,18 @@ def test_training_limits_the_decay_of_weights_before_a_normalisation():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Linear(6, 3)).double()
         prior = PriorLearner("classification", weight_decay=0.4, steps=1)
-        prior.start(model, sgd(model), in_double(), 9)
+        prior.start(model, optimizer := sgd(model), in_double(), 9)
         used = []
-        for epoch in range(1, 7):
+        for _ in range(6):
             for x, y in in_double():
-                model.zero_grad()
+                optimizer.zero_grad()
                 cross_entropy(model(x), y).backward()
-                prior.add_to_gradients()
-                sgd(model).step()
-            prior.end_of_epoch(epoch)
-            used.append(prior.decays_of_parameters()[0])
+                optimizer.step()
+            used.append(prior.state.decays[0])
         learned = prior.weight_decays()[0].item()
         assert learned > 0.2 and used[0] > 0.2  # three steps are not enough to know
         assert used[-1] == (learned if isinstance(norm, nn.Identity) else 0.1)
-        assert prior.decays_of_parameters()[-2] == prior.weight_decays()[-2].item()
+        assert prior.state.decays[-2] == prior.weight_decays()[-2].item()
 
 
 @pytest.mark.parametrize(("epochs", "moves"), [(4, True), (90, False)])
@@ -206,8 +203,8 @@ def test_an_evidence_that_fell_is_named(spoilt):
         if spoilt:
             with torch.no_grad():
                 model[-1].weight.neg_()
-            prior.end_of_training()
-    best, last = (e / prior.num_data for e in (max(prior.evidences), prior.evidences[-1]))
+            prior.finish()
+    best, last = (e / prior.problem.num_data for e in (max(prior.evidences), prior.evidences[-1]))
     found = [str(w.message) for w in told if "evidence per example fell" in str(w.message)]
     assert len(found) == spoilt and (last < best - 0.02) == spoilt
     assert all(f"{best:.3f} to {last:.3f}" in message for message in found)
@@ -229,9 +226,10 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
         with pytest.raises(ValueError, match=f"PriorLearner lacks '{key}'"):
             second.load_state_dict({name: of for name, of in state.items() if name != key})
     for part, key in (("hyperparameters", "log_delta"), ("hyperparameters", "adam"),
-                      ("average", "values")):  # fmt: skip
-        lacking = {name: of for name, of in state[part].items() if name != key}
-        second.load_state_dict({**state, part: lacking})
+                      ("averages", "values")):  # fmt: skip
+        whole = state[part][0] if part == "averages" else state[part]
+        lacking = {name: of for name, of in whole.items() if name != key}
+        second.load_state_dict({**state, part: [lacking] if part == "averages" else lacking})
         with pytest.raises(ValueError, match=f"lacks '{key}'"):
             second.start(model, sgd(model), loader(), EPOCHS)
     second.load_state_dict(state)  # the control
@@ -243,7 +241,7 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
     with pytest.raises(ValueError, match=r"parameter '0.weight' is .*float32' there, .*float64' h"):
         third.start(double, sgd(double), DataLoader(TensorDataset(x.double(), y), 8), EPOCHS)
     cast = {"values": [p.detach().double() for p in model.parameters()], "count": 1}
-    third.load_state_dict({**state, "average": cast})
+    third.load_state_dict({**state, "averages": [cast]})
     with pytest.raises(ValueError, match=r"averages are in torch.float64, .* in torch.float32"):
         third.start(model, sgd(model), loader(), EPOCHS)
 
@@ -329,8 +327,8 @@ def test_the_noise_of_regression_is_learned_unless_it_is_given(options, expected
     y = x[:, :1] + 0.1 * torch.randn(60, 1, generator=torch.Generator().manual_seed(1))
     model, prior = nn.Linear(4, 1), PriorLearner("regression", **options)
     prior.start(model, sgd(model), [(x, y)], 5)
-    assert float(prior.hyperparameters.sigma_noise) == pytest.approx(expected)
-    assert prior.hyperparameters.learn_sigma_noise == learns
+    assert float(prior.state.hyperparameters.sigma_noise) == pytest.approx(expected)
+    assert prior.state.hyperparameters.learn_sigma_noise == learns
 
 
 def test_the_noise_that_is_learned_is_that_of_the_data():
@@ -348,9 +346,9 @@ def test_keywords_are_options_of_the_schedule_or_the_curvature():
     x, y = dataset().tensors
     model, data = network(), [{"input": x, "target": y}]
     prior = PriorLearner("classification", dict_key_y="target", kfac_approx="reduce", every=1)
-    assert prior.curvature.kfac_approx == "reduce" and prior.schedule.every == 1
+    assert prior.options.curvature.kfac_approx == "reduce" and prior.options.schedule.every == 1
     prior.start(model := ByKey(model), sgd(model), data, 2)
-    assert prior.num_data == len(x)
+    assert prior.problem.num_data == len(x)
     with pytest.raises(TypeError, match="'dict_key' is not an option.*every.*dict_key_y"):
         PriorLearner("classification", dict_key="target")
     with pytest.raises(ValueError, match="kfac_approx='both'"):
@@ -364,11 +362,6 @@ class ByKey(nn.Module):
 
     def forward(self, batch):
         return self.net(batch["input"])
-
-
-def test_a_step_before_the_start_is_told():
-    with pytest.raises(RuntimeError, match="call start\\(model, optimizer, loader\\) before"):
-        PriorLearner("classification").add_to_gradients()
 
 
 START = {
@@ -394,57 +387,15 @@ def test_decays_come_down_from_a_high_start(name):
     prior = PriorLearner("classification", **options)
     x, y = torch.randn(40, 4), torch.randint(3, (40,))
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
-    prior.start(model, optimizer, batches, 4000 if "long" in name else 20)
+    prior.start(model, optimizer, batches, 4000 if "long" in name else 20, hooks="none")
     for step in range(10):
         assert prior.weight_decays().max() <= max(5e-4, options.get("weight_decay", 0)) + 1e-12
         optimizer.zero_grad()
         cross_entropy(model(batches[step % 5][0]), batches[step % 5][1]).backward()
-        prior.add_to_gradients()
+        algorithm.penalty(prior.problem, prior.state)
         optimizer.step()
-    groups = prior.hyperparameters.groups
+    groups = prior.state.hyperparameters.groups
     found = dict(zip(groups.names, prior.weight_decays().tolist(), strict=True))
     assert found.get("3.weight", found.get("all")) == pytest.approx(expected)
     for other in found.keys() - {"3.weight"}:  # invariant to scale, or a vector
         assert found[other] == pytest.approx(options.get("weight_decay", 5e-4))
-
-
-# --- the limit of a step's gradients ---
-
-
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_limits_the_norm_to_a_multiple_of_its_running_mean(scale):
-    mean, running, clipped = None, None, []
-    for g in [torch.randn(5) * size for size in (1.0, 1.2, 30.0, 0.1, 9.0)]:
-        norm = g.norm().item()
-        factor = 1.0 if mean is None else min(1.0, 2 * mean / norm)
-        mean = norm if mean is None else mean + NEW_NORM * (factor * norm - mean)
-        p = nn.Parameter(torch.zeros(5))
-        p.grad = scale * g
-        running, is_clipped, _ = clip_gradients([p], running, 2.0, torch.tensor(scale))
-        clipped.append(int(is_clipped))
-        assert_close(p.grad / scale, factor * g)
-        assert_close(running.item(), mean, rtol=1e-5, atol=0)
-    assert clipped == [0, 0, 1, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("gradient", "clip", "mean"),
-    [([50.0, 0.0], None, 1 + NEW_NORM * 49), ([1.0, float("inf")], 2.0, 1.0)],
-)
-def test_gradients_that_are_not_limited_are_left(gradient, clip, mean):
-    """Without a limit, the norm is followed alone; infinite ones are left to a scaler."""
-    p = nn.Parameter(torch.zeros(2))
-    p.grad = torch.tensor(gradient)
-    running, is_clipped, finite = clip_gradients([p], torch.tensor(1.0), clip, torch.tensor(1.0))
-    assert p.grad.tolist() == gradient and not is_clipped
-    assert running.item() == pytest.approx(mean) and finite == (mean > 1)
-
-
-def test_the_running_mean_starts_at_the_first_norm_that_is_finite():
-    """A gradient scaler's first steps are often skipped, as its factor is too large."""
-    p, mean, clipped = nn.Parameter(torch.zeros(2)), None, []
-    for norm in (float("inf"), 3.0, 3.0, 60.0):
-        p.grad = torch.tensor([norm, 0.0])
-        mean, is_clipped, _ = clip_gradients([p], mean, 2.0, torch.tensor(1.0))
-        clipped.append(int(is_clipped))
-    assert clipped == [0, 0, 0, 1] and p.grad[0] == pytest.approx(6.0)

@@ -18,8 +18,8 @@ from marglik import (
     PriorLearner,
     Schedule,
 )
+from marglik.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.training.loaders import count_examples
-from marglik.training.optimizers import OptimizerConfig, build_optimizer
 from tests.kfac_backend.test_steady_batch import WAITS, Dispatched
 from tests.marglik.states import same
 from tests.marglik.training.runs import scaled_fabric

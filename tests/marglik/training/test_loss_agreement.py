@@ -121,6 +121,15 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), LR)
 
 
+def trainer(**options):
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    prior = MarginalLikelihood("classification", network="net", every=1, steps=1)
+    return L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[prior], **options,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -128,34 +137,20 @@ class Classifier(L.LightningModule):
 )
 def test_lightnings_callback_compares_the_first_batch(options, accumulated, expected):
     """Of the steps themselves, with their dropout; one warning."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = Classifier(**options)
-    prior = MarginalLikelihood("classification", network="net", every=1, steps=1)
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[prior],
-        accumulate_grad_batches=accumulated,
-    )  # fmt: skip
-    found = told(lambda: trainer.fit(module, loader()))
+    module, run = Classifier(**options), trainer(accumulate_grad_batches=accumulated)
+    found = told(lambda: run.fit(module, loader()))
     assert len(found) == (expected is not None)
     assert all(expected in message for message in found)
     assert not module.net._forward_hooks
 
 
 def test_lightnings_callback_leaves_no_hooks_after_an_exception():
-    class Fails(Classifier):
-        def training_step(self, batch, index):
-            raise OSError("the disk")
-
-    module, prior = Fails(), MarginalLikelihood("classification", network="net")
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[prior],
-    )  # fmt: skip
-    with pytest.raises(OSError, match="the disk"):
-        trainer.fit(module, loader())
+    module, run = Classifier(unknown=1), trainer()  # which the loss refuses
+    with pytest.raises(TypeError, match="unknown"):
+        run.fit(module, loader())
     assert not module.net._forward_hooks
-    assert not trainer.optimizers[0]._optimizer_step_post_hooks
+    assert not run.optimizers[0]._optimizer_step_pre_hooks
+    assert not run.optimizers[0]._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize(

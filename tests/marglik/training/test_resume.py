@@ -70,7 +70,7 @@ DROPPED = {
     "scheduler": ("SGD", "scheduler"),
     "scale of the loss": ("float16", "precision"),
     "best so far": ("the first is the best", "learner", "best"),
-    "average": ("averaged", "learner", "average"),
+    "average": ("averaged", "learner", "averages"),
     "records": ("SGD", "records"),
     "Adam of the ranges": ("ranges", "learner", "ranges"),
     "evidences": ("SGD", "learner", "evidences_of_steps"),

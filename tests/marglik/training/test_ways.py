@@ -28,9 +28,9 @@ from marglik.callbacks.lightning import MarginalLikelihood
 from marglik.data import Splits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.optimizers import OptimizerConfig
 from marglik.runs.train import Training
 from marglik.storage.checkpoint import Checkpoints
-from marglik.training.optimizers import OptimizerConfig
 from tests.marglik.plain_loop import learn
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,13 +9,13 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from kfac_backend.laplace_torch.interface import KfacGGN, KfacInterface
 from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.options import check_positive
+from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
-from marglik.laplace import KronLaplace
+from marglik.laplace import KronLaplace, fisher_of_backend
 from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
-from marglik.training.learner import WEIGHT_DECAY, PriorLearner
+from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.learner import PriorLearner
 from marglik.training.loaders import count_on_ranks, num_batches
 from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, Keep, Schedule, settling_rate
@@ -29,7 +29,7 @@ def marglik_training(
     train_loader: DataLoader[Any],
     likelihood: Likelihood | str = "classification",
     hessian_structure: str = "kron",
-    backend: type = KfacGGN,
+    backend: type | None = None,
     optimizer_cls: type[Optimizer] = Adam,
     optimizer_kwargs: dict[str, Any] | None = None,
     scheduler_cls: type[LRScheduler] | None = None,
@@ -69,7 +69,7 @@ def marglik_training(
         likelihood: "classification", "regression", "bernoulli", or another of
             `kfac_backend.likelihoods`.
         hessian_structure: "kron"; for others use laplace-torch's function with our backend.
-        backend: `KfacGGN` or `KfacEF`.
+        backend: `KfacGGN`, which is the default, `KfacEF`, or laplace-torch's for these matrices.
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
         scheduler_cls: class of a learning-rate schedule, stepped after every batch; None takes
@@ -86,8 +86,7 @@ def marglik_training(
         temperature: T of the likelihood.
         fix_sigma_noise: whether to keep σ at its initial value.
         progress_bar: whether to show progress.
-        enable_backprop: False; what is returned has `joint_output_distribution`, which can be
-            differentiated in the input.
+        enable_backprop: whether predictions of what is returned keep their graph in the input.
         dict_key_x: the input's key in batches that are mappings, or several keys; None: the mapping
             goes to the model as a whole, as in laplace-torch.
         dict_key_y: the targets' key in batches that are mappings.
@@ -112,22 +111,10 @@ def marglik_training(
             "laplace.marglik_training(..., backend=KfacGGN)."
         )
 
-    if not issubclass(backend, KfacInterface):
-        raise TypeError(
-            f"backend {backend.__name__} is not one of kfac_backend's; pass KfacGGN or KfacEF, or "
-            "use laplace.marglik_training with other backends."
-        )
-    if enable_backprop:
-        raise ValueError(
-            "enable_backprop=True is not supported: joint_output_distribution(x) of what is "
-            "returned can be differentiated in x, as can laplace.KronLaplace(..., backend=KfacGGN)."
-        )
-    # laplace-torch's backends know two likelihoods; of ours the options alone are needed.
     likelihood = likelihood_of(likelihood)
-    of_backend = "regression" if likelihood.name == "regression" else "classification"
-    keys = {"dict_key_y": dict_key_y, "kfac_approx": "auto"}
-    given: dict[str, Any] = keys | options
-    curvature = backend(model, of_backend, **given).options.replace(dict_key_x=dict_key_x)
+    curvature = CurvatureOptions(dict_key_x=dict_key_x, dict_key_y=dict_key_y).replace(
+        **fisher_of_backend(backend, options)
+    )
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
@@ -185,6 +172,7 @@ def marglik_training(
         prior_precision=of.prior_precision,
         sigma_noise=of.sigma_noise,
         temperature=temperature,
+        enable_backprop=enable_backprop,
     )
     found.restore(of.fitted_factors())
     model.eval()  # as laplace-torch leaves it

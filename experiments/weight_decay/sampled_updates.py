@@ -1,0 +1,151 @@
+"""The price of learned weight decays: updates that see a sample, beside those that see all data.
+
+Seconds of one thread, in plain trainings (no prior, the same average), the test NLL at a
+temperature that held-out data choose, and how far the learned decays are from those of updates on
+all data. Networks and data are those of other studies; labels are right, or 40 % of those in
+training and held-out data are wrong.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
+from experiments.weight_decay.default_options import SMALLEST
+from experiments.weight_decay.training import (
+    Problem,
+    convolutions,
+    digits,
+    no_norm,
+    scores_of,
+    small_images,
+    with_wrong_labels,
+)
+from marglik.data.batches import Batches
+from marglik.training import sampled_data
+
+
+def large_digits() -> tuple[Tensor, Tensor]:
+    """The digits at 28×28 pixels."""
+    x, y = digits()
+    return F.interpolate(x, size=28, mode="bilinear"), y
+
+
+def small_mlp() -> nn.Module:
+    """784-50-10, the size of small examples everywhere."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 50), nn.Tanh(), nn.Linear(50, 10))
+
+
+of_digits = partial(Problem, data=digits, examples=1000)
+PROBLEMS = {
+    "MLP 784-50-10, 18 epochs": Problem(small_mlp, 18, data=large_digits, examples=1400),
+    "MLP 784-50-10, 60 epochs": Problem(small_mlp, 60, data=large_digits, examples=1400),
+    "convolutions, 25 epochs": of_digits(lambda: convolutions(no_norm, "flattened"), 25),
+    "convolutions, 40 epochs": of_digits(lambda: convolutions(no_norm, "flattened"), 40),
+    "BatchNorm, 12 epochs": of_digits(lambda: convolutions(nn.BatchNorm2d, "pooled"), 12),
+    "BatchNorm, 40 epochs": of_digits(lambda: convolutions(nn.BatchNorm2d, "pooled"), 40),
+    "CIFAR-10 (JPEG), 4,000 images": Problem(
+        lambda: convolutions(nn.BatchNorm2d, "flattened", 3, 16), 16,
+        data=small_images, examples=4000,
+    ),
+}  # fmt: skip
+UPDATES = {"plain": None, "all data": 1e9, "sampled": sampled_data.SHARE}
+"""The share of the steps' cost that an update may have; None learns no decays."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A problem and a seed."""
+
+    problem: str
+    wrong: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.seed}"
+
+
+@recorded
+@quiet_training()
+def run(config: Config) -> dict[str, Any]:
+    """Train one after the other, and test."""
+    problem = PROBLEMS[config.problem]
+    split, held_out, test = with_wrong_labels(
+        *problem.data(), problem.examples, 200, config.wrong, config.seed
+    )
+    results = {}
+    problem.warm_up(split)
+    for name, share in UPDATES.items():
+        sampled_data.SHARE = sampled_data.SHARE if share is None else share
+        loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
+        decays = SMALLEST if share is None else None
+        trained = problem.run(split, config.seed, decays, loader=loader)
+        results[name] = scores_of(trained.model, held_out, test)
+        results[name] |= {"seconds": trained.seconds} | trained.record
+    return {"results": results, "seconds": sum(of["seconds"] for of in results.values())}
+
+
+def tasks(options: argparse.Namespace) -> list[Config]:
+    """Seed by seed."""
+    return [
+        Config(problem, wrong, seed)
+        for seed in range(options.seeds)
+        for problem in options.data
+        for wrong in (0.0, 0.4)
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Cost and NLL, with errors over seeds; and the largest factor between the decays."""
+    runs: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    for of in found:
+        runs[of["config"]["problem"], of["config"]["wrong"]].append(of["results"])
+    rows = [["network", "wrong", "cost, all data", "cost, sampled", "NLL, all data", "NLL, sampled",
+             "sampled − all", "decays differ by"]]  # fmt: skip
+    for (problem, wrong), seeds in runs.items():
+        costs = {
+            name: statistics.median(of[name]["seconds"] / of["plain"]["seconds"] for of in seeds)
+            for name in ("all data", "sampled")
+        }
+        nlls = {name: [of[name]["nll"] for of in seeds] for name in costs}
+        difference = [a - b for a, b in zip(nlls["sampled"], nlls["all data"], strict=True)]
+        factors = [
+            math.exp(statistics.median(abs(math.log(a / b)) for a, b in pairs_of_decays(of)))
+            for of in seeds
+        ]
+        rows.append([
+            problem, f"{wrong:.0%}", *(f"{cost:.2f}" for cost in costs.values()),
+            *map(mean_with_error, nlls.values()), mean_with_error(difference, "{:+.3f}"),
+            f"{statistics.fmean(factors):.2f}",
+        ])  # fmt: skip
+    return (
+        "Costs are seconds of one thread in plain trainings; the last column is the median factor "
+        "between the decays of the two.\n\n" + markdown(rows)
+    )
+
+
+def pairs_of_decays(results: dict[str, Any]) -> list[tuple[float, float]]:
+    """The weight decays of sampled updates beside those of all data, tensor by tensor."""
+    ours, theirs = (results[name]["weight_decay"] for name in ("sampled", "all data"))
+    return [(ours[name], theirs[name]) for name in ours]
+
+
+main = study(
+    "sampled_updates", __doc__, run, tasks, table, problems=PROBLEMS,
+    default=[name for name in PROBLEMS if "CIFAR" not in name], seeds=3,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The GGN from Jacobians: dense, its diagonal, or its largest eigenpairs, for few parameters."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import jacrev
+
+from kfac_backend.engine.batches import detached, each_batch, to_device
+from kfac_backend.engine.calls import call_with, plain_attention
+from kfac_backend.engine.checks import check_finite
+from kfac_backend.engine.padding import padding_rows
+from kfac_backend.engine.task import Task
+from kfac_backend.likelihoods import Likelihood, likelihood_of
+from kfac_backend.loss import loss_sum, num_counted_terms
+from kfac_backend.options import CurvatureOptions, check_keys
+from marglik.posterior.precision import (
+    DensePrecision,
+    DiagonalPrecision,
+    LowRankPrecision,
+    Precision,
+)
+
+Structure = Literal["kron", "diag", "full", "lowrank"]
+"""Of the posterior's precision; all but "kron" are from Jacobians."""
+OPERATORS = {"full": DensePrecision, "diag": DiagonalPrecision, "lowrank": LowRankPrecision}
+
+
+def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
+    """All parameters concatenated, (P,), each in row-major order whatever its memory format.
+
+    `torch.nn.utils.parameters_to_vector` of torch 2.11 raises on weights in channels_last.
+    """
+    return torch.cat([p.reshape(-1) for p in parameters])
+
+
+@dataclass(frozen=True)
+class JacobianGGN:
+    """H = Σ_n J_nᵀ Λ_n J_n at σ = T = 1, a sum over the data, of P parameters.
+
+    With "lowrank", H is cut to its largest eigenpairs whenever data is added: it is the whole GGN
+    if that has no more of them, and otherwise less than it, so that variances and evidence are too
+    large. Source: Ross et al. 2008, "Incremental learning for robust visual tracking".
+    """
+
+    structure: str
+    H: Tensor
+    """(P, P); its diagonal (P,); of "lowrank" rows R (K, P) with Rᵀ R = H. Float64."""
+    indices: Tensor
+    """Of the parameters, in the vector of all trainable ones, (P,)."""
+    rank: int
+    """The largest K of "lowrank"."""
+    likelihood: Likelihood
+    loss: float
+    """Σ ℓ over the data (nats) at σ = 1."""
+    num_data: int
+    num_outputs: int
+    num_loss_terms: float
+    is_corrected: bool = False
+
+    def precision(
+        self, delta: Float[Tensor, "P"], scale: Tensor | float = 1.0, like: Tensor | None = None
+    ) -> Precision:
+        """H · scale + diag(δ); differentiable in both. Draws have the dtype of ``like``."""
+        scale = torch.as_tensor(scale).to(self.H)
+        H = self.H * (scale.sqrt() if self.structure == "lowrank" else scale)
+        return OPERATORS[self.structure](H, delta, self.H if like is None else like)
+
+    # The calls of `Spectra`, which the evidence takes: here each parameter is a block of its own.
+
+    def log_det_ratio(self, ratio: Float[Tensor, "P"]) -> Float[Tensor, ""]:
+        """Log det(I + H diag(ratio)), differentiable in the ratios > 0."""
+        return self.precision(1 / ratio).logdet() + ratio.log().sum()
+
+    def effective(self, ratio: Float[Tensor, "P"]) -> Float[Tensor, "P"]:
+        """γ = 1 − δ Σ_ii of each parameter, at δ = 1/ratio."""
+        return 1 - self.precision(1 / ratio).variances() / ratio
+
+    @property
+    def largest(self) -> Float[Tensor, "P"]:
+        """The diagonal of H, for errors that name where it is not finite."""
+        return self.precision(torch.zeros(len(self.indices)).to(self.H)).diagonal()
+
+    def __add__(self, other: "JacobianGGN") -> "JacobianGGN":
+        """Of both data sets, at the same parameters.
+
+        Raises:
+            ValueError: another structure, likelihood or set of parameters.
+        """
+        same = self.structure == other.structure and self.likelihood == other.likelihood
+        if not same or not torch.equal(self.indices, other.indices):
+            raise ValueError(
+                f"GGNs of {self.structure!r}, '{self.likelihood}' and {len(self.indices)} "
+                f"parameters and of {other.structure!r}, '{other.likelihood}' and "
+                f"{len(other.indices)} cannot be added."
+            )
+        sums = "loss", "num_data", "num_loss_terms"
+        return replace(
+            self,
+            H=_sum(self.structure, self.rank, self.H, other.H),
+            **{name: getattr(self, name) + getattr(other, name) for name in sums},
+        )
+
+    def __mul__(self, weight: float) -> "JacobianGGN":
+        """Of the same data with a weight, as if each example came that often."""
+        sums = {
+            name: getattr(self, name) * weight for name in ("loss", "num_data", "num_loss_terms")
+        }
+        factor = weight**0.5 if self.structure == "lowrank" else weight
+        return replace(self, H=self.H * factor, **sums)
+
+    def restrict(self, chosen: Tensor) -> "JacobianGGN":
+        """Of some of the parameters, by a mask; the others are constants."""
+        H = self.H[chosen] if self.structure == "diag" else self.H[..., chosen]
+        H = H[chosen] if self.structure == "full" else H
+        return replace(self, H=H, indices=self.indices[chosen])
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "JacobianGGN":
+        """On another device; H stays in float64."""
+        return replace(self, H=self.H.to(device), indices=self.indices.to(device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, as plain data and tensors."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {
+            "likelihood": str(self.likelihood)
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "JacobianGGN":
+        """What `state_dict` returned.
+
+        Raises:
+            ValueError: a state that lacks entries.
+        """
+        names = [f.name for f in fields(cls)]
+        check_keys("Laplace's fit", state, names)
+        values: dict[str, Any] = {name: state[name] for name in names}
+        values["likelihood"] = likelihood_of(values["likelihood"])
+        return cls(**values)
+
+
+def _sum(structure: str, rank: int, H: Tensor, other: Tensor) -> Tensor:
+    """Two matrices' sum in the form of the structure."""
+    if structure != "lowrank":
+        return H + other
+    rows = torch.cat([H, other])
+    return torch.linalg.eigh(rows @ rows.mT)[1].mT[-rank:] @ rows
+
+
+def jacobians(
+    model: nn.Module, indices: Int[Tensor, "P"], x: Any, differentiable: bool = False
+) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "N *R C P"]]:
+    """Outputs f and their Jacobians J in some of the trainable parameters.
+
+    Args:
+        model: in the mode that it is to run in.
+        indices: of the parameters, in the vector of all trainable ones.
+        x: inputs, moved to the model's device.
+        differentiable: whether both keep their graph in x.
+    """
+    trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    device = next(model.parameters()).device
+    x = to_device(x, device) if differentiable else detached(x, device)
+    sizes = [p.numel() for p in trainable.values()]
+
+    def outputs(vector: Tensor) -> tuple[Tensor, Tensor]:
+        parts = zip(trainable.items(), vector.split(sizes), strict=True)
+        f = call_with(model, {n: part.view(p.shape).to(p) for (n, p), part in parts}, x)
+        return f, f
+
+    with plain_attention():
+        J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
+    check_finite(model, f, x)
+    return (f, J[..., indices]) if differentiable else (f.detach(), J.detach()[..., indices])
+
+
+def jacobian_ggn(
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood,
+    options: CurvatureOptions,
+    *,
+    structure: str,
+    rank: int,
+    indices: Int[Tensor, "P"],
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> JacobianGGN:
+    """The GGN at the model's current parameters, or the matrix that ``options.fisher`` names.
+
+    Args:
+        model: the network, in eval mode.
+        data: batches.
+        likelihood: of the targets.
+        options: of the targets, and which matrix.
+        structure: "full", "diag" or "lowrank".
+        rank: the number of eigenpairs of "lowrank".
+        indices: of the parameters, in the vector of all trainable ones. Those that are an
+            embedding's padding are left out: they have neither curvature nor prior.
+        generator: of fisher="mc".
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: no data.
+    """
+    task, fisher = Task(likelihood, options), options.make_fisher()
+    device = next(model.parameters()).device
+    ggn: JacobianGGN | None = None
+    for batch in each_batch(data, "Fitting", progress):
+        x, y = (detached(part, device) for part in task.split(batch))
+        y = task.targets(model, x, y)
+        if ggn is None:
+            indices = _without_padding(model, x, indices)
+        f, J = jacobians(model, indices, x)  # (N, ..., C), (N, ..., C, P)
+        task.check(f, y)
+        task.look_at(f)
+        # One row Jᵀ v for each vector v of an example: Σ v vᵀ = Λ of each of its loss terms.
+        vectors = fisher.vectors(task.likelihood, f, y, generator, may_ignore=task.may_ignore)
+        f_flat, J_flat = f.flatten(1), J.flatten(1, -2)  # (N, RC), (N, RC, P)
+        rows = torch.cat([torch.einsum("nc,ncp->np", v.flatten(1), J_flat.to(v)) for v in vectors])
+        part = JacobianGGN(
+            structure,
+            _matrix(structure, rank, rows.double()),
+            indices,
+            rank,
+            task.likelihood,
+            loss_sum(f, y, task.likelihood).item(),
+            len(f_flat),
+            f.shape[-1],
+            float(num_counted_terms(f, y, task.likelihood)),
+        )
+        ggn = part if ggn is None else ggn + part
+    if ggn is None:
+        raise ValueError("The data is empty: the loader yields no batch.")
+    return ggn
+
+
+def _matrix(structure: str, rank: int, rows: Float[Tensor, "K P"]) -> Tensor:
+    """Rᵀ R of rows R, in the form of the structure."""
+    if structure == "diag":
+        return rows.square().sum(0)
+    return rows.mT @ rows if structure == "full" else _sum(structure, rank, rows[:0], rows)
+
+
+def _without_padding(model: nn.Module, x: Any, indices: Tensor) -> Tensor:
+    """The indices but those of rows that an embedding takes as padding and nothing else uses."""
+    padding = padding_rows(model, x)
+    if not padding:
+        return indices
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    masks = {n: torch.ones_like(p, dtype=torch.bool) for n, p in trainable.items()}
+    for name, row in padding.items():
+        masks[name][row] = False
+    return indices[parameter_vector(masks.values())[indices]]

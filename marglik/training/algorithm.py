@@ -1,0 +1,263 @@
+"""Algorithm 1 of Immer et al. 2021 (arXiv:2104.04975), as functions over a problem and a state.
+
+    state = start(problem, hyperparameters)
+    for epoch in 1, 2, ..., epochs:
+        for batch in data:
+            loss(batch).backward()
+            penalty(problem, state)          # adds the prior's gradient T·δ/N · θ
+            optimizer.step()
+        end_of_epoch(problem, state, epoch)  # where due: curvature, evidence, steps on log δ
+    finish(problem, state)                   # the average of θ, and the last update at it
+
+`PriorLearner` is the face that users see. Whatever departs from plain evidence is in
+`marglik.training.decay_policy`, when updates happen in `marglik.training.schedule`.
+
+On several ranks of `torch.distributed` every function is collective. The loop must average
+gradients over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data
+with the same number of examples in each batch: only then is that average the gradient of the mean
+over all examples.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.likelihoods import likelihood_of
+from marglik.augmentation.ranges import RangeLearner, ranges_of
+from marglik.posterior.posterior import Posterior, parameter_vector
+from marglik.posterior.prior import Hyperparameters, update_prior
+from marglik.training.decay_policy import Measures
+from marglik.training.label_noise import learn_label_noise
+from marglik.training.learned_numbers import check_derivatives, likelihood_step
+from marglik.training.loaders import WithExamples
+from marglik.training.random_state import own_random_numbers
+from marglik.training.sampled_data import own_iteration, sampled
+from marglik.training.state import LearnerState, Problem
+from marglik.training.steps import WeightAverage, add_penalty
+
+
+def start(
+    problem: Problem,
+    hyperparameters: Hyperparameters,
+    saved: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    sums_terms: bool = False,
+) -> LearnerState:
+    """The state before the first step; completes the problem by what its data says.
+
+    Args:
+        problem: what is trained.
+        hyperparameters: δ of each group, and σ; they become a part of the state.
+        saved: the state to go on from, of `PriorLearner.state_dict`.
+        loss: see `PriorLearner.start`.
+        sums_terms: see `PriorLearner.start`.
+    """
+    likelihood, epochs = problem.options.likelihood, problem.options.schedule.epochs
+    # A rank with another model or other options would learn something else, or wait forever.
+    problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
+    to_learn = likelihood.to_learn() if problem.options.learns else {}
+    likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
+    state = LearnerState(
+        hyperparameters,
+        likelihood,
+        RangeLearner(problem.model),
+        [WeightAverage(part.parameters) for part in problem.parts],
+        [0 for _ in problem.parts],
+        Measures(sorted(problem.named), [None for _ in problem.parts]),
+    )
+    first_batch = problem.look_at_data(likelihood, sums_terms, loss)
+    state.set_decays(problem)
+    to_learn = {} if problem.learns_label_noise else to_learn
+    if to_learn or state.ranges.modules:  # tried now, before any work is lost
+        curvature = problem.options.curvature
+        posterior = Posterior(problem.model, likelihood, curvature, process_group=None)
+        with forked_random_numbers(problem.model):
+            check_derivatives(posterior, first_batch, to_learn, state.ranges)
+    if saved is not None:
+        state.load_state_dict(saved, problem)
+    return state
+
+
+def penalty(
+    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
+) -> Tensor:
+    """Add the prior's gradient to those of an optimiser's parameters; returns ½ Σ wd ‖θ‖².
+
+    Once before each of its steps, after the backward passes and after gradients were clipped: what
+    the loop clips is the gradient of the data.
+
+    Args:
+        problem: what is trained.
+        state: counts the step.
+        scale: what the loss was multiplied with, as gradient scalers do.
+        part: the optimiser's place in the list.
+    """
+    own, policy = problem.parts[part], problem.options.policy
+    if problem.options.schedule.is_averaged(state.epoch + 1):
+        state.averages[part].add()  # what the steps before this one have come to
+    state.steps[part] += 1
+    policy.observe(problem, state, own)
+    rows = {i: problem.padding[n] for i, n in enumerate(own.names) if n in problem.padding}
+    decays = policy.stable_decays(state, own)
+    value = add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    policy.limit_gradients(state, own, scale)
+    return value
+
+
+def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
+    """Update the prior if an update is due; returns the numbers to log, by name.
+
+    Args:
+        problem: what is trained.
+        state: changed in place, but not by an error: the call can then be made again.
+        epoch: number of the epoch that has ended, from 1; one that has ended before, as after a
+            resume, is ignored.
+
+    Raises:
+        FloatingPointError: the evidence is not finite.
+    """
+    schedule = problem.options.schedule
+    if epoch <= state.epoch:
+        return {}
+    with state.unchanged_by_errors(problem.model):
+        state.epoch, state.measures.clipped = epoch, 0
+        if epoch in problem.replayed:
+            delta, sigma, likelihood = problem.replayed[epoch]
+            state.likelihood = likelihood_of(likelihood)
+            state.hyperparameters.set(delta, sigma)
+            state.set_decays(problem)
+        learn_label_noise(problem, state)
+        return update(problem, state) if schedule.is_due_within(epoch) else {}
+
+
+def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
+    """Raise the evidence at the present parameters; returns the numbers to log."""
+    hyper, schedule = state.hyperparameters, problem.options.schedule
+    before = hyper.prior_precision
+    evidences, record = fit(problem, state, schedule.steps, is_last)
+    problem.options.policy.compare_update(problem, state, before)
+    state.updated_at = state.steps[-1]
+    state.set_decays(problem)
+    state.evidences.append(evidences[-1])
+    state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
+    best = state.best
+    if schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
+        state.best = {
+            "evidence": evidences[-1],
+            "epoch": state.epoch,
+            "model": deepcopy(problem.model.state_dict()),
+            "prior_precision": hyper.prior_precision,
+            "sigma_noise": hyper.sigma_noise,
+            "likelihood": str(state.likelihood),
+        }
+    state.record = record
+    numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
+    numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
+    if ranges := ranges_of(problem.model):
+        record["ranges"] = ranges
+    numbers |= {f"range/{name}": value for name, value in ranges.items()}
+    if "sigma_noise" in record:
+        numbers["sigma_noise"] = record["sigma_noise"]
+    if state.likelihood.has_label_noise:
+        numbers["label_noise"] = state.likelihood.parameters["noise"].item()
+    return numbers
+
+
+def fit(
+    problem: Problem, state: LearnerState, steps: int, is_last: bool = False
+) -> tuple[list[float], dict[str, Any]]:
+    """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
+
+    The last one has the curvature that was asked for, and not a cheaper one.
+    """
+    hyper, options, data = state.hyperparameters, problem.options, own_iteration(problem.loader)
+    curvature = options.curvature
+    if problem.draws_labels and not is_last:
+        curvature = curvature.replace(fisher="mc", mc_samples=1)
+    number, N = problem.num_data if is_last else state.sample_size(problem), problem.num_data
+    if number < N:
+        data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
+    if problem.ranks.size > 1:
+        data = WithExamples(data, curvature)
+    former = state.posterior
+    state.posterior = posterior = Posterior(
+        problem.model,
+        state.likelihood,
+        curvature,
+        prior_precision=hyper.groups.of_tensors(hyper.prior_precision),
+        sigma_noise=hyper.sigma_noise,
+        temperature=options.temperature,
+        process_group=problem.ranks.process_group,
+    )
+    if former is not None:
+        posterior.passes = former.passes
+    # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
+    # on what the loop has drawn.
+    with forked_random_numbers(problem.model):
+        torch.manual_seed(state.epoch)
+        with own_random_numbers(problem.ranks):
+            evidences, record = update_prior(
+                hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
+            )
+        if not is_last:  # the last posterior is that of the ranges as they are
+            state.ranges.learn(posterior, problem.loader, problem.num_data)
+        by_evidence = options.learns and steps and not problem.learns_label_noise
+        to_learn = options.likelihood.to_learn() if by_evidence else {}
+        if to_learn:
+            state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
+            if hyper.learn_sigma_noise:
+                hyper.set(hyper.prior_precision, sigma)
+    # The last posterior is that of the numbers as they are.
+    return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
+
+
+def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
+    """Take the average, and update the prior there; returns the numbers to log.
+
+    A training may end within an epoch, early, or with other parameters than its last ones (those
+    of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
+    trained, the posterior is fitted without changing the weight decays. After an error, as of the
+    data, it can be called again.
+
+    Raises:
+        FloatingPointError: the evidence is not finite.
+    """
+    schedule, policy = problem.options.schedule, problem.options.policy
+    per_epoch = problem.steps_per_epoch
+    if per_epoch and state.steps[-1] > state.epoch * per_epoch:
+        state.epoch += 1  # which was cut short
+    # Step 1: the average takes the place of the last step's parameters.
+    state.take_average(problem)
+    state.kept_epoch = state.epoch
+    if not schedule.updates:
+        return {}
+    # Step 2: the last update, or else a posterior, at the parameters that are there now. They are
+    # compared by value, as the loop may have loaded others since; and an update at them, perhaps
+    # before a resume, is not made again.
+    numbers: dict[str, float] = {}
+    here, posterior = parameter_vector(problem.named.values()), state.posterior
+    with state.unchanged_by_errors(problem.model):
+        is_fitted = posterior is not None and torch.equal(here, posterior.mean)
+        is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
+        learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
+        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
+            learn_label_noise(problem, state)
+            numbers = update(problem, state, is_last=True)
+        elif not is_fitted or problem.draws_labels:
+            if is_updated:
+                state.evidences.pop()  # the same update's, of drawn labels or before a resume
+            state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
+        # Step 3: back to the best update, if that is asked for.
+        if state.best is not None and state.best["evidence"] > state.evidences[-1]:
+            problem.model.load_state_dict(state.best["model"])
+            state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
+            state.likelihood = likelihood_of(state.best["likelihood"])
+            state.kept_epoch = state.best["epoch"]
+            state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
+    policy.warn_at_the_end(problem, state)
+    return numbers

@@ -1,0 +1,162 @@
+"""Hooks on the optimisers' steps: they add the prior's gradient, and end the epochs.
+
+A pre-hook comes before a step, but after `GradScaler.step` has unscaled the gradients, and after
+the loop has clipped them. Of a step with a closure it comes before the backward pass, and so hands
+on a closure that adds the prior's gradient after it. Fused optimisers unscale in their own step and
+are called with infinite gradients, too: they then have the attributes ``grad_scale`` and
+``found_inf``. A step that a scaler skips is none.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from marglik.training import algorithm
+from marglik.training.state import LearnerState, Problem
+
+_HANDLES: "WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]" = WeakKeyDictionary()
+"""The hooks of each optimiser, so that another start replaces them."""
+
+
+class StepHooks:
+    """The hooks of a training, until `remove`, or until it is no longer referred to.
+
+    The optimisers refer to it weakly, so that a loop may end in any way.
+
+    Args:
+        problem: what is trained.
+        state: changed by the steps.
+    """
+
+    def __init__(self, problem: Problem, state: LearnerState) -> None:
+        self.problem, self.state = problem, state
+        hooks = weakref.ref(self)
+        for part in problem.parts:
+            remove_hooks(part.optimizer)
+            _HANDLES[part.optimizer] = [
+                part.optimizer.register_step_pre_hook(partial(_before_step, hooks, part.index)),
+                part.optimizer.register_step_post_hook(partial(_after_step, hooks, part.index)),
+            ]
+        self._handles = [handle for part in problem.parts for handle in _HANDLES[part.optimizer]]
+        weakref.finalize(self, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        _remove(self._handles)
+
+    def add_penalty(self, optimizer: torch.optim.Optimizer, part: int) -> None:
+        """Add the prior's gradient, if the step will be made."""
+        if not _is_skipped(optimizer):
+            scale = getattr(optimizer, "grad_scale", None)
+            algorithm.penalty(self.problem, self.state, 1.0 if scale is None else scale, part)
+
+    def end_of_step(self, part: int) -> None:
+        """End the epoch after the last of its steps; after an error in it, after the next step."""
+        steps, state = self.problem.steps_per_epoch, self.state
+        is_last = part == len(self.problem.parts) - 1
+        if steps and is_last and state.steps[part] >= (state.epoch + 1) * steps:
+            algorithm.end_of_epoch(self.problem, state, state.epoch + 1)
+
+
+def _before_step(
+    hooks: Callable[[], StepHooks | None],
+    part: int,
+    optimizer: torch.optim.Optimizer,
+    arguments: Any,
+    keywords: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    own = hooks()
+    if own is None:
+        return None
+    closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+    if closure is None:
+        own.add_penalty(optimizer, part)
+        return None
+    calls: list[Any] = []
+
+    def with_prior() -> Any:
+        if calls:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has evaluated its closure twice in one step; the "
+                "prior learns in steps of one evaluation, as those of SGD and Adam."
+            )
+        calls.append(closure())
+        own.add_penalty(optimizer, part)
+        return calls[0]
+
+    return (arguments[0], with_prior, *arguments[2:]), {
+        name: value for name, value in keywords.items() if name != "closure"
+    }
+
+
+def _after_step(
+    hooks: Callable[[], StepHooks | None], part: int, optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    own = hooks()
+    if own is not None and not _is_skipped(optimizer):
+        own.end_of_step(part)
+
+
+def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a gradient scaler makes a fused optimiser leave the parameters as they are."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def remove_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the hooks of an earlier training, if there are any."""
+    _remove(_HANDLES.pop(optimizer, []))
+
+
+def optimizers_of(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
+) -> list[torch.optim.Optimizer]:
+    """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
+
+    Raises:
+        TypeError: what is no optimiser of torch.
+        ValueError: L-BFGS; a weight decay of their own, or a parameter that none of them holds.
+    """
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for index, inner in enumerate(optimizers):
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(
+                f"The optimiser is {type(inner).__name__}; a torch.optim.Optimizer is needed, "
+                "or a list of them."
+            )
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times in a step, and remembers the curvature of "
+                "an objective that each update of the prior changes. Pass SGD, Adam or another "
+                "optimiser of single steps."
+            )
+        optimizers[index] = inner
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(group.get("weight_decay") for group in groups):
+        raise ValueError(
+            "The optimiser has a weight decay of its own; the prior takes its place. "
+            "Set the optimiser's weight_decay to 0."
+        )
+    stepped = {id(p) for group in groups for p in group["params"]}
+    if missing := [name for name, p in named.items() if id(p) not in stepped]:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
+            "would be learned and never act. Pass the optimiser of this very model, made after the "
+            "last change of its parameters, or a list if there are several; or freeze what is not "
+            "trained (requires_grad_(False))."
+        )
+    return optimizers

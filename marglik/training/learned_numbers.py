@@ -1,0 +1,110 @@
+"""The parameters of a likelihood, such as degrees of freedom, that the evidence learns."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import arguments, logits_of
+from kfac_backend.engine.task import split_batch
+from kfac_backend.likelihoods import Likelihood
+from marglik.augmentation.ranges import RangeLearner, evidence_gradient
+from marglik.eval_mode import eval_mode
+from marglik.posterior.posterior import Posterior
+from marglik.training.loaders import Loader
+
+
+def check_derivatives(
+    posterior: Posterior, batch: Any, names: Collection[str], ranges: RangeLearner
+) -> None:
+    """Raise an error if the evidence has no derivative in what it is to learn.
+
+    Args:
+        posterior: not fitted.
+        batch: some examples.
+        names: of the likelihood's numbers.
+        ranges: of learned invariances.
+
+    Raises:
+        NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
+    """
+    posterior.fit([batch])
+    if ranges.modules:
+        tensors = [module.ranges for module in ranges.modules]
+        list(evidence_gradient(posterior, [[batch]], tensors))
+    if names:
+        likelihood_step(posterior, [batch], names)
+
+
+def likelihood_step(
+    posterior: Posterior, data: Loader, names: Collection[str]
+) -> tuple[Likelihood, Tensor]:
+    """A step of parameters ξ of the likelihood on the evidence at fixed θ and δ; and σ.
+
+    The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
+    outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
+    the data, and the sum is maximised, within a factor e of the present ξ. A fixed point is a
+    stationary point of the evidence: of the noise of an output MacKay's σ² = SSE/(N − T γ).
+
+    Args:
+        posterior: fitted.
+        data: batches of all its data, or of a sample.
+        names: keys of `Likelihood.parameters`.
+    """
+    factors, T = posterior.fitted_factors(), posterior.temperature
+    likelihood, sigma = factors.likelihood, posterior.sigma_noise.double().cpu()
+    # Leaves with an entry for each output, where there are several, which the pass reads.
+    present = [
+        xi.expand(posterior.n_outputs).clone() if xi.dim() else xi.clone()
+        for xi in (likelihood.parameters[name] for name in names)
+    ]
+    bounds = [likelihood.lower_bounds()[name] for name in names]
+
+    def at(values: Sequence[Tensor]) -> Likelihood:
+        return likelihood.with_parameters(dict(zip(names, values, strict=True)))
+
+    # Step 1: the gradient of −½ log det, and the outputs.
+    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0, likelihood=at(present))
+    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)]
+    outputs, device = [], posterior.params[0].device
+    with torch.no_grad(), eval_mode(posterior.model):
+        for batch in data:
+            x, y = split_batch(batch, posterior.options)
+            args, kwargs = arguments(posterior.model, to_device(x, device))
+            outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
+    of_ranks = posterior.ranks.gather(outputs)
+    outputs = [pair for own in of_ranks for pair in own]
+    weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
+
+    def log_p(likelihood: Likelihood) -> Tensor:
+        losses = weight * torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
+        # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
+        scale = likelihood.parameters["noise"].log().mean() if likelihood.has_sigma else 0.0
+        count = factors.num_loss_terms * factors.num_outputs
+        return -(losses / sigma.square() + count * scale) / T
+
+    # Step 2: the maximum, in the logarithms of what ξ exceeds its least value by.
+    moves = [torch.zeros_like(xi, requires_grad=True) for xi in present]
+
+    def moved() -> list[Tensor]:
+        return [
+            low + (xi - low) * move.tanh().exp()
+            for xi, low, move in zip(present, bounds, moves, strict=True)
+        ]
+
+    optimizer = torch.optim.LBFGS(moves, max_iter=100, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        value = -log_p(at(moved())) - sum(
+            (g * m.tanh()).sum() for g, m in zip(tangent, moves, strict=True)
+        )
+        value.backward()
+        return value
+
+    optimizer.step(objective)
+    found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
+    taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
+    return likelihood.replace(**found), sigma * taken.log().mean().exp()

@@ -1,0 +1,423 @@
+"""`Problem`, what the learner of weight decays is about; `LearnerState`, what it has come to."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
+from kfac_backend.engine.padding import padding_rows
+from kfac_backend.engine.task import Task
+from kfac_backend.likelihoods import Likelihood, likelihood_of
+from kfac_backend.loss import counted_terms
+from kfac_backend.optimizer.training_pass import MeanOver
+from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
+from kfac_backend.ranks import Ranks
+from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
+from marglik.eval_mode import eval_mode
+from marglik.posterior.posterior import Posterior
+from marglik.posterior.prior import Hyperparameters
+from marglik.training.decay_policy import DecayPolicy, Measures
+from marglik.training.loaders import Loader
+from marglik.training.loss_agreement import warn_of_another_loss
+from marglik.training.sampled_data import sample_size
+from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
+from marglik.training.steps import WeightAverage, renew_batch_norm
+
+_logger = logging.getLogger(__name__)
+
+FEW_VECTORS = 3_000
+"""Backward passes of one example each, of an exact pass over all of the data."""
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    """How the decays are learned; `PriorLearner` describes each."""
+
+    likelihood: Likelihood
+    curvature: CurvatureOptions
+    schedule: Schedule
+    policy: DecayPolicy
+    temperature: float
+    mean_over: MeanOver
+    loss_scale: float
+    curvature_from: CurvatureFrom
+
+    def __post_init__(self) -> None:
+        self.curvature.check(self.likelihood)
+        check_option("mean_over", self.mean_over, MeanOver)
+        check_option("curvature_from", self.curvature_from, CurvatureFrom)
+        check_positive("temperature", self.temperature)
+        check_positive("loss_scale", self.loss_scale)
+
+    @property
+    def learns(self) -> bool:
+        """Whether there will be a hyperparameter step."""
+        s = self.schedule
+        return bool(s.updates and s.steps and (s.epochs is None or s.burn_in <= s.epochs))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The trainable tensors that one optimiser steps."""
+
+    index: int
+    """The optimiser's place in the list."""
+    optimizer: torch.optim.Optimizer
+    tensors: list[int]
+    """The place of each tensor among all trainable ones, in ``parameters()`` order."""
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+
+@dataclass(eq=False)
+class Problem:
+    """A network, its data and its optimisers, and how its decays are learned."""
+
+    options: LearnerOptions
+    model: nn.Module
+    parts: list[Part]
+    """One for each optimiser, in the order of their steps: the last one's are counted."""
+    loader: Loader
+    """The data of the curvature passes."""
+    ranks: Ranks
+    num_data: int
+    """N, the number of examples of all ranks."""
+    steps_per_epoch: int | None = None
+    """Steps of the last optimiser in an epoch, where hooks count them."""
+    replayed: Mapping[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
+    """The decays of another training by epoch, see `PriorLearner.replay`."""
+    progress: bool = False
+    """Whether passes over the data show a bar."""
+    terms_per_example: float = 1.0
+    """Loss terms per example, where the loss is a mean over terms."""
+    held_out: Iterable[Any] | None = None
+    """Batches that the network is not trained on, where the share of wrong labels is learned."""
+    vectors: int = 1
+    """Backward passes per example of an exact pass."""
+    padding: dict[str, int] = field(default_factory=dict)
+    """Parameter -> its row that is a constant, and so has no decay."""
+
+    def __post_init__(self) -> None:
+        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        """The trainable tensors."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first optimiser."""
+        return float(self.parts[0].optimizer.param_groups[0]["lr"])
+
+    @property
+    def draws_labels(self) -> bool:
+        """Whether updates draw labels, as exact passes would take longer than the training.
+
+        In passes over one example: a training step is a forward pass and a backward pass of twice
+        its cost; an exact pass is a forward pass and V backward passes. With few examples the noise
+        of drawn labels is larger, and an exact pass takes no time to speak of.
+        """
+        options, schedule, V = self.options, self.options.schedule, self.vectors
+        if options.curvature_from != "auto" or options.curvature.fisher != "exact":
+            return False
+        # With keep="best", noise would choose among the evidences.
+        if schedule.epochs is None or schedule.keep == "best":
+            return False
+        every = schedule.every
+        updates = schedule.updates if every is None else schedule.epochs // every
+        is_long = updates * (1 + 2 * V) > 3 * schedule.epochs
+        return is_long and V > 1 and V * self.num_data > FEW_VECTORS
+
+    @property
+    def learns_label_noise(self) -> bool:
+        """Whether the share of wrong labels is learned, from held-out labels."""
+        likelihood = self.options.likelihood
+        return self.options.learns and likelihood.has_label_noise and bool(likelihood.to_learn())
+
+    def set_held_out(self, batches: Iterable[Any] | None) -> None:
+        """Take data that the network is not trained on.
+
+        Raises:
+            ValueError: there is none, where the share of wrong labels is to be learned from it.
+        """
+        self.held_out = batches
+        if self.learns_label_noise and batches is None:
+            raise ValueError(
+                f"Likelihood '{self.options.likelihood}' learns the share of wrong labels from "
+                "labels that the network is not trained on. Pass held_out=batches, a tenth of the "
+                "data, or give the share: 'noisy_classification(noise=0.2)'."
+            )
+
+    def look_at_data(
+        self,
+        likelihood: Likelihood,
+        sums_terms: bool,
+        loss: Callable[[Any, Any], Tensor] | None,
+    ) -> Any:
+        """Count the loss terms per example, which a mean over terms divides the prior by.
+
+        Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
+        mean_over="terms" it reads all targets, since already the first step needs their number.
+
+        Returns:
+            The first batch.
+
+        Raises:
+            ValueError: several terms per example of a loss that is a mean over examples, if
+                ``sums_terms`` does not say that it sums them.
+        """
+        options = self.options
+        task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
+        device = next(self.model.parameters()).device
+        with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
+            for index, batch in enumerate(self.loader):
+                x, labels = task.split(batch)
+                if index == 0:  # a copy, since a model may change its input in place
+                    first = deepcopy(batch)
+                    x, labels = deepcopy(to_device(x, device)), to_device(labels, device)
+                y = task.targets(self.model, x, labels)
+                counted = counted_terms(y, likelihood)
+                terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
+                examples += len(y)
+                if index == 0 and len(y):
+                    self.padding = padding_rows(self.model, x)
+                    args, kwargs = arguments(self.model, x)
+                    f = logits_of(self.model(*args, **kwargs))
+                    of_position = likelihood.num_vectors(f.shape[-1])
+                    self.vectors = f.shape[1:-1].numel() * of_position
+                    if loss is not None:
+                        with torch.enable_grad():
+                            f = f.detach().requires_grad_()
+                            self.compare_loss(likelihood, loss(f, labels), f, y)
+                if options.mean_over == "examples":
+                    break
+        of_ranks = self.ranks.gather((terms, examples, self.vectors, self.padding))
+        self.vectors = max(rank[2] for rank in of_ranks)
+        self.padding = next((rank[3] for rank in of_ranks if rank[3]), {})
+        number = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
+        if options.mean_over == "examples" and number != 1 and not sums_terms:
+            raise ValueError(
+                f"The examples have {number:.4g} loss terms each. If the loss is a mean over all "
+                "terms, the prior's gradient must be smaller by this factor: pass "
+                "mean_over='terms'. If the loss is a mean over examples of sums over terms, call "
+                "start(..., sums_terms=True)."
+            )
+        if options.mean_over == "terms" and not sums_terms:
+            self.terms_per_example = number
+        return first
+
+    def compare_loss(self, likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor) -> None:
+        """Warn, with the likely cause, if a batch's loss is not that of the likelihood.
+
+        That is ``loss_scale`` times the mean of −log p(y|f) over examples or terms, up to a
+        constant.
+
+        Args:
+            likelihood: with its numbers.
+            loss: the loop's loss, with its graph.
+            f: outputs, with their graph.
+            y: targets of the outputs.
+        """
+        warn_of_another_loss(
+            loss,
+            f,
+            y,
+            likelihood,
+            is_mean_over_terms=self.options.mean_over == "terms",
+            scale=self.options.loss_scale,
+        )
+
+    def identity(self, hyperparameters: Hyperparameters) -> dict[str, Any]:
+        """What must agree for a state to be continued; the number of epochs may change."""
+        options, hyper = self.options, hyperparameters
+        return {
+            "groups": list(hyper.groups.names),
+            "method": hyper.method,
+            "lr": hyper.lr,
+            "learn_sigma_noise": hyper.learn_sigma_noise,
+            "likelihood": str(options.likelihood),
+            "temperature": options.temperature,
+            "mean_over": options.mean_over,
+            "loss_scale": options.loss_scale,
+            "curvature_from": options.curvature_from,
+            "num_data": self.num_data,
+            "steps_per_epoch": self.steps_per_epoch,
+            "optimisers": [part.names for part in self.parts],
+            **{f"parameter '{n}'": f"{[*p.shape]}, {p.dtype}" for n, p in self.named.items()},
+            **{k: v for k, v in asdict(options.schedule).items() if k != "epochs"},
+            **asdict(options.policy),
+            **{f"curvature.{k}": v for k, v in options.curvature.to_json().items()},
+        }
+
+
+@dataclass(eq=False)
+class LearnerState:
+    """What the learner has come to; saved and loaded by its fields, all but the last two."""
+
+    hyperparameters: Hyperparameters
+    """δ of each group and σ."""
+    likelihood: Likelihood
+    """With the numbers that it has come to."""
+    ranges: RangeLearner
+    averages: list[WeightAverage]
+    """The mean of each optimiser's parameters over its steps so far, once it has begun."""
+    steps: list[int]
+    """Number of steps of each optimiser."""
+    measures: Measures
+    """What the policy of decays has measured."""
+    decays: list[float] = field(default_factory=list)
+    """The weight decay of each tensor in the steps."""
+    gradient_scale: float = 1.0
+    """How many times the loop's loss is the mean over examples of −log p/σ² plus the penalty."""
+    epoch: int = 0
+    """Number of epochs that have ended."""
+    kept_epoch: int = 0
+    """The epoch that the final parameters are of."""
+    updated_at: int | None = None
+    """Number of steps before the latest update, if it was made at the present parameters."""
+    evidences: list[float] = field(default_factory=list)
+    """The evidence (nats) after each update."""
+    evidences_of_steps: list[float] = field(default_factory=list)
+    """The evidence (nats) before each hyperparameter step."""
+    best: dict[str, Any] | None = None
+    """The update of the highest evidence, with keep="best"."""
+    decay_history: dict[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
+    """Epoch -> δ of each tensor, σ and likelihood from its end on; see `PriorLearner.replay`."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """What `update_prior` recorded in the latest update, with its seconds."""
+    posterior: Posterior | None = None
+    """Of the latest update; not saved, since `finish` fits another."""
+
+    def sample_size(self, problem: Problem) -> int:
+        """M, the number of examples of an update that follows now; see `sampled_data`."""
+        options, N = problem.options, problem.num_data
+        # With keep="best", noise would choose among the evidences.
+        takes_all = options.curvature_from != "auto" or options.schedule.keep == "best"
+        if takes_all or not self.steps[-1]:
+            return N
+        since = 1 - (self.updated_at or 0) / self.steps[-1]
+        vectors = problem.vectors if options.curvature.fisher == "exact" else 1
+        return sample_size(N, N * self.epoch * since, 1 if problem.draws_labels else vectors)
+
+    def set_decays(self, problem: Problem) -> None:
+        """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
+        options, hyper = problem.options, self.hyperparameters
+        # σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
+        self.gradient_scale = hyper.sigma_noise.square().item() * options.loss_scale
+        self.gradient_scale /= problem.terms_per_example
+        self.decays = options.policy.limited_decays(problem, self)
+        delta = torch.tensor(self.decays, dtype=torch.float64) * problem.num_data
+        delta = delta / options.temperature
+        self.decay_history[self.epoch] = (delta, hyper.sigma_noise, str(self.likelihood))
+
+    def state_dict(self, problem: Problem) -> dict[str, Any]:
+        """Plain data and tensors, by the names of the fields; and what they are the state of."""
+        fields_saved = {name: _to_plain(getattr(self, name)) for name in SAVED}
+        return {"identity": problem.identity(self.hyperparameters)} | fields_saved
+
+    def load_state_dict(self, saved: Mapping[str, Any], problem: Problem) -> None:
+        """Continue from what `PriorLearner.state_dict` returned.
+
+        Raises:
+            ValueError: a state of another problem, one that lacks entries, or whose numbers were
+                cast.
+        """
+        theirs, ours = saved["identity"], problem.identity(self.hyperparameters)
+        for name in dict.fromkeys([*ours, *theirs]):
+            if theirs.get(name) != ours.get(name):
+                raise ValueError(
+                    f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
+                    f"there, {ours.get(name)!r} here. Continue with the same model, data and "
+                    "options, or start anew."
+                )
+        for name in SAVED:
+            setattr(self, name, _from_plain(getattr(self, name), saved[name]))
+
+    def take_average(self, problem: Problem) -> None:
+        """Give the network the mean over about the last third of the steps, if there is one."""
+        schedule = problem.options.schedule
+        made, averaged = self.steps[-1], self.averages[-1].count
+        if averaged and averaged >= AVERAGED_SHARE / 2 * made:
+            for average in self.averages:
+                average.add()
+                average.write()
+            self.updated_at = None
+            with forked_random_numbers(problem.model):
+                targets = problem.options.curvature
+                renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
+            _logger.info("parameters are their mean over the last %d of %d steps", averaged, made)
+        elif schedule.averages and made and self.epoch < (schedule.epochs or 0):
+            warnings.warn(
+                f"The training ended after {made} steps, in epoch {self.epoch} of "
+                f"{schedule.epochs}: the parameters are those of the last step, not the mean over "
+                "the last third of the steps. If gradients are accumulated, pass start(..., "
+                "steps_per_epoch=...).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self.averages = [WeightAverage(part.parameters) for part in problem.parts]
+
+    @contextmanager
+    def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:
+        """A context after which an error, as of the data, has left the state as it was."""
+        before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
+        measures = copy(self.measures)
+        parts = self.hyperparameters, self.ranges
+        states, ranges = [deepcopy(part.state_dict()) for part in parts], ranges_of(model)
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before, measures=measures)
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
+            if ranges:
+                set_ranges(model, ranges)
+            raise
+
+
+SAVED = [field.name for field in fields(LearnerState)][:-2]
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Hyperparameters | RangeLearner | WeightAverage):
+        return value.state_dict()
+    if isinstance(value, Measures):
+        return {name: copy(part) for name, part in vars(value).items()}
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
+    return str(value) if isinstance(value, Likelihood) else copy(value)
+
+
+def _from_plain(value: Any, saved: Any) -> Any:
+    if isinstance(value, Hyperparameters | RangeLearner | WeightAverage):
+        value.load_state_dict(saved)
+        return value
+    if isinstance(value, Measures):
+        check_keys("the measures", saved, list(vars(value)))
+        return Measures(**saved)
+    if isinstance(value, list) and any(isinstance(item, WeightAverage) for item in value):
+        return [_from_plain(*pair) for pair in zip(value, saved, strict=True)]
+    return likelihood_of(saved) if isinstance(value, Likelihood) else copy(saved)
+
+
+def parts_of(
+    optimizers: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter]
+) -> list[Part]:
+    """The tensors of each optimiser that holds some of ``named``; each belongs to the first."""
+    owners: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                owners.setdefault(id(p), index)
+    parts: list[Part] = []
+    for index, optimizer in enumerate(optimizers):
+        own = [(i, n, p) for i, (n, p) in enumerate(named.items()) if owners[id(p)] == index]
+        if own:
+            tensors, names, parameters = map(list, zip(*own, strict=True))
+            parts.append(Part(len(parts), optimizer, tensors, names, parameters))  # pyright: ignore[reportArgumentType]
+    return parts

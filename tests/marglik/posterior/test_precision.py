@@ -1,0 +1,269 @@
+"""Each structure's posterior against dense float64 matrices from Jacobians, for each likelihood."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, hessian, jacrev
+from torch.testing import assert_close
+
+from kfac_backend.likelihoods import likelihood_of
+from marglik import (
+    Laplace,
+    Posterior,
+    PredictiveConfig,
+    calibrate,
+    laplace_predictive,
+    maximize_evidence,
+)
+from marglik.prediction.links import predict_from_gaussian
+
+STRUCTURES = ["kron", "full", "diag", "lowrank"]
+LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "heteroscedastic"]
+DELTA = torch.tensor([0.5, 1.0, 2.0, 3.0]).double()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data(likelihood, n=12):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, dtype=torch.float64, generator=generator)
+    y = torch.randn(n, 2, dtype=torch.float64, generator=generator)
+    targets = {
+        "classification": y.argmax(1), "bernoulli": (y > 0).double(),
+        "poisson": y.abs().round(), "heteroscedastic": y[:, :1],
+    }  # fmt: skip
+    return x, targets.get(likelihood, y)
+
+
+def fitted(structure, likelihood, **options):
+    sigma = 0.6 if likelihood == "regression" else 1.0
+    options = {"prior_precision": DELTA, "sigma_noise": sigma, "temperature": 0.8} | options
+    posterior = Posterior(network(), likelihood, structure=structure, **options)
+    posterior.fit([data(likelihood)])
+    return posterior
+
+
+class Dense:
+    """Brute force: H, the precision and Σ (P, P) of a posterior, block by block of "kron"."""
+
+    def __init__(self, posterior, delta=None):
+        model, likelihood = posterior.model, posterior.likelihood.name
+        x, y = data(likelihood)
+        values = {name: p.detach() for name, p in model.named_parameters()}
+        self.sizes = [p.numel() for p in values.values()]
+        self.theta = torch.cat([p.flatten() for p in values.values()])
+        self.loss = sum(
+            likelihood_of(likelihood).loss(model(x[n : n + 1]).detach(), y[n : n + 1])
+            for n in range(len(x))
+        )
+        J = self.jacobian(model, x)
+        f = model(x).detach()
+        self.H = torch.zeros(len(self.theta), len(self.theta)).double()
+        for n in range(len(x)):
+            if likelihood == "heteroscedastic":  # not convex: its Fisher information
+                root = torch.stack([*likelihood_of(likelihood).root(f[n : n + 1], y[n : n + 1])])
+                lam = root[:, 0].T @ root[:, 0]
+            else:
+                lam = hessian(
+                    lambda f_n, n=n: likelihood_of(likelihood).loss(f_n[None], y[n : n + 1])
+                )(f[n])
+            self.H += J[n].T @ lam @ J[n]
+        if posterior.structure == "kron":
+            blocks = posterior.fitted_factors().blocks.values()
+            self.H = torch.block_diag(*(block.to_dense() for block in blocks))
+        elif posterior.structure == "diag":
+            self.H = self.H.diagonal().diag()
+        self.scale = float(1 / (posterior.sigma_noise.square() * posterior.temperature))
+        if delta is None:
+            delta = DELTA.repeat_interleave(torch.tensor(self.sizes))
+        self.delta = delta
+        self.precision = self.scale * self.H + delta.diag()
+        self.covariance = torch.linalg.inv(self.precision)
+
+    @staticmethod
+    def jacobian(model, x):
+        names, values = zip(*model.named_parameters(), strict=True)
+
+        def outputs(*values):
+            return functional_call(model, dict(zip(names, values, strict=True)), (x,))
+
+        each = jacrev(outputs, argnums=tuple(range(len(values))))(*values)
+        return torch.cat([J.detach().flatten(2) for J in each], -1)
+
+    def evidence(self, posterior, prior_mean=0.0):
+        log_det_ratio = torch.linalg.slogdet(self.precision)[1] - self.delta.log().sum()
+        scatter = (self.delta * (self.theta - prior_mean).square()).sum()
+        return posterior.log_likelihood - 0.5 * (log_det_ratio + scatter)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_posterior_equals_its_dense_matrix(structure, likelihood):
+    """Evidence, γ, covariances of one and of several inputs, samples, and the predictive."""
+    posterior = fitted(structure, likelihood)
+    dense, x = Dense(posterior), data(likelihood)[0][:3]
+    assert_close(float(posterior.loss), float(dense.loss))
+    assert_close(posterior.log_marginal_likelihood(), dense.evidence(posterior))
+    sigma = dense.covariance
+    gamma = (1 - dense.delta * sigma.diagonal()).split(dense.sizes)
+    assert_close(posterior.effective_parameters(), torch.stack([g.sum() for g in gamma]))
+    operator, v = posterior.precision(), torch.randn(2, len(sigma)).double()
+    assert_close(operator.to_dense(), dense.precision)
+    assert_close(operator.covariance(), sigma)
+    assert_close(operator.matvec(v), v @ dense.precision)
+    assert_close(operator.solve(v), v @ sigma)
+    assert_close(operator.logdet(), torch.linalg.slogdet(dense.precision)[1])
+    assert_close(operator.diagonal(), dense.precision.diagonal())
+    assert_close(operator.variances(), sigma.diagonal())
+
+    J = dense.jacobian(posterior.model, x)
+    f, covariance = posterior.output_distribution(x)
+    assert_close(f, posterior.model(x).detach())
+    assert_close(covariance, J @ sigma @ J.mT)
+    variance = posterior.output_distribution(x, variance_only=True)[1]
+    assert_close(variance, covariance.diagonal(dim1=-2, dim2=-1))
+    _, joint = posterior.joint_output_distribution(x[None])
+    assert_close(joint[0], J.flatten(0, 1) @ sigma @ J.flatten(0, 1).mT)
+    samples = posterior.sample(60_000, torch.Generator().manual_seed(0))
+    assert (samples.T.cov() - sigma).norm() < 0.03 * sigma.norm()
+
+    predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    of_noise = covariance if likelihood == "classification" else variance
+    expected = predict_from_gaussian(
+        f, of_noise, posterior.likelihood, "probit", noise, posterior.sigma_noise
+    )
+    assert_close(predict(x).mean, expected.mean)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_prior_of_each_parameter_and_a_prior_mean(structure):
+    """δ (P,) where there are Jacobians; θ − prior mean in the evidence's penalty."""
+    mean = torch.linspace(-1, 1, 26).double()
+    if structure == "kron":
+        with pytest.raises(ValueError, match=r"\(26,\); expected a scalar or \(4,\)"):
+            fitted(structure, "regression", prior_precision=torch.ones(26))
+        posterior = fitted(structure, "regression", prior_mean=mean)
+        dense = Dense(posterior)
+    else:
+        delta = torch.linspace(0.3, 2.0, 26).double()
+        posterior = fitted(structure, "regression", prior_precision=delta, prior_mean=mean)
+        dense = Dense(posterior, delta)
+        assert_close(posterior.precision().to_dense(), dense.precision)
+    assert_close(posterior.log_marginal_likelihood(), dense.evidence(posterior, mean))
+    plain = dense.evidence(posterior)  # the negative control
+    assert (plain - posterior.log_marginal_likelihood()).abs() > 0.1
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_data_added_later_counts_as_if_it_had_been_there(structure):
+    x, y = data("classification")
+    at_once = fitted(structure, "classification")
+    added = Posterior(
+        network(), "classification", structure=structure, prior_precision=DELTA, temperature=0.8
+    )
+    added.fit([(x[:5], y[:5])])
+    assert not torch.allclose(added.log_marginal_likelihood(), at_once.log_marginal_likelihood())
+    added.fit([(x[5:], y[5:])], override=False)
+    assert added.n_data == 12
+    if structure == "kron":  # A is a mean, so that sums of Kronecker products are not of one
+        return
+    assert_close(added.log_marginal_likelihood(), at_once.log_marginal_likelihood())
+    assert_close(added.output_distribution(x), at_once.output_distribution(x))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_rest_of_marglik_works_over_it(structure):
+    """The evidence's maximum, calibration, sampled and last-layer predictives."""
+    posterior = fitted(structure, "classification")
+    x, y = data("classification")
+    before = posterior.log_marginal_likelihood()
+    found = maximize_evidence(posterior)
+    assert_close(posterior.log_marginal_likelihood(), torch.tensor(-found.objective).double().neg())
+    assert posterior.log_marginal_likelihood() > before
+    assert calibrate(posterior, [(x, y)])(x).mean.shape == (12, 2)
+    posterior.prior_precision = DELTA
+    generator = torch.Generator().manual_seed(0)
+    sampled = laplace_predictive(
+        posterior, PredictiveConfig("linearised", networks=4000), generator
+    )
+    drawn = laplace_predictive(posterior, PredictiveConfig("mc", samples=4000), generator)
+    assert_close(sampled(x).mean, drawn(x).mean, rtol=0, atol=0.02)
+    # The last layer alone: the others are constants.
+    network_of_last = network()
+    network_of_last[0].requires_grad_(False)
+    alone = Posterior(
+        network_of_last, "classification", structure=structure, temperature=0.8,
+        prior_precision=DELTA[2:],
+    )  # fmt: skip
+    alone.fit([(x, y)])
+    last = posterior.output_distribution(x, "last")[1]
+    assert_close(last, alone.output_distribution(x)[1])
+    assert not torch.allclose(last, posterior.output_distribution(x)[1], rtol=0.1)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_parts_that_laplace_torch_names(structure):
+    la = Laplace(network(), "regression", "all", structure, prior_precision=DELTA, sigma_noise=0.6)
+    theta = torch.randn(26).double()
+    delta = DELTA.repeat_interleave(torch.tensor([12, 4, 8, 2]))
+    prior = torch.distributions.Normal(0.0, delta.rsqrt())
+    assert_close(la.log_prob(theta), prior.log_prob(theta).sum())
+    x = data("regression")[0]
+    la.fit([data("regression")])
+    dense = Dense(la, delta)
+    normal = torch.distributions.MultivariateNormal(dense.theta, precision_matrix=dense.precision)
+    assert_close(la.log_prob(theta), normal.log_prob(theta))
+    assert_close(la.posterior_covariance, dense.covariance)
+    assert_close(la.posterior_variance, dense.covariance.diagonal())
+    assert_close(la.prior_precision_diag, delta)
+    assert_close(la.log_det_prior_precision, delta.log().sum())
+    assert_close(la.log_det_posterior_precision, torch.linalg.slogdet(dense.precision)[1])
+    J, f = la.jacobians(x)
+    assert_close(J, dense.jacobian(la.model, x))
+    assert_close(la.functional_variance(J), J @ dense.covariance @ J.mT)
+    rows = J.flatten(0, 1)
+    assert_close(la.functional_covariance(J), rows @ dense.covariance @ rows.mT)
+    mean, joint = la(x, joint=True)
+    assert_close((mean, joint), (f.flatten(), rows @ dense.covariance @ rows.mT))
+    if structure == "kron":
+        return
+    generator = torch.Generator().manual_seed(0)
+    wrong = torch.distributions.MultivariateNormal(dense.theta, dense.H + delta.diag())
+    assert not torch.allclose(la.log_prob(theta), wrong.log_prob(theta), rtol=0.1)
+    assert la.sample(2, generator).shape == (2, 26)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_predictions_can_be_differentiated_in_their_inputs(structure):
+    la = Laplace(network(), "regression", "all", structure, enable_backprop=True)
+    la.fit([data("regression")])
+    x = data("regression")[0][:2].requires_grad_()
+    (gradient,) = torch.autograd.grad(la(x)[1].sum(), x)
+    step = 1e-6 * torch.ones_like(x)
+    by_differences = (la(x + step)[1].sum() - la(x - step)[1].sum()).detach() / 2e-6
+    assert_close(gradient.sum(), by_differences, rtol=1e-5, atol=0)
+    plain = Laplace(network(), "regression", "all", structure)
+    plain.fit([data("regression")])
+    assert not plain(x)[1].requires_grad
+    assert_close(plain(x)[1], la(x)[1].detach())
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_the_matrix_is_the_one_that_fisher_names(fisher):
+    """The empirical Fisher of each example's gradient; labels that are drawn, on average."""
+    x, y = data("classification")
+    samples = {"mc_samples": 20_000} if fisher == "mc" else {}
+    torch.manual_seed(0)
+    posterior = fitted("full", "classification", fisher=fisher, **samples)
+    H, exact = posterior.fitted_curvature().H, Dense(fitted("full", "classification")).H
+    if fisher == "mc":
+        assert (H - exact).norm() < 0.05 * exact.norm()
+        return
+    J, p = Dense.jacobian(posterior.model, x), posterior.model(x).softmax(-1).detach()
+    g = torch.einsum("ncp,nc->np", J, p - torch.eye(2).double()[y])
+    assert_close(H, g.T @ g)
+    assert (H - exact).norm() > 0.02 * exact.norm()  # negative control

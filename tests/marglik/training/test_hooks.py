@@ -1,0 +1,431 @@
+"""The two lines in a loop: hooks do what the functions do in their places, to the bit."""
+
+import gc
+import weakref
+from copy import deepcopy
+from functools import partial
+from math import inf
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+
+from kfac_backend.likelihoods import StudentT
+from marglik import OnlineTraining, PriorLearner
+from marglik.training.algorithm import end_of_epoch, finish, penalty
+from tests.marglik.callbacks.online import dataset, loader, network, sgd
+from tests.marglik.plain_loop import learn
+from tests.marglik.states import same
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:The training ended before its weight decays settled"),
+]
+
+EPOCHS, BATCHES, OPTIONS = 6, 4, {"every": 2, "steps": 2}
+
+
+def halves(model):
+    return [sgd(model[0]), torch.optim.Adam(model[2].parameters(), 1e-3)]
+
+
+def fused(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
+
+
+# --- loops; `add` stands where the prior's gradient is added, and does nothing beside hooks ---
+
+
+def plain(model, optimizer, add, x, y, step, clip=inf):
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    if clip < inf:  # the gradient of the data
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    add()
+    optimizer.step()
+
+
+def accumulated(model, optimizer, add, x, y, step):
+    (cross_entropy(model(x), y) / 2).backward()
+    if step % 2:
+        add()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def by_closure(model, optimizer, add, x, y, step):
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        add()
+        return loss
+
+    assert optimizer.step(closure) > 0
+
+
+def one_after_the_other(model, optimizers, add, x, y, step):
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()
+    for part, optimizer in enumerate(optimizers):
+        add(part=part)
+        optimizer.step()
+
+
+class Scheduled:
+    def __init__(self, optimizer):
+        self.rate = StepLR(optimizer, 3, 0.7)
+
+    def __call__(self, model, optimizer, add, x, y, step):
+        plain(model, optimizer, add, x, y, step)
+        self.rate.step()
+
+
+class Scaled:
+    """By a factor that grows with every second step."""
+
+    def __init__(self, optimizer, clip=inf):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        self.clip = clip
+
+    def __call__(self, model, optimizer, add, x, y, step):
+        optimizer.zero_grad()
+        scale = torch.tensor(self.scaler.get_scale())
+        self.scaler.scale(cross_entropy(model(x), y)).backward()
+        if self.clip < inf:
+            self.scaler.unscale_(optimizer)
+            scale = 1.0
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+        add(scale=scale)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+class Accelerated:
+    """Accelerate's own accumulation."""
+
+    def __init__(self, optimizer):
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        self.prepared = self.accelerator.prepare_optimizer(optimizer)
+
+    def __call__(self, model, optimizer, add, x, y, step):
+        with self.accelerator.accumulate(model):
+            self.accelerator.backward(cross_entropy(model(x), y))
+            if self.accelerator.sync_gradients:
+                add()
+            self.prepared.step()
+            self.prepared.zero_grad()
+
+
+CASES = {
+    "plain": (sgd, lambda _: plain),
+    "clipped": (sgd, lambda _: partial(plain, clip=0.05)),
+    "accumulated": (sgd, lambda _: accumulated),
+    "a closure": (sgd, lambda _: by_closure),
+    "two optimisers": (halves, lambda _: one_after_the_other),
+    "a scheduler": (sgd, Scheduled),
+    "a scaler": (sgd, Scaled),
+    "a scaler, fused": (fused, Scaled),
+    "a scaler, clipped": (sgd, partial(Scaled, clip=0.05)),
+    "a scaler, fused, clipped": (fused, partial(Scaled, clip=0.05)),
+    "accelerate": (sgd, Accelerated),
+}
+
+
+def begun(case, explicit=False, stop=EPOCHS * BATCHES):
+    """The network, its optimiser and its learner, after a number of batches."""
+    optimizer_of, loop_of = CASES[case]
+    model = network()
+    optimizer = optimizer_of(model)
+    prior = PriorLearner("classification", **OPTIONS)
+    per_epoch = BATCHES // 2 if case in ("accumulated", "accelerate") else BATCHES
+    hooks = "none" if explicit else "all"
+    prior.start(model, optimizer, loader(), EPOCHS, steps_per_epoch=per_epoch, hooks=hooks)
+    loop = loop_of(optimizer)
+
+    def add(scale=1.0, part=0):
+        if explicit:
+            penalty(prior.problem, prior.state, scale, part)
+
+    for step, (x, y) in enumerate((list(loader()) * EPOCHS)[:stop]):
+        loop(model, optimizer, add, x, y, step)
+        if explicit and (step + 1) % BATCHES == 0:
+            end_of_epoch(prior.problem, prior.state, (step + 1) // BATCHES)
+    return model, optimizer, prior
+
+
+def trained(case, explicit=False):
+    model, optimizer, prior = begun(case, explicit)
+    finish(prior.problem, prior.state) if explicit else prior.finish()
+    return model, optimizer, prior
+
+
+def outcome(run):
+    model, _, prior = run
+    state = prior.state_dict()
+    state["measures"]["moves"] = None  # which depend on the rate after the scheduler's step
+    return {"model": model.state_dict(), "learner": state, "mean": prior.posterior.mean}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hooks_do_what_the_calls_do_in_their_places(case):
+    explicit, hooked = (outcome(trained(case, explicit)) for explicit in (True, False))
+    assert same(explicit, hooked)
+    assert len(hooked["learner"]["evidences"]) == 3  # after epochs 2 and 4, and at the end
+    assert hooked["learner"]["decays"] != [5e-4] * 4
+    # Negative control: without the prior's gradient.
+    model = network()
+    optimizer = CASES[case][0](model)
+    loop = CASES[case][1](optimizer)
+    for step, (x, y) in enumerate(list(loader()) * EPOCHS):
+        loop(model, optimizer, lambda **_: None, x, y, step)
+    assert not same(dict(model.state_dict()), dict(hooked["model"]))
+
+
+@pytest.mark.parametrize("stop", [4, 6, 17, 24])
+def test_a_loop_that_goes_on_from_a_state_comes_to_the_same(stop):
+    """At the end of an epoch, within one, within the average, and before `finish`."""
+    whole = outcome(trained("plain"))
+    states = deepcopy([of.state_dict() for of in begun("plain", stop=stop)])
+    model = network(seed=1)
+    optimizer = sgd(model)
+    prior = PriorLearner("classification", **OPTIONS)
+    prior.load_state_dict(states[2])
+    prior.start(model, optimizer, loader(), EPOCHS)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    for x, y in (list(loader()) * EPOCHS)[stop:]:
+        plain(model, optimizer, lambda: None, x, y, 0)
+    prior.finish()
+    assert same(outcome((model, optimizer, prior)), whole)
+
+
+@pytest.mark.parametrize("optimizer_of", [sgd, fused])
+def test_a_step_that_a_scaler_skips_is_none(optimizer_of):
+    """Its first factor is so large that gradients are infinite."""
+    model = network()
+    optimizer, loop = optimizer_of(model), Scaled(None)
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    prior = PriorLearner("classification", every=1, steps=2)
+    prior.start(model, optimizer, loader(), 2)
+    moved = 0
+    for step, (x, y) in enumerate(list(loader()) * 4):
+        before = model[0].weight.clone()
+        loop(model, optimizer, lambda **_: None, 100 * x, y, step)
+        moved += not torch.equal(before, model[0].weight)
+        assert prior.state.steps == [moved] and prior.state.epoch == moved // BATCHES
+    assert 8 < moved < 16
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# --- early ends ---
+
+
+@pytest.mark.parametrize(
+    ("stop", "averaged"), [(3, 0), (16, 0), (18, 0), (20, 4), (23, 7), (24, 8)]
+)
+def test_an_early_end_takes_the_average_of_about_a_third_or_none(stop, averaged):
+    """Of six epochs of four steps; it says which."""
+    model, _, prior = begun("plain", stop=stop)
+    assert prior.state.averages[0].count == max(0, stop - 16)
+    last = [p.detach().clone() for p in model.parameters()]
+    if averaged:
+        prior.finish()
+    else:
+        with pytest.warns(RuntimeWarning, match=rf"ended after {stop} steps, in epoch \d of 6"):
+            prior.finish()
+    at_the_end = all(map(torch.equal, model.parameters(), last))
+    assert at_the_end == (averaged == 0)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(prior.posterior.mean, weights)
+    assert len(prior.evidences) == 1 + (stop >= 8) + (stop > 16)
+
+
+def test_a_loop_that_never_steps_is_told_so():
+    model = network()
+    prior = PriorLearner("classification")
+    with pytest.raises(RuntimeError, match="no step of the optimiser.*Call start"):
+        prior.finish()
+    prior.start(model, sgd(model), loader(), 2)
+    other = sgd(model)
+    for x, y in loader():
+        plain(model, other, lambda: None, x, y, 0)
+    with pytest.raises(RuntimeError, match="no step of the optimiser.*whose step"):
+        prior.finish()
+
+
+class Failing:
+    """Batches that raise an error in one of their readings, after one batch."""
+
+    def __init__(self, batches):
+        self.batches, self.readings, self.fails_in = batches, 0, None
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        self.readings += 1
+        for index, batch in enumerate(self.batches):
+            if index and self.readings == self.fails_in:
+                raise OSError("the disk")
+            yield batch
+
+
+@pytest.mark.parametrize("call", ["end_of_epoch", "finish"])
+@pytest.mark.parametrize("reading", [1, 2, 3])
+def test_an_update_whose_data_fails_is_made_by_the_second_call(call, reading):
+    """In the pass, in that of its derivative, in that of the outputs; to the bit."""
+
+    def run(fails):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 1), dataset().tensors[0]
+        y = x[:, :1] + 0.3 * torch.randn(len(x), 1).abs()
+        data = Failing([(x[:10], y[:10]), (x[10:20], y[10:20]), (x[20:], y[20:])])
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        prior = PriorLearner("student_t", every=1, steps=3, average=None)
+        prior.start(model, optimizer, data, 2, hooks="none")
+
+        def called(name, *arguments):
+            if fails and call == name and arguments in ((), (1,)):
+                data.readings, data.fails_in = 0, reading
+                with pytest.raises(OSError, match="the disk"):
+                    FUNCTIONS[name](prior.problem, prior.state, *arguments)
+            return FUNCTIONS[name](prior.problem, prior.state, *arguments)
+
+        for epoch in (1, 2):
+            for x, y in data:
+                optimizer.zero_grad()
+                (prior.likelihood.loss(model(x), y) / len(x)).backward()
+                penalty(prior.problem, prior.state)
+                optimizer.step()
+            assert called("end_of_epoch", epoch) or epoch == 2  # which ends with the training
+        assert called("finish")
+        return prior
+
+    whole, resumed = run(fails=False), run(fails=True)
+    assert resumed.evidences == whole.evidences and len(whole.evidences) == 2
+    assert resumed.likelihood == whole.likelihood != StudentT(df=4, scale=1)
+    assert torch.equal(resumed.weight_decays(), whole.weight_decays())
+
+
+FUNCTIONS = {"end_of_epoch": end_of_epoch, "finish": finish}
+
+
+def test_an_error_in_a_step_leaves_the_loop_able_to_go_on():
+    """The step that ends the epoch is made; the next one makes the update."""
+    x, y = dataset().tensors
+    data, model = Failing([(x[:15], y[:15]), (x[15:], y[15:])]), network()
+    prior, optimizer = PriorLearner("classification", every=1, steps=2), sgd(model)
+    prior.start(model, optimizer, data, 3)
+    plain(model, optimizer, lambda: None, x, y, 0)
+    data.fails_in = data.readings + 1
+    with pytest.raises(OSError, match="the disk"):
+        plain(model, optimizer, lambda: None, x, y, 1)
+    assert prior.state.steps == [2] and prior.state.epoch == 0 and not prior.evidences
+    plain(model, optimizer, lambda: None, x, y, 2)
+    assert prior.state.epoch == 1 and len(prior.evidences) == 1
+
+
+# --- what is refused ---
+
+
+def test_what_cannot_be_trained_is_named_at_the_start():
+    model, prior = network(), PriorLearner("classification")
+    head = torch.optim.SGD(model[2].parameters(), 0.1)
+    cases = [
+        (ValueError, "not hold 0.weight, 0.bias, 2.weight, 2.bias, whose", sgd(deepcopy(model))),
+        (ValueError, "not hold 0.weight, 0.bias, whose.*requires_grad_", head),
+        (TypeError, "is Linear; a torch.optim.Optimizer", model[0]),
+        (ValueError, "LBFGS evaluates.*Pass SGD", torch.optim.LBFGS(model.parameters())),
+    ]
+    for error, message, optimizer in cases:
+        with pytest.raises(error, match=message):
+            prior.start(model, optimizer, loader(), 2)
+    with pytest.raises(ValueError, match="generator, has no length. Pass steps_per_epoch="):
+        prior.start(model, sgd(model), (batch for batch in loader()), 2)
+    model[0].requires_grad_(False)
+    prior.start(model, head, loader(), 2)
+
+
+def test_a_closure_that_is_evaluated_twice_is_an_error():
+    class Twice(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    model = network()
+    optimizer = Twice(model.parameters(), 0.1)
+    prior = PriorLearner("classification")
+    prior.start(model, optimizer, loader(), 2)
+    with pytest.raises(RuntimeError, match="Twice has evaluated its closure twice"):
+        optimizer.step(lambda: None)
+
+
+def test_a_state_that_comes_after_the_start_is_an_error():
+    first = learn(model := network(), sgd(model), PriorLearner("classification"), loader(), 2)
+    model, prior = network(), PriorLearner("classification")
+    prior.start(model, sgd(model), loader(), 2)
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(state\) before start"):
+        prior.load_state_dict(first.state_dict())
+
+
+def test_both_optimisers_decays_are_limited():
+    """By each one's learning rate, of the parameters that it holds."""
+    model = network()
+    optimizers = [torch.optim.SGD(model[0].parameters(), 0.5), sgd(model[2])]
+    prior = PriorLearner("classification", weight_decay=4.0, updates=0)
+    prior.start(model, optimizers, loader(), 2)
+    problem, state = prior.problem, prior.state
+    policy = problem.options.policy
+    with pytest.warns(RuntimeWarning, match="decay of 0.weight, 0.bias has grown beyond 1 / learn"):
+        assert policy.stable_decays(state, problem.parts[0]) == pytest.approx([2.0, 2.0])
+    assert policy.stable_decays(state, problem.parts[1]) == pytest.approx([4.0, 4.0])
+    assert state.measures.limited == ["0.bias", "0.weight"]
+
+
+# --- their lives ---
+
+
+def hooks(optimizer):
+    return len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+
+def test_hooks_go_with_the_training_and_keep_nothing_alive():
+    model = network()
+    optimizer, prior = sgd(model), PriorLearner("classification", average=None)
+    prior.start(model, optimizer, loader(), 2)
+    assert hooks(optimizer) == (1, 1)
+    prior.start(model, optimizer, loader(), 2)
+    assert hooks(optimizer) == (1, 1)  # not others beside them
+    other = PriorLearner("classification", average=None)
+    other.start(model, optimizer, loader(), 2)  # as in a notebook's cell that is run again
+    assert hooks(optimizer) == (1, 1)
+    for x, y in loader():
+        plain(model, optimizer, lambda: None, x, y, 0)
+    assert (prior.state.steps, other.state.steps) == ([0], [4])
+    with pytest.warns(RuntimeWarning):
+        other.finish()
+    assert hooks(optimizer) == (0, 0)
+
+    alive = weakref.ref(prior)
+    prior.start(model, optimizer, loader(), 2)
+    with pytest.raises(ValueError):  # a loop that ends in an error
+        raise ValueError
+    del prior
+    gc.collect()
+    assert alive() is None and hooks(optimizer) == (0, 0)
+    other.start(model, optimizer, loader(), 2)
+    other.detach()
+    assert hooks(optimizer) == (0, 0)
+
+
+def test_the_own_loop_needs_none():
+    model = network()
+    optimizer, learner = sgd(model), PriorLearner("classification", epochs=2)
+    learner.start(model, optimizer, loader(), 2)
+    OnlineTraining(model, optimizer, loader(), learner)
+    assert hooks(optimizer) == (0, 0)

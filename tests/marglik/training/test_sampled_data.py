@@ -1,0 +1,150 @@
+"""Updates on a random sample: which examples, that they stand for all, and what stays as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from kfac_backend.ranks import Ranks
+from marglik import Posterior, PriorLearner
+from marglik.data.batches import Batches
+from marglik.training.sampled_data import own_iteration, sample_size, sampled
+
+ALONE = Ranks(None)
+N = 1000
+X, Y = torch.arange(N, dtype=torch.float32)[:, None], torch.arange(N) % 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(list(zip(X, Y, strict=True)))
+
+
+def loaders():
+    """Name -> a loader of N examples, or of 600 of them; and those that it may give."""
+    some = torch.arange(0, N, 2)[:480]
+    return {
+        "batches": (Batches(X, Y, 16, shuffle=True), set(range(N))),
+        "shuffled": (DataLoader(TensorDataset(X, Y), 16, shuffle=True), set(range(N))),
+        "subset": (DataLoader(Subset(TensorDataset(X, Y), some.tolist()), 16), set(some.tolist())),
+        "list": ([(X[i : i + 16], Y[i : i + 16]) for i in range(0, N, 16)], set(range(N))),
+    }
+
+
+def examples_of(batches):
+    return [int(number) for x, _ in batches for number in x[:, 0]]
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_a_sample_has_other_examples_each_time_and_none_twice(name):
+    loader, allowed = loaders()[name]
+    batches = sampled(loader, 300, len(allowed), ALONE, 1)
+    first = examples_of(batches)
+    assert len(set(first)) == len(first) and allowed.issuperset(first)
+    assert 300 <= len(first) < (316 if name == "list" else 301)
+    assert examples_of(batches) == first  # a second pass over the same sample
+    assert examples_of(sampled(loader, 300, len(allowed), ALONE, 1)) == first
+    assert set(examples_of(sampled(loader, 300, len(allowed), ALONE, 2))) != set(first)
+    if name != "list":
+        assert max(len(x) for x, _ in batches) == 256  # not nineteen batches of 16
+
+
+@pytest.mark.parametrize("name", ["batches", "shuffled"])
+def test_the_loaders_own_random_numbers_stay(name):
+    def order(uses_sample):
+        torch.manual_seed(0)
+        loader, _ = loaders()[name]
+        if uses_sample:
+            examples_of(sampled(loader, 100, N, ALONE, 1))
+        return examples_of(loader)
+
+    assert order(True) == order(False)
+
+
+def test_data_without_a_length_is_read_whole():
+    loader = DataLoader(Stream(), 16)
+    assert examples_of(sampled(loader, 100, N, ALONE, 1)) == list(range(N))
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+def test_an_iterator_of_persistent_workers_that_is_in_use_goes_on():
+    loader = DataLoader(Slow(), 2, num_workers=1, persistent_workers=True)
+    seen = []
+    for x, _ in loader:
+        seen += x[:, 0].tolist()
+        if len(seen) == 4:
+            assert len(examples_of(own_iteration(loader))) == 8
+            assert len(examples_of(sampled(loader, 4, 8, ALONE, 0))) == 4
+    assert seen == list(range(8))
+
+
+def test_the_size_is_a_tenth_of_the_steps():
+    assert sample_size(200, 1e6, 1) == 200  # all
+    assert sample_size(50_000, 50_000, 1) == 5_000
+    assert sample_size(50_000, 150_000, 1) == 15_000
+    assert sample_size(50_000, 50_000, 9) == 789  # nine backward passes each
+    assert sample_size(1_600, 1_600, 1) == 256  # the floor
+
+
+def problem():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(N, 4).double()
+    return model, x, model(x).detach().argmax(1)
+
+
+def test_a_sample_stands_for_all_data():
+    model, x, y = problem()
+    whole, part = (Posterior(model, "classification") for _ in range(2))
+    whole.fit([(x, y)])
+    halves = torch.arange(N).view(2, -1)
+    evidences = []
+    for half in halves:
+        part.fit([(x[half], y[half])], stands_for=N)
+        assert part.n_data == N
+        evidences.append(part.log_marginal_likelihood())
+        # By definition: B of the half counts twice, A is its mean.
+        for name, block in part.fitted_factors().blocks.items():
+            alone = Posterior(model, "classification")
+            alone.fit([(x[half], y[half])])
+            of_half = alone.fitted_factors().blocks[name]
+            assert_close(block.to_dense(), 2 * of_half.to_dense())
+    mean, exact = sum(evidences) / 2, whole.log_marginal_likelihood()
+    assert abs(mean / exact - 1) < 0.02
+    # Negative control: without the factor N/M.
+    part.fit([(x[halves[0]], y[halves[0]])])
+    assert abs(part.log_marginal_likelihood() / exact - 1) > 0.2
+
+
+@pytest.mark.parametrize("curvature_from", ["auto", "pass"])
+def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
+    model, x, y = problem()
+    seen = []
+    fit = Posterior.fit
+
+    def counted(self, data, *args, **keywords):
+        batches = list(data)
+        seen.append(sum(len(y) for _, y in batches))
+        fit(self, batches, *args, **keywords)
+
+    monkeypatch.setattr(Posterior, "fit", counted)
+    loader = DataLoader(TensorDataset(x, y), 50, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prior = PriorLearner("classification", every=1, curvature_from=curvature_from)
+    prior.start(model, optimizer, loader, 4)
+    for _ in range(4):
+        for xs, ys in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(xs), ys).backward()
+            optimizer.step()
+    prior.finish()
+    assert seen[-1] == prior.posterior.n_data == N
+    assert set(seen[:-1]) == ({256} if curvature_from == "auto" else {N})
