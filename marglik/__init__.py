@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from marglik.estimators import MarglikRegressor as MarglikRegressor
     from marglik.laplace import KronLaplace as KronLaplace
     from marglik.laplace import Laplace as Laplace
+    from marglik.post_hoc import maximize_evidence as maximize_evidence
+    from marglik.post_hoc import minimize_validation_loss as minimize_validation_loss
     from marglik.posterior.evidence import EvidenceTerms as EvidenceTerms
     from marglik.posterior.evidence import log_marginal_likelihood as log_marginal_likelihood
     from marglik.posterior.posterior import Posterior as Posterior
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from marglik.training.learner import PriorLearner as PriorLearner
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
-    from marglik.post_hoc import maximize_evidence as maximize_evidence
-    from marglik.post_hoc import minimize_validation_loss as minimize_validation_loss
     from marglik.training.schedule import Schedule as Schedule
     from marglik.training.schedule import settling_rate as settling_rate
 

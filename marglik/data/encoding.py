@@ -67,7 +67,7 @@ class TableEncoding:
                     "training data did; fill them in, or drop them."
                 )
             if column in self.numbers:
-                numbers = pandas.to_numeric(values, errors="coerce").astype(float)
+                numbers: Any = pandas.to_numeric(values, errors="coerce").astype(float)  # pyright: ignore
                 unknown = values[numbers.isna() & ~is_absent]
                 inputs[column] = numbers.fillna(self.numbers[column])
             else:
@@ -112,7 +112,7 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
         raise FileNotFoundError(f"'{path}' is not a file. Give the path of a CSV or Parquet file.")
     is_parquet = path.suffix == ".parquet"
     try:
-        return pandas.read_parquet(path) if is_parquet else pandas.read_csv(path, dtype=dtypes)
+        return pandas.read_parquet(path) if is_parquet else pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
     except (ValueError, OSError) as error:  # pandas' parsers and pyarrow raise subclasses
         reason = str(error).partition("\n")[0]
         kind = "Parquet" if is_parquet else "CSV"

@@ -10,6 +10,7 @@ from torch import nn
 from marglik.data import DataSource
 from marglik.data.batches import split_batches
 from marglik.data.record import data_record
+from marglik.post_hoc import maximize_evidence
 from marglik.posterior.posterior import Layers, Posterior, last_layer
 from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
@@ -21,7 +22,6 @@ from marglik.runs.evaluate import evaluate_run
 from marglik.storage.model_state import load_pretrained
 from marglik.storage.provenance import Provenance
 from marglik.storage.run_folder import begin_run, check_free, remove_states
-from marglik.post_hoc import maximize_evidence
 
 _logger = logging.getLogger(__name__)
 

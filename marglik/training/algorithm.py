@@ -31,8 +31,11 @@ from marglik.augmentation.ranges import RangeLearner, ranges_of
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.decay_policy import Measures
-from marglik.training.label_noise import learn_label_noise
-from marglik.training.learned_numbers import check_derivatives, likelihood_step
+from marglik.training.learned_numbers import (
+    check_derivatives,
+    learn_label_noise,
+    likelihood_step,
+)
 from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
 from marglik.training.sampled_data import own_iteration, sampled

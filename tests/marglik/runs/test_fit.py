@@ -11,12 +11,12 @@ from marglik.cli import main
 from marglik.data import DataSource
 from marglik.data.batches import split_batches
 from marglik.models import MLP
+from marglik.post_hoc import maximize_evidence
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.specification import build_from_spec
 from marglik.storage.model_state import load_pretrained
 from marglik.storage.run_folder import read_posterior
-from marglik.post_hoc import maximize_evidence
 from tests.marglik.runs.command_line import DATA, MODEL, QUIET, metrics, refusal
 
 LAST = ["layers.3.weight", "layers.3.bias"]

@@ -7,12 +7,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, PriorLearner, marglik_training
 from marglik.prediction.calibration import HeldOut, fit_map
 from marglik.prediction.ensemble import Ensemble
 from marglik.storage.checkpoint import Checkpoints
-from marglik.training.label_noise import held_out_label_noise
+from marglik.training.learned_numbers import learn_label_noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,10 +76,11 @@ def test_a_resumed_run_and_a_replay_have_the_same_noise(tmp_path):
             pass
     assert resumed.laplace.likelihood == whole.laplace.likelihood
     assert_close(resumed.laplace.mean, whole.laplace.mean, rtol=0, atol=0)
-    shares = {text for *_, text in whole.learner._course.values()}
+    history = whole.learner.state.decay_history
+    shares = {text for *_, text in history.values()}
     assert len(shares) > 5  # it moved in most epochs, and a replay moves with it
     replayed = whole.learner.replay()
-    assert replayed._replayed[6][2] == whole.learner._course[6][2]
+    assert replayed._replayed[0][6][2] == history[6][2]
 
 
 def test_it_needs_held_out_labels_unless_it_is_given():
@@ -99,11 +99,11 @@ def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for(
     assert_close(q, 0.7 * p + 0.1)
     log_q = likelihood_of("noisy_classification(noise=0.3)").losses(model(x).detach(), y)
     assert_close(-q.gather(1, y[:, None]).log(), log_q)
-    learned = held_out_label_noise(
-        ensemble.likelihood, model, [(x, y)], PriorLearner(NOISY).curvature, Ranks(None)
-    )
+    learner, optimizer = PriorLearner(NOISY), torch.optim.SGD(model.parameters(), 0.1)
+    learner.start(model, optimizer, [(x, y)], 1, held_out=[(x, y)])
+    learn_label_noise(learner.problem, learner.state)
     assert ensemble.calibrate([(x, y)]).label_noise == pytest.approx(
-        learned.parameters["noise"].item(), abs=1e-3
+        learner.state.likelihood.parameters["noise"].item(), abs=1e-3
     )
 
 
