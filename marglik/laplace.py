@@ -124,7 +124,8 @@ def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str
         )
     if backend is not None and not backend.__module__.startswith("kfac_backend"):
         warnings.warn(
-            f"backend={backend.__name__}: its matrix is computed by kfac_backend.",
+            f"backend={backend.__name__}: its matrix is computed by kfac_backend, whose Kronecker "
+            "factors of convolutions are not those of ASDL and BackPACK.",
             stacklevel=4,
         )
     return options | drawn

@@ -5,6 +5,7 @@ same two methods. Those of convolutions' patches are in `patch_gram`. A `FactorS
 matrix of one factor, and the examples' sums that must wait for other uses of the parameter.
 """
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -283,7 +284,7 @@ class FactorSum:
 
 def gram_matrix(rows: Float[Tensor, "*G M d"]) -> Float[Tensor, "*G d d"]:
     """Σ_m x_m x_mᵀ of these rows, the same bits for the same rows."""
-    groups = rows.reshape(-1, *rows.shape[-2:])
+    groups = rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
     gram = DenseGram(groups, len(groups), rows.shape[-1])
     gram._add(groups)
     return gram.total().view(*rows.shape[:-2], *[rows.shape[-1]] * 2)

@@ -507,7 +507,7 @@ def _least(
         root = (0.5 * v[0]).exp() if has_scale else s.sqrt()
         others = v[1:] if has_scale else v
         prior = PRIOR_OF_SHARPNESS * (others[0] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
-        if has_noise:
+        if has_noise and not _own_noise(held_out):  # otherwise the user expects wrong labels
             prior = prior + 2 * PRIOR_OF_NOISE * others[1]
         value = loss(s if has_scale or scale else None, *_numbers(others)) + 0.5 * prior / M
         (gradient,) = torch.autograd.grad(value, v)

@@ -152,7 +152,8 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
             1, ranks,
         )  # fmt: skip
     with torch.enable_grad():
-        noise = fit_map(HeldOut(likelihood, f, spread, y, is_sampled=True)).label_noise
+        without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
+        noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
     noise = ranks.gather(noise)[0]
     state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
     state.set_decays(problem)

@@ -216,7 +216,7 @@ def test_factors_are_assigned():
     new.model.load_state_dict(posterior.model.state_dict())
     new.fit([batch()])
     assert_close(posterior.log_marginal_likelihood(), new.log_marginal_likelihood())
-    with pytest.raises(TypeError, match="factors are dict; KroneckerFactors are needed, as kron"):
+    with pytest.raises(TypeError, match="is dict; KroneckerFactors are needed, as kron"):
         posterior.factors = factors.blocks
     with pytest.raises(ValueError, match="A posterior needs a block for every trainable parameter"):
         posterior.factors = replace(factors, blocks={})

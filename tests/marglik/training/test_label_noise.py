@@ -56,7 +56,9 @@ def test_noise_is_that_of_a_grid_and_near_the_truth():
     assert noise == pytest.approx(shares[log_q.argmax()].item(), abs=0.03)
     # Negative control: right labels have none, and without τ there would be some.
     assert trained(wrong=0.0).laplace.likelihood.parameters["noise"] == 0
-    blurred = HeldOut(likelihood_of(NOISY), 0.2 * f, 0 * f[:, None], x.argmax(1), is_sampled=True)
+    blurred = HeldOut(
+        likelihood_of("classification"), 0.2 * f, 0 * f[:, None], x.argmax(1), is_sampled=True
+    )
     assert fit_map(blurred).label_noise == 0
     own = torch.softmax(0.2 * f, -1).gather(1, x.argmax(1)[:, None])
     assert ((1 - 0.05) * own + 0.05 / 3).log().sum() < own.log().sum()
@@ -102,7 +104,8 @@ def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for(
     learner, optimizer = PriorLearner(NOISY), torch.optim.SGD(model.parameters(), 0.1)
     learner.start(model, optimizer, [(x, y)], 1, held_out=[(x, y)])
     learn_label_noise(learner.problem, learner.state)
-    assert ensemble.calibrate([(x, y)]).label_noise == pytest.approx(
+    plain = Ensemble([model], "classification")
+    assert plain.calibrate([(x, y)]).label_noise == pytest.approx(
         learner.state.likelihood.parameters["noise"].item(), abs=1e-3
     )
 
