@@ -153,7 +153,7 @@ def _diagonal(name: str) -> Trace:
 
 def evidence_chart(runs: Sequence[Run]) -> Chart:
     """Log marginal likelihood per example at each update; a star is the state that was kept."""
-    curves = []
+    curves, unit = [], "nats per example"
     for run in runs:
         epochs = [update["epoch"] for update in run.updates]
         values = [update["evidence_per_example"] for update in run.updates]
@@ -164,7 +164,10 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
         symbol = curve["marker"]["symbol"]
         curve["marker"]["symbol"] = ["star" if is_kept else symbol for is_kept in kept]
         curves.append(curve)
-    return _over_epochs("Log marginal likelihood", "nats per example", curves)
+        seen = [update.get("num_examples", 0) for update in run.updates]
+        if min(seen, default=0) < max(seen, default=0):
+            unit = "nats per example; before the last an estimate from a sample"
+    return _over_epochs("Log marginal likelihood", unit, curves)
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:

@@ -184,6 +184,7 @@ def fit(
         curvature = curvature.replace(fisher="mc", mc_samples=1)
     number, N = problem.num_data if is_last else state.sample_size(problem), problem.num_data
     if number < N:
+        state.has_samples = True
         data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
     if problem.ranks.size > 1:
         data = WithExamples(data, curvature)
@@ -207,6 +208,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
+        record["num_examples"] = number
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
         by_evidence = options.learns and steps and not problem.learns_label_noise

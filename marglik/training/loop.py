@@ -443,8 +443,9 @@ class OnlineTraining:
         record = {"kind": "update", "epoch": self._epoch, **self.learner.state.record}
         self._report(record)
         _logger.info(
-            "update after epoch %d: log marginal likelihood per example %.4f (%.1f s)",
-            self._epoch, record["evidence_per_example"], sum(record["seconds"].values()),
+            "update after epoch %d: log marginal likelihood per example %.4f, of %d examples (%.1f s)",
+            self._epoch, record["evidence_per_example"], record["num_examples"],
+            sum(record["seconds"].values()),
         )  # fmt: skip
 
     def _report(self, record: Record) -> None:

@@ -282,6 +282,8 @@ class LearnerState:
     """Number of steps before the latest update, if it was made at the present parameters."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) after each update."""
+    has_samples: bool = False
+    """Whether some update saw a sample, so that its evidence is an estimate."""
     evidences_of_steps: list[float] = field(default_factory=list)
     """The evidence (nats) before each hyperparameter step."""
     best: dict[str, Any] | None = None
