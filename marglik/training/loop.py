@@ -443,7 +443,8 @@ class OnlineTraining:
         record = {"kind": "update", "epoch": self._epoch, **self.learner.state.record}
         self._report(record)
         _logger.info(
-            "update after epoch %d: log marginal likelihood per example %.4f, of %d examples (%.1f s)",
+            "update after epoch %d: log marginal likelihood per example %.4f, of %d examples "
+            "(%.1f s)",
             self._epoch, record["evidence_per_example"], record["num_examples"],
             sum(record["seconds"].values()),
         )  # fmt: skip
