@@ -134,18 +134,25 @@ class CurvaturePass:
         self.driver.add(x, y)
 
     def factors_of(
-        self, data: Iterable[Any], progress: bool = False, likelihood: Likelihood | None = None
+        self,
+        data: Iterable[Any],
+        progress: bool = False,
+        likelihood: Likelihood | None = None,
+        *,
+        proves_again: bool = True,
     ) -> KroneckerFactors:
         """The factors of some data at the model's present parameters; see `kronecker_factors`.
 
         A pass that is used again proves again, on two examples, only what other values of the
-        parameters can change, as long as the model's structure is the same. ``likelihood`` is the
-        same with other options, such as noises.
+        parameters can change, as long as the model's structure is the same. Without
+        ``proves_again`` it proves nothing then, for passes whose numbers a later one replaces that
+        proves all. ``likelihood`` is the same with other options, such as noises.
         """
         driver = self.driver
         if likelihood is not None:
-            driver.likelihood = likelihood
-        if not driver.proof.renew():
+            driver.likelihood = driver.task.likelihood = likelihood
+        stays = not proves_again and driver.proof.is_of_this_structure()
+        if not stays and not driver.proof.renew():
             driver.proof = Proof(
                 driver.model, assign_rules(driver.model, driver.options.unsupported)
             )

@@ -89,6 +89,10 @@ class Proof:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
         return self._uses_verified and (self._independence_verified or N is None or N < 2)
 
+    def is_of_this_structure(self) -> bool:
+        """Whether all is proved, and the model has the modules, modes and parameters it had."""
+        return self._structure is not None and self._structure[1] == _structure(self._model)[1]
+
     def renew(self) -> bool:
         """Ask for the proof again, at other values of the parameters: `make` makes less of it.
 
@@ -97,7 +101,7 @@ class Proof:
         """
         if self._structure is None:
             return not self._uses_verified  # nothing is proved yet, or only a part
-        if self._structure[1] != _structure(self._model)[1]:
+        if not self.is_of_this_structure():
             return False
         self._uses_verified = self._independence_verified = self.holds_for_masks = False
         self.masked = set()

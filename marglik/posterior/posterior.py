@@ -326,7 +326,11 @@ class Posterior:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
-        curvature = in_eval_mode(self.model, self._curvature_of)(train_loader, progress_bar)
+        # A sample's numbers are an estimate, which a pass over all data replaces in the end.
+        proves_again = stands_for is None
+        curvature = in_eval_mode(self.model, self._curvature_of)(
+            train_loader, progress_bar, proves_again
+        )
         if corrected:
             curvature = in_eval_mode(self.model, corrected_factors)(
                 curvature,
@@ -346,7 +350,7 @@ class Posterior:
             compute_eigenvalues(curvature.blocks.values(), self.ranks)
         self.restore(curvature)
 
-    def _curvature_of(self, data: Iterable[Any], progress: bool) -> Any:
+    def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
         if self.structure != "kron":
             part = jacobian_ggn(
                 self.model,
@@ -370,7 +374,9 @@ class Posterior:
                 generator=self.generator,
                 process_group=self.ranks.process_group,
             )
-        return self.passes[key].factors_of(data, progress, self.likelihood)
+        return self.passes[key].factors_of(
+            data, progress, self.likelihood, proves_again=proves_again
+        )
 
     def restore(self, curvature: KroneckerFactors | JacobianGGN) -> None:
         """Take this as the curvature at the model's current parameters.

@@ -148,3 +148,37 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
     prior.finish()
     assert seen[-1] == prior.posterior.n_data == N
     assert set(seen[:-1]) == ({256} if curvature_from == "auto" else {N})
+
+
+class Gated(nn.Module):
+    """Examples mix behind a gate that is shut at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gate = nn.Linear(4, 3), nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        f = self.fc(x)
+        return f + self.gate * f.mean(0)
+
+
+def test_passes_over_samples_prove_once_and_the_last_one_again():
+    _, x, y = problem()
+    model = Gated().double()
+    posterior = Posterior(model, "classification")
+    posterior.fit([(x, y)], stands_for=N)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    posterior.fit([(x, y)])
+    proved, calls[:] = len(calls), []
+    posterior.fit([(x, y)], stands_for=N)
+    assert len(calls) < proved
+    with torch.no_grad():
+        model.gate.fill_(1)
+    posterior.fit([(x, y)], stands_for=N)
+    with pytest.raises(NotImplementedError, match="rows of different examples mix"):
+        posterior.fit([(x, y)])
+    # Another structure is proved at once, of a sample, too.
+    model.fc.bias.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match="rows of different examples mix"):
+        posterior.fit([(x, y)], stands_for=N)
