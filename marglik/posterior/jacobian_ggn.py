@@ -174,7 +174,15 @@ def jacobians(
         return f, f
 
     with plain_attention():
-        J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
+        try:
+            J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
+        except RuntimeError as error:
+            if "doesn't have storage" not in str(error):
+                raise
+            raise NotImplementedError(
+                "torch cannot compute the model's Jacobian by vmap, as of packed sequences. Use "
+                "structure 'kron', or pad the sequences."
+            ) from error
     check_finite(model, f, x)
     return (f, J[..., indices]) if differentiable else (f.detach(), J.detach()[..., indices])
 

@@ -363,6 +363,8 @@ def float32_is_near(case: Case) -> None:
         kfac_approx=expected.options.kfac_approx,
     )
     for name, block in expected.blocks.items():
+        if block.B.abs().max() > 1e6:
+            raise Impossible  # a norm has divided by almost nothing
         same(f"the block of '{name}'", found.to_dense(name), block.to_dense(), 1.0, rtol=2e-3)
 
 

@@ -267,3 +267,19 @@ def test_the_matrix_is_the_one_that_fisher_names(fisher):
     g = torch.einsum("ncp,nc->np", J, p - torch.eye(2).double()[y])
     assert_close(H, g.T @ g)
     assert (H - exact).norm() > 0.02 * exact.norm()  # negative control
+
+
+def test_a_model_without_a_jacobian_by_vmap_is_named():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(2, 3, batch_first=True), nn.Linear(3, 2)
+
+        def forward(self, x):
+            lengths = torch.full((len(x),), x.shape[1])
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return self.head(self.rnn(packed)[1][0])
+
+    posterior = Posterior(Packed(), "classification", structure="full")
+    with pytest.raises(NotImplementedError, match="packed sequences. Use structure 'kron'"):
+        posterior.fit([(torch.randn(3, 4, 2), torch.tensor([0, 1, 1]))])
