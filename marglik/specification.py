@@ -82,12 +82,12 @@ def build_from_spec(
     path = spec.get("class_path") if isinstance(spec, dict) else None
     kinds = tuple(map(resolve_name, MAY_BE_BUILT))
     try:
-        found = made(spec)
-        if not isinstance(found, kind):
+        instance = made(spec)
+        if not isinstance(instance, kind):
             raise TypeError("another kind of object is needed")
     except Exception as error:  # a class raises whatever its arguments lead to
         raise ValueError(f"{path} could not be built from its saved arguments: {error}.") from error
-    return found
+    return instance
 
 
 def _is_known(path: str) -> bool:

@@ -282,8 +282,8 @@ def _solved(
     keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
     owners = ranks.owners([_cost(factors[key].matrix) for key in keys])
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
-    found = eigendecompositions([factors[key] for key in own], vectors=vectors)
-    solved = {key: _parts(one, vectors) for key, one in zip(own, found, strict=True)}
+    solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
+    solved = {key: _parts(one, vectors) for key, one in zip(own, solutions, strict=True)}
     for key in keys:
         if key not in solved:
             F = factors[key].matrix

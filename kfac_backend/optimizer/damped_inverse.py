@@ -80,14 +80,14 @@ def damped_inverses(
     def take_roots(i: int) -> tuple[Inverse, list[Tensor]]:
         return _decomposed(blocks[i], dampings[i])
 
-    found = dict(zip(order, on_each(take_roots, order), strict=True))
+    roots = dict(zip(order, on_each(take_roots, order), strict=True))
     # Step 2: roots that could not be taken, in another way. One question for all of them.
-    flags = [flag.reshape(-1) for _, failed in found.values() for flag in failed]
+    flags = [flag.reshape(-1) for _, failed in roots.values() for flag in failed]
     if flags and torch.cat(flags).any():
-        for i, (_, failed) in found.items():
+        for i, (_, failed) in roots.items():
             if any(flag.any() for flag in failed):
-                found[i] = _decomposed(blocks[i], dampings[i], clip=True)
-    inverses = {i: inverse for i, (inverse, _) in found.items()}
+                roots[i] = _decomposed(blocks[i], dampings[i], clip=True)
+    inverses = {i: inverse for i, (inverse, _) in roots.items()}
     # Step 3: what is used several times is inverted.
     if not once:
 

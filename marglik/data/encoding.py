@@ -52,14 +52,14 @@ class TableEncoding:
         with extra("tables"):
             import pandas
 
-        wanted = [*self.numbers, *self.texts]
-        if lacking := [column for column in wanted if column not in frame]:
+        columns = [*self.numbers, *self.texts]
+        if lacking := [column for column in columns if column not in frame]:
             raise ValueError(
                 f"{name} lacks the column(s) {', '.join(lacking)}; the network was trained on "
-                f"{', '.join(wanted)}, in any order."
+                f"{', '.join(columns)}, in any order."
             )
-        inputs, absent = {}, frame[wanted].isna()
-        for column in wanted:
+        inputs, absent = {}, frame[columns].isna()
+        for column in columns:
             values, is_absent = frame[column], absent[column]
             if column not in self.missing and is_absent.any():
                 raise ValueError(

@@ -400,7 +400,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     starts = [_least(few, few.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
     of_all, (log_scale, *others) = _least(held_out, loss, min(starts)[1])
     # Step 3: if the covariance does not help, the MAP is the simpler predictive.
-    found = (math.exp(log_scale), others) if of_all < of_map else (0.0, at_map)
+    best = (math.exp(log_scale), others) if of_all < of_map else (0.0, at_map)
 
     def nll(s: float, others: Sequence[float]) -> float:
         sharp, label_noise = _numbers(torch.tensor(others, dtype=torch.float64))
@@ -409,8 +409,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     # Where nothing is calibrated, ε is the likelihood's own.
     uncalibrated = [own] + [_log_noise(_own_noise(held_out))] * (len(at_map) - 1)
     return CalibrationFit(
-        calibration=_calibration(held_out, *found),
-        nll=nll(*found),
+        calibration=_calibration(held_out, *best),
+        nll=nll(*best),
         nll_uncalibrated=nll(1.0, uncalibrated),
         map_calibration=_calibration(held_out, 0.0, at_map),
         nll_scaled_map=nll(0.0, at_map),

@@ -109,13 +109,15 @@ def simple_models_in_words(
         metrics: of each model.
         differences: name -> the network's NLL minus the model's, lower end, upper end.
     """
-    shown, better = [], []
+    phrases, better = [], []
     for name, (change, low, high) in differences.items():
         nll = next(value for key, value in metrics[name].items() if key.endswith("NLL"))
-        shown.append(
+        phrases.append(
             f"{name} {nll:.3f} (the network {change:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
         )
         if low > 0:
             better.append(name)
-    found = f"Better than the network here: {' and '.join(better)}." if better else ""
-    return f"NLL of scikit-learn's models on the same rows: {'; '.join(shown)}. {found}".rstrip()
+    verdict = f"Better than the network here: {' and '.join(better)}." if better else ""
+    return (
+        f"NLL of scikit-learn's models on the same rows: {'; '.join(phrases)}. {verdict}".rstrip()
+    )
