@@ -31,6 +31,7 @@ from experiments.uci import heteroscedastic, regression
 from experiments.weight_decay import (
     default_options,
     presets,
+    sampled_updates,
     weight_decay_study,
 )
 from experiments.weight_decay.training import convolutions, digits, mlp, no_norm
@@ -55,6 +56,7 @@ TABLES = {
     "out_of_distribution": ("predictions.out_of_distribution",),
     "presets": ("weight_decay.presets",),
     "ranks_timing": ("speed.ranks_timing",),
+    "sampled_updates": ("weight_decay.sampled_updates",),
     "scikit_learn": ("uci.scikit_learn",),
     "suspicious_labels": ("labels.suspicious_labels",),
     "table2/full": ("table2.marglik_cifar10", "--protocol", "full"),
@@ -268,6 +270,12 @@ def small_default_options(patch):
     parts = ("default", "grid")
     found = [default_options.run(default_options.Config("MLP", 0.2, 0, part)) for part in parts]
     return found, default_options.table
+
+
+def small_sampled_updates(patch):
+    name, problem = next(iter(sampled_updates.PROBLEMS.items()))
+    patch.setitem(sampled_updates.PROBLEMS, name, replace(problem, examples=60, epochs=2))
+    return [sampled_updates.run(sampled_updates.Config(name, 0.4, 0))], sampled_updates.table
 
 
 def small_learned_ranges(patch):
