@@ -32,6 +32,7 @@ from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import (
+    SHARE_IN_TRAINING,
     check_derivatives,
     learn_label_noise,
     likelihood_step,
@@ -134,7 +135,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
             state.likelihood = likelihood_of(likelihood)
             state.hyperparameters.set(delta, sigma)
             state.set_decays(problem)
-        learn_label_noise(problem, state)
+        learn_label_noise(problem, state, SHARE_IN_TRAINING)
         return update(problem, state) if schedule.is_due_within(epoch) else {}
 
 
@@ -250,8 +251,11 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
+        if state.steps[-1] > 0:  # the posterior, and predictions of labels, have all of the noise
+            of_training = state.likelihood
             learn_label_noise(problem, state)
+            is_fitted = is_fitted and state.likelihood == of_training
+        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
             numbers = update(problem, state, is_last=True)
         elif not is_fitted or problem.draws_labels:
             if is_updated:
@@ -262,6 +266,7 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
             problem.model.load_state_dict(state.best["model"])
             state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
             state.likelihood = likelihood_of(state.best["likelihood"])
+            learn_label_noise(problem, state)
             state.kept_epoch = state.best["epoch"]
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
     policy.warn_at_the_end(problem, state)
