@@ -32,7 +32,6 @@ from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import (
-    SHARE_IN_TRAINING,
     check_derivatives,
     learn_label_noise,
     likelihood_step,
@@ -135,7 +134,8 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
             state.likelihood = likelihood_of(likelihood)
             state.hyperparameters.set(delta, sigma)
             state.set_decays(problem)
-        learn_label_noise(problem, state, SHARE_IN_TRAINING)
+        if schedule.rests(epoch):
+            learn_label_noise(problem, state)
         return update(problem, state) if schedule.is_due_within(epoch) else {}
 
 
@@ -251,7 +251,7 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if state.steps[-1] > 0:  # the posterior, and predictions of labels, have all of the noise
+        if state.steps[-1] > 0:
             of_training = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == of_training
