@@ -266,7 +266,12 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
         cells = [
             [str(e["index"]), e["label"], e["predicted"], number(e["score"], 2)] for e in examples
         ]
-        columns = ("example", "label", "predicted", "score")
+        columns = ["example", "label", "predicted", "score"]
+        if examples and "wrong" in examples[0]:
+            columns.append("probability of being wrong")
+            cells = [
+                [*row, number(e["wrong"], 2)] for row, e in zip(cells, examples, strict=True)
+            ]
         if examples and "image" in examples[0]:
             pictures = [
                 Picture(

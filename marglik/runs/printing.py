@@ -177,11 +177,13 @@ def _print_suspicious(found: dict[str, Any]) -> None:
         f"a score above 1. The network predicted {100 * found['agreement']:.0f} % of all, on "
         "average over training."
     )
-    rows = [
-        [str(e["index"]), e["label"], e["predicted"], f"{e['score']:.1f}"]
-        for e in found["examples"][:SUSPICIOUS_SHOWN]
-    ]
-    _print_table(["example", "label", "predicted", "score"], rows)
+    examples = found["examples"][:SUSPICIOUS_SHOWN]
+    rows = [[str(e["index"]), e["label"], e["predicted"], f"{e['score']:.1f}"] for e in examples]
+    columns = ["example", "label", "predicted", "score"]
+    if "wrong" in examples[0]:
+        columns.append("probability of being wrong")
+        rows = [[*row, f"{e['wrong']:.2f}"] for row, e in zip(rows, examples, strict=True)]
+    _print_table(columns, rows)
 
 
 def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -12,6 +12,7 @@ from marglik.data.splits import Splits, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
+from marglik.prediction.links import Calibration
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
 
@@ -108,11 +109,11 @@ def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, An
 
 
 def suspicious_results(
-    learned: OnlineResult, splits: Splits, kept: Tensor, label_noise: float
+    learned: OnlineResult, splits: Splits, kept: Tensor, calibration: Calibration
 ) -> dict[str, Any]:
     """The training labels that look most wrong; where none can be judged, why.
 
-    With ``label_noise`` each has the probability that its label is wrong.
+    Where the calibration has label noise, each has the probability that its label is wrong.
     ``kept`` are the positions (N,) of the examples that the network was trained on, in the data.
     """
     y = tensors_in(splits.train)[-1].cpu()
@@ -124,7 +125,9 @@ def suspicious_results(
     # Ignored labels have no prediction to compare with; of sequences, each position is judged.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
-    found = suspicious_labels(y[counts], p[counts], label_noise or None)
+    found = suspicious_labels(
+        y[counts], p[counts], calibration.label_noise or None, calibration.output_temperature
+    )
     examples = []
     for i in range(min(found.number, MOST_SUSPICIOUS)):
         # From a place among the judged, to one among the trained on, to one in the data.

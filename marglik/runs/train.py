@@ -242,7 +242,9 @@ def train(
     training.calibrate(learned.laplace)
     fit = learned.laplace.calibrations.get(predictive.label)
     calibration = fit and Calibration(**fit["map_calibration"])
-    noise = label_noise_of(learned.laplace.likelihood, calibration)
+    of_labels = calibration or Calibration(
+        label_noise=label_noise_of(learned.laplace.likelihood, None)
+    )
     ensemble = None
     if run.members > 1:
         ensemble = training.ensemble(model, learned, provenance.model, states)
@@ -258,7 +260,7 @@ def train(
         "held_out": held_out,
         "calibration": fit and {"predictive": predictive.label} | calibration_in_units(fit, splits),
         "num_positions": found["num_positions"],
-        "suspicious_labels": suspicious_results(learned, splits, kept, noise),
+        "suspicious_labels": suspicious_results(learned, splits, kept, of_labels),
         **augmentation_results(model, splits),
         # Training counts in full, though resumed; the rest is this process's.
         "seconds": learned.seconds + ready - start + time.perf_counter() - trained,
