@@ -41,7 +41,7 @@ from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
 from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import WeightAverage, add_penalty
+from marglik.training.steps import WeightAverage, add_penalty, penalty_value
 
 
 def start(
@@ -88,9 +88,14 @@ def start(
 
 
 def penalty(
-    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
-) -> Tensor:
-    """Add the prior's gradient to those of an optimiser's parameters; returns ½ Σ wd ‖θ‖².
+    problem: Problem,
+    state: LearnerState,
+    scale: Tensor | float = 1.0,
+    part: int = 0,
+    *,
+    with_value: bool = False,
+) -> Tensor | None:
+    """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
     the loop clips is the gradient of the data.
@@ -100,17 +105,18 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
+        with_value: whether to return ½ Σ wd ‖θ‖², a scalar, which the gradient does not need.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
         state.averages[part].add()  # what the steps before this one have come to
     state.steps[part] += 1
     policy.observe(problem, state, own)
-    rows = {i: problem.padding[n] for i, n in enumerate(own.names) if n in problem.padding}
+    rows = {own.names.index(n): row for n, row in problem.padding.items() if n in own.names}
     decays = policy.stable_decays(state, own)
-    value = add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
     policy.limit_gradients(state, own, scale)
-    return value
+    return penalty_value(own.parameters, decays, rows) if with_value else None
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
