@@ -7,6 +7,8 @@ run in between, counted while they run.
 import ast
 import subprocess
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -16,6 +18,7 @@ from types import FrameType
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).parents[1]
@@ -69,9 +72,9 @@ def checks(text: str) -> int:
     return len({number for node in ast.walk(ast.parse(text)) for number in numbers(node)})
 
 
-def passed(run: Callable[[], object]) -> tuple[int, int]:
-    """The files and functions of ours that a call passes."""
-    seen = set()
+def passed(run: Callable[[], object]) -> tuple[int, int, int]:
+    """The files and functions of ours that a call passes, and how often it calls these."""
+    seen = Counter()
 
     def see(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -79,14 +82,14 @@ def passed(run: Callable[[], object]) -> tuple[int, int]:
         # Neither the body of a module, which runs when it is imported, nor comprehensions.
         if event == "call" and not code.co_name.startswith("<") and path.is_relative_to(ROOT):
             if path.relative_to(ROOT).parts[0] in PACKAGES:
-                seen.add((path, code.co_qualname))
+                seen[path, code.co_qualname] += 1
 
     sys.setprofile(see)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return len({path for path, _ in seen}), len(seen)
+    return len({path for path, _ in seen}), len(seen), seen.total()
 
 
 def factors() -> None:
@@ -114,6 +117,15 @@ def first_step() -> None:
             hook.remove()
 
 
+def learning() -> None:
+    """Three epochs of ``marglik_training`` of a small network."""
+    from marglik import marglik_training
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(32, 3), torch.arange(32) % 2)
+    marglik_training(model, DataLoader(data, 8), "classification", n_epochs=3)
+
+
 def python(*arguments: str) -> str:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -134,13 +146,19 @@ def train_options() -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # three epochs are too few for decays to settle
     factors()  # a first time, for what is made once: classes, caches
     first_step()
+    learning()
     for folder in (*PACKAGES, "tests", "experiments"):
         print(f"{lines(folder):7,}  lines of Python in {folder}")
     print(f"{train_options():7}  options of `marglik train` before model and data")
-    print("{:7} files, {} functions from `kronecker_factors` to a block".format(*passed(factors)))
-    print("{:7} files, {} functions from `marglik train` to a step".format(*passed(first_step)))
+    for run, way in (
+        (factors, "from `kronecker_factors` to a block"),
+        (first_step, "from `marglik train` to a step"),
+        (learning, "for three epochs of `marglik_training`"),
+    ):
+        print("{:7} files, {} functions, {:,} calls {}".format(*passed(run), way))
     print(f"{share(checks):7.1f} % of lines check, raise or catch")
     print(f"{share(comments):7.1f} % of lines are a comment")
     print(f"{modules_loaded():7}  modules of ours that `import kfac_backend` loads")
