@@ -18,8 +18,8 @@ from types import FrameType
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kfac_backend", "marglik")
