@@ -231,12 +231,15 @@ def train(
 
         # Step 3: train, calibrate, save, evaluate. What was trained before comes from its last
         # checkpoint; all else is done again, to the same end.
+        if setup.held_out:
+            _logger.info("%d training examples are held out for calibration", setup.held_out)
         ready = time.perf_counter()
         _, outcome = setup.train(learned, states[learned.name], log)
         trained = time.perf_counter()
         # Before the posterior sees what is held out.
         results = posterior_results(outcome.laplace, prior.weight_decay, splits)
         setup.calibrate(outcome.laplace)
+        predictive = predictive.for_posterior(outcome.laplace)
         fit = outcome.laplace.calibrations.get(predictive.label)
         calibration = fit and Calibration(**fit["map_calibration"])
         noise = label_noise_of(outcome.laplace.likelihood, calibration)
