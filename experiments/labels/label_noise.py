@@ -18,6 +18,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -235,7 +236,8 @@ def label_of(noise: Noise, share: float) -> str:
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Train by all ways, under each noise."""
-    started, noises = time.process_time(), NOISES
+    started = time.process_time()
+    noises: Sequence[tuple[Noise, float]] = NOISES
     if config.problem in RECIPES:
         noises = (("flipped", RECIPES[config.problem][2]),)
     results = {label_of(*noise): run_noise(config, *noise) for noise in noises}

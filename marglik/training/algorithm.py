@@ -40,7 +40,7 @@ from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
 from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import WeightAverage, add_penalty
+from marglik.training.steps import WeightAverage, add_penalty, penalty_value
 
 
 def start(
@@ -87,9 +87,14 @@ def start(
 
 
 def penalty(
-    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
-) -> Tensor:
-    """Add the prior's gradient to those of an optimiser's parameters; returns ½ Σ wd ‖θ‖².
+    problem: Problem,
+    state: LearnerState,
+    scale: Tensor | float = 1.0,
+    part: int = 0,
+    *,
+    with_value: bool = False,
+) -> Tensor | None:
+    """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
     the loop clips is the gradient of the data.
@@ -99,17 +104,18 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
+        with_value: whether to return ½ Σ wd ‖θ‖², a scalar, which the gradient does not need.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
         state.averages[part].add()  # what the steps before this one have come to
     state.steps[part] += 1
     policy.observe(problem, state, own)
-    rows = {i: problem.padding[n] for i, n in enumerate(own.names) if n in problem.padding}
+    rows = {own.names.index(n): row for n, row in problem.padding.items() if n in own.names}
     decays = policy.stable_decays(state, own)
-    value = add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
     policy.limit_gradients(state, own, scale)
-    return value
+    return penalty_value(own.parameters, decays, rows) if with_value else None
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
@@ -222,13 +228,18 @@ def fit(
     return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
 
 
-def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
+def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
     """Take the average, and update the prior there; returns the numbers to log.
 
     A training may end within an epoch, early, or with other parameters than its last ones (those
     of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
     trained, the posterior is fitted without changing the weight decays. After an error, as of the
     data, it can be called again.
+
+    Args:
+        problem: what is trained.
+        state: changed in place.
+        average: False keeps the parameters that are there.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -238,7 +249,8 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
     if per_epoch and state.steps[-1] > state.epoch * per_epoch:
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
-    state.take_average(problem)
+    if average:
+        state.take_average(problem)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}
