@@ -162,11 +162,11 @@ def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -
         scores: of the network, with its calibration.
     """
     kinds = {"mean predictions": 1.0, "sharpened by τ": scores["tau"]}
-    results, is_ranked = {}, bool((y != true).any())
+    ranked = suspicious_labels(y, p)
+    results, wrong = {}, (y != true)[ranked.index]
     for kind, tau in kinds.items():
         found = suspicious_labels(y, p, scores["label_noise"], tau)
         assert found.wrong is not None
-        wrong = (y != true)[found.index]
         bins = []
         for low, high in zip(BINS, BINS[1:], strict=False):
             inside = (found.wrong >= low) & (
@@ -177,9 +177,9 @@ def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -
         results[kind] = {
             "bins": bins,
             "expected": found.wrong.sum().item(),
-            "AUROC": float(roc_auc_score(wrong, found.wrong)) if is_ranked else None,
+            "AUROC": float(roc_auc_score(wrong, found.wrong)) if wrong.any() else None,
         }
-    score = {"AUROC": float(roc_auc_score(wrong, found.score)) if is_ranked else None}
+    score = {"AUROC": float(roc_auc_score(wrong, ranked.score)) if wrong.any() else None}
     return {"number": int(wrong.sum()), **results, "score": score}
 
 
