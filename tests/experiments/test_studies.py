@@ -50,6 +50,7 @@ TABLES = {
     "ekfac_timing": ("speed.ekfac_timing",),
     "exactness": ("exactness.modes",),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
+    "label_noise": ("labels.label_noise",),
     "large_classes": ("speed.large_classes",),
     "learned_ranges": ("augmentation.learned_ranges",),
     "optimizer_comparison": ("optimizers.optimizer_comparison",),
