@@ -11,8 +11,9 @@ gets wrong, by ε. τ is dropped, since the network's own scale is the training'
 Training begins without noise, and ε follows when the decays rest, in the last third of the epochs
 (`Schedule.rests`). Until then the decays of "classification" keep the network from fitting wrong
 labels. Noise from the start lets the decays fall, since Λ is smaller, and gives up right labels
-that are hard, for which the network has had no time: it was worse than "classification" with the
-same calibration, noise from then on never was (docs/label-noise.md).
+that are hard, for which the network has had no time. On digits it lost up to .02 nats to
+"classification" with the same calibration, on average over seeds, where noise from then on gained
+(docs/label-noise.md).
 """
 
 from collections.abc import Collection, Sequence

@@ -124,11 +124,16 @@ def test_where_labels_may_be_wrong_the_nll_of_both_kinds_is_there(digits, predic
         drawn = noise if labels == "recorded" else 0.0
         predict = map_predictive(model, text, label_noise=drawn)
         record, _ = evaluate({"MAP": predict}, digits, text, labels=labels)
-        metrics = record["predictives"]["MAP"]["metrics"]
-        assert metrics["test/cls/NLL"] == pytest.approx(nll[labels], rel=1e-4)
-        kinds = {key: value for key, value in metrics.items() if key.startswith("test/cls/NLL_")}
-        expected = {} if other is None else {f"test/cls/NLL_{other}": nll[other.split("_")[0]]}
-        assert kinds == pytest.approx(expected, rel=1e-4)
+        metrics = record.predictives["MAP"].metrics
+        assert metrics.nll == pytest.approx(nll[labels], rel=1e-4)
+        kinds = {
+            "recorded_labels": metrics.nll_recorded_labels,
+            "true_class": metrics.nll_true_class,
+        }
+        expected = dict.fromkeys(kinds) | ({other: nll[other.split("_")[0]]} if other else {})
+        assert kinds == {
+            key: value and pytest.approx(value, rel=1e-4) for key, value in expected.items()
+        }
 
 
 def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):
