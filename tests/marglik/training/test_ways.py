@@ -141,9 +141,10 @@ def with_the_command(text, folder):
         Splits((x, y), None, (x, y), "made"), 0, OptimizerConfig("adamw", lr=LR),
         PriorConfig(**OPTIONS), CurvatureConfig(), PredictiveConfig(), None,
         RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
-        Fabric(accelerator="cpu", devices=1), likelihood=text,
+        Fabric(accelerator="cpu", devices=1), likelihood=likelihood_of(text),
     )  # fmt: skip
-    learned = Training("learned", lambda: network(text), 0, "learned")
+    model = network(text)
+    learned = Training("learned", lambda: model, 0, "learned")
     return setup.train(learned)[1].laplace
 
 
