@@ -231,10 +231,12 @@ def after_training(text, folder):
 
 
 WAYS = [
-    in_a_plain_loop, with_online_training, resumed, with_marglik_training, with_the_command,
+    with_online_training, resumed, with_marglik_training, with_the_command,
     with_lightning, with_hugging_face, after_training,
 ]  # fmt: skip
-CASES = [(text, way) for text in OUTPUTS for way in WAYS]
+# Each likelihood in one way; in each other way one of classes, one with σ, one with two numbers.
+CASES = [(text, in_a_plain_loop) for text in OUTPUTS]
+CASES += [(text, way) for text in ("classification", "regression", "student_t") for way in WAYS]
 CASES += [(text, with_estimators) for text in ESTIMATORS]
 
 
