@@ -122,9 +122,9 @@ def likelihood_step(
         return value
 
     optimizer.step(objective)
-    found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
-    taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
-    return likelihood.replace(**found), sigma * taken.log().mean().exp()
+    parameters = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
+    noise = torch.tensor(parameters["noise"]).double() if likelihood.has_sigma else torch.ones(1)
+    return likelihood.replace(**parameters), sigma * noise.log().mean().exp()
 
 
 # --- the share of wrong labels ---

@@ -104,8 +104,9 @@ class OnlineResult:
             options: further arguments of `marglik.verdict`, such as ``held_out`` to scale the
                 temperatures of both first.
         """
-        of = self.laplace
-        return verdict(of.model, plain, test, of.likelihood, targets=of.options, **options)
+        posterior = self.laplace
+        own = posterior.model, plain, test, posterior.likelihood
+        return verdict(*own, targets=posterior.options, **options)
 
 
 class OnlineTraining:
@@ -328,12 +329,12 @@ class OnlineTraining:
         examples, latest = 0, None
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
             x, y = self._task.split(batch)
-            given = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
+            own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = self.ranks.size == 1 or len(given[1]) > 0
-            latest = given if counts else latest
+            counts = self.ranks.size == 1 or len(own[1]) > 0
+            latest = own if counts else latest
             if latest is None:
                 raise ValueError(
                     f"Rank {self.ranks.rank} of {self.ranks.size} has no example of the first "
