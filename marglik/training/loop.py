@@ -383,7 +383,7 @@ class OnlineTraining:
         ``which`` are the examples' indices, if they are known. ``counts`` is False where this rank
         has no example of the batch and runs on others.
         """
-        likelihood = self.learner.likelihood
+        likelihood = self.learner.state.likelihood
         self.optimizer.zero_grad()
         # A copy, since a model may change its input in place, and batches may live for many epochs.
         args, kwargs = arguments(self.model, x.clone() if isinstance(x, Tensor) else deepcopy(x))
