@@ -285,6 +285,12 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
             [str(one.index), one.label, one.predicted, number(one.score, 2)]
             for one in labels.examples
         ]
+        if any(one.wrong is not None for one in labels.examples):
+            columns = (*columns, "probability of being wrong")
+            cells = [
+                [*row, number(one.wrong, 2)]
+                for row, one in zip(cells, labels.examples, strict=True)
+            ]
         pictures = [
             Picture(
                 one.image,

@@ -37,7 +37,6 @@ from kfac_backend.engine.calls import forked_random_numbers
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import (
-    SHARE_IN_TRAINING,
     by_evidence,
     check_derivatives,
     learn_label_noise,
@@ -129,7 +128,8 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     with state.unchanged_by_errors(problem.model):
         state.epoch, state.measures.clipped = epoch, 0
         state.replay(problem)
-        learn_label_noise(problem, state, SHARE_IN_TRAINING)
+        if schedule.rests(epoch):
+            learn_label_noise(problem, state)
         return update(problem, state) if schedule.is_due_within(epoch) else {}
 
 
@@ -228,7 +228,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if state.steps[-1] > 0:  # the posterior, and predictions of labels, have all of the noise
+        if state.steps[-1] > 0:
             of_training = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == of_training
