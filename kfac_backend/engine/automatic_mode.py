@@ -49,9 +49,9 @@ class BlockTraces(Sink):
     """The trace of each weight's block, exact, by expand and by reduce.
 
     Over the first `EXAMPLES` examples; a model that needs a whole batch runs on all, and the traces
-    are the same. Of layers whose weight several positions share. Those that are told which example
-    each row belongs to are left out. Layers that share a weight have the sum over them; products of
-    different uses are in none of the traces.
+    are the same. Of layers whose weight several positions share, without those that a mask hides.
+    Layers that are told which example each row belongs to are left out. Layers that share a weight
+    have the sum over them; products of different uses are in none of the traces.
     """
 
     needs_inputs = True
@@ -63,25 +63,34 @@ class BlockTraces(Sink):
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add one use's traces."""
-        if not issubclass(tracked.rule, WeightSharingRule) or use.rows is not None:
+        rows_are_hidden = use.rows is not None and use.rows.of_positions
+        if not issubclass(tracked.rule, WeightSharingRule):
+            return
+        if use.rows is not None and not rows_are_hidden:
             return
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
         if "weight" not in rule.names:
             return
-        N = self.num_examples
+        N, number = self.num_examples, None
+        if use.rows is not None:  # padding becomes rows of zeros, which no sum counts
+            use, b, number = Use(use.rows.padded(use.a)), use.rows.padded(b), use.rows.counts
+            number = number[:EXAMPLES].clamp(min=1).to(b)
         if len(use.a) % N:  # not the examples' rows
             return
         some = slice(len(use.a) // N * EXAMPLES)  # rows of the first examples
         rows = rule.inputs(use.a[some]), rule.weight_gradients(b[some])
         a, g = map(at_least_float32, rows)  # (G, n, R, d)
+        if number is None:
+            number = g.new_full((a.shape[1],), a.shape[2])  # R of each example
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
         # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
         # the exact trace alone. The traces of both modes need only squared norms, since
         # tr(B ⊗ A) = tr B · tr A. The means are A's, over positions or of them.
         exact = (g.mT @ a).square().sum()
-        expand = g.square().sum((1, 2, 3)) @ a.square().mean((1, 2)).sum(1)
-        reduce = g.sum(2).square().sum((1, 2)) @ a.mean(2).square().mean(1).sum(1)
+        expand = g.square().sum((1, 2, 3)) @ (a.square().sum((1, 2, 3)) / number.sum())
+        means = a.sum(2) / number[:, None]
+        reduce = g.sum(2).square().sum((1, 2)) @ means.square().mean(1).sum(1)
         traces = torch.stack([exact, expand, reduce]).double()
         self._traces[_weight(tracked)] = self._traces.get(_weight(tracked), 0) + traces
 

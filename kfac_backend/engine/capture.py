@@ -303,8 +303,8 @@ class Capture:
         the graph, which the training's own backward pass uses, too."""
         # Leaves, or edges of a graph that is kept, at which the backward passes end.
         self._sources: list[Any] = []
-        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
-        # whether a tensor depends on a source: see `_is_reached`.
+        # The nodes of the outputs so far. `requires_grad` does not tell whether a tensor depends on
+        # a source: see `_is_reached`.
         self._nodes: set[Node] = set()
         self._num_examples: int | None = None
         self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
@@ -438,10 +438,9 @@ class Capture:
 
         If not, the output must become a source itself.
         """
-        if not (self._in_training or self._sink.differentiable):
-            return output.requires_grad  # all other graphs are cut
-        # Here a graph may lead to parameters without a rule, or to the model's input, and to no
-        # tracked layer. So search it for a tracked output.
+        # A graph may lead to parameters without a rule, to the model's input, or to a frozen
+        # embedding's output that a checkpoint needs to require a gradient, and to no tracked layer.
+        # So search it for a tracked output.
         ahead, visited = [output.grad_fn], set()
         while ahead:
             node = ahead.pop()
@@ -576,8 +575,7 @@ class Capture:
         on_reached: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """The output, whose gradients are handed to the sink."""
-        keeps_graph = self._in_training or self._sink.differentiable
-        if keeps_graph and output.grad_fn is not None:
+        if output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.

@@ -403,7 +403,8 @@ class Driver:
                 splits = self.proof.plan.splits
                 some = (examples(x, slice(EXAMPLES)), y[:EXAMPLES]) if splits else (x, y)
                 # Dropout that is on must not use up the user's random numbers.
-                with forked_random_numbers(self.model), self._no_autocast():
+                mask = counting(self.task.mask(some[0]))
+                with forked_random_numbers(self.model), self._no_autocast(), mask:
                     traces = block_traces(self.model, self.assignment, self.likelihood, *some)
             decision = mode, traces
         decisions = [of_rank for of_rank in self.ranks.gather(decision) if of_rank]
