@@ -374,6 +374,7 @@ class Capture:
         # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
         self._sources.append(source)
+        self._nodes.add(get_gradient_edge(source).node)
         examples = M // fold if rows is None else rows.num_examples
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():
