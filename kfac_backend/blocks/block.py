@@ -250,8 +250,8 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     """
     # A corrected block knows them: they are its own.
     blocks = [b for b in blocks if type(b) is KroneckerBlock and b._remembered("_known") is None]
-    for block, known in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
-        block._remember("_known", known)
+    for block, eigenvalues in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
+        block._remember("_known", eigenvalues)
 
 
 def decompose(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> list["EigenBlock"]:

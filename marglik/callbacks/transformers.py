@@ -91,6 +91,7 @@ class MarginalLikelihood(TrainerCallback):
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
         self._trainer, self._held_out = trainer, held_out
+        self._task = Task(self.learner.likelihood, curvature)
         self._evaluate = trainer.evaluate
 
     @classmethod
@@ -114,6 +115,7 @@ class MarginalLikelihood(TrainerCallback):
         `attached` sets it where labels may be wrong, as the model computes another loss.
         """
         f, likelihood = logits_of(outputs), self.learner.likelihood
+        labels = self._task.targets(None, {}, labels)  # of language models, shifted
         count = num_counted_terms(f, labels, likelihood)
         return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
@@ -168,9 +170,8 @@ class MarginalLikelihood(TrainerCallback):
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        task = Task(self.learner.likelihood, self.learner.options.curvature)
-        x, y = task.split(dict(batch))
-        y = task.targets(model, x, y)
+        x, y = self._task.split(dict(batch))
+        y = self._task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
             try:
                 loss: Any = self._trainer.compute_loss(model, dict(batch))

@@ -29,31 +29,47 @@ def add_penalty(
     weight_decays: Sequence[float],
     scale: Tensor | float,
     padding: Mapping[int, int] = {},  # noqa: B006
-) -> Tensor:
-    """Add scale · wd · θ to the gradients; returns ½ Σ wd ‖θ‖², a scalar.
+) -> None:
+    """Add scale · wd · θ to the gradients: two foreach calls, where autograd would need many.
 
     ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
-
-    The foreach functions need a few kernel launches for all tensors together; autograd would need
-    several for each tensor.
     """
-    # A parameter that the loss does not depend on still has its prior.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    values: list[Tensor] = list(parameters)
-    for i, row in padding.items():
-        values[i] = parameters[i].clone()
-        values[i][row] = 0
-    norms = torch._foreach_mul(torch._foreach_norm(values), [wd**0.5 for wd in weight_decays])
-    penalty = 0.5 * torch.stack(norms).square().sum()
+    values = _with_prior(parameters, padding)
     if isinstance(scale, Tensor):
         pulls = torch._foreach_mul(values, list(weight_decays))
         torch._foreach_mul_(pulls, scale)
     else:
         pulls = torch._foreach_mul(values, [scale * wd for wd in weight_decays])
-    # Not in place: after a compiled backward pass two parameters may share one gradient tensor.
-    for p, gradient in zip(parameters, torch._foreach_add(gradients, pulls), strict=True):
-        p.grad = gradient
-    return penalty
+    # A parameter that the loss does not depend on still has its prior. The gradients are replaced:
+    # after a compiled backward pass two parameters may share one tensor.
+    pairs = [
+        (pull, p.grad) for pull, p in zip(pulls, parameters, strict=True) if p.grad is not None
+    ]
+    if pairs:
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+    for p, pull in zip(parameters, pulls, strict=True):
+        p.grad = pull
+
+
+@torch.no_grad()
+def penalty_value(
+    parameters: list[nn.Parameter],
+    weight_decays: Sequence[float],
+    padding: Mapping[int, int] = {},  # noqa: B006
+) -> Tensor:
+    """½ Σ wd ‖θ‖², a scalar."""
+    norms = torch._foreach_norm(_with_prior(parameters, padding))
+    weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
+    return 0.5 * torch.stack(weighted).square().sum()
+
+
+def _with_prior(parameters: list[nn.Parameter], padding: Mapping[int, int]) -> list[Tensor]:
+    """The parameters, with zeros in the rows that are constants."""
+    values: list[Tensor] = list(parameters)
+    for i, row in padding.items():
+        values[i] = parameters[i].clone()
+        values[i][row] = 0
+    return values
 
 
 class WeightAverage:

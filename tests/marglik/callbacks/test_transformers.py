@@ -166,8 +166,12 @@ def test_what_is_evaluated_is_the_average(keeps_best, tmp_path):
     assert not torch.equal(last, evaluated[-1][0])
 
 
-def test_a_small_language_model(tmp_path):
-    """GPT-2 with Hugging Face's own loss: shifted labels, a mean over the terms that count."""
+@pytest.mark.parametrize("likelihood", ["classification", "noisy_classification(noise=0.2)"])
+def test_a_small_language_model(likelihood, tmp_path, recwarn):
+    """GPT-2 with Hugging Face's own loss: shifted labels, a mean over the terms that count.
+
+    With label noise the trainer computes the likelihood's loss of the same terms.
+    """
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False,
@@ -182,9 +186,15 @@ def test_a_small_language_model(tmp_path):
     )  # fmt: skip
     run = transformers.Trainer(model, arguments, train_dataset=examples)
     prior = MarginalLikelihood.attached(
-        run, "classification", CurvatureOptions(fisher="mc", ignore_index=-100),
+        run, likelihood, CurvatureOptions(fisher="mc", ignore_index=-100),
         mean_over="terms", every=1, steps=3,
     )  # fmt: skip
     run.train()
     assert prior.posterior.factors.num_loss_terms == 12 * 5
     assert len(prior.learner.evidences) == 2
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = run.compute_loss(model, dict(batch)).item()
+    log_p = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    noise = 0.2 * (likelihood != "classification")
+    assert found == pytest.approx(-((1 - noise) * log_p.exp() + noise / 11).log().mean().item())
+    assert not [w for w in recwarn if "loss" in str(w.message)]
