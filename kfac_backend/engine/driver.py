@@ -37,8 +37,7 @@ from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.task import Task, counting
 from kfac_backend.fisher import warn_of_many_passes
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import IGNORED, counted_terms, loss_sum, num_counted_terms
+from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     LONG_PASS,
