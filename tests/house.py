@@ -7,6 +7,7 @@ run in between, counted while they run.
 import ast
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +19,7 @@ from types import FrameType
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kfac_backend", "marglik")
@@ -145,6 +147,15 @@ def first_step() -> None:
             hook.remove()
 
 
+def learning() -> None:
+    """Three epochs of ``marglik_training`` of a small network."""
+    from marglik import marglik_training
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(32, 3), torch.arange(32) % 2)
+    marglik_training(model, DataLoader(data, 8), "classification", n_epochs=3)
+
+
 def python(*arguments: str) -> str:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -165,8 +176,10 @@ def train_options() -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # three epochs are too few for decays to settle
     factors()  # a first time, for what is made once: classes, caches
     first_step()
+    learning()
     for folder in (*PACKAGES, "tests", "experiments"):
         print(f"{lines(folder):7,}  lines of Python in {folder}")
     print(f"{train_options():7}  options of `marglik train` before model and data")
@@ -175,8 +188,9 @@ if __name__ == "__main__":
         ("to a block, when proved before", factors_again()),
         ("in a step of K-FAC with new factors", kfac_step()),
         ("from `marglik train` to a step", first_step),
+        ("for three epochs of `marglik_training`", learning),
     ):
-        print("{:7} files, {} functions, {} calls {}".format(*passed(run), what))
+        print("{:7} files, {} functions, {:,} calls {}".format(*passed(run), what))
     print(f"{share(checks):7.1f} % of lines check, raise or catch")
     print(f"{share(comments):7.1f} % of lines are a comment")
     print(f"{modules_loaded():7}  modules of ours that `import kfac_backend` loads")

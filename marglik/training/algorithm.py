@@ -228,13 +228,18 @@ def fit(
     return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
 
 
-def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
+def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
     """Take the average, and update the prior there; returns the numbers to log.
 
     A training may end within an epoch, early, or with other parameters than its last ones (those
     of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
     trained, the posterior is fitted without changing the weight decays. After an error, as of the
     data, it can be called again.
+
+    Args:
+        problem: what is trained.
+        state: changed in place.
+        average: False keeps the parameters that are there.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -244,7 +249,8 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
     if per_epoch and state.steps[-1] > state.epoch * per_epoch:
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
-    state.take_average(problem)
+    if average:
+        state.take_average(problem)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}

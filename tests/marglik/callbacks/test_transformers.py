@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -135,6 +136,34 @@ def test_ends_with_an_update_wherever_it_ends(options, updates, tmp_path):
     run.train()
     assert_fitted_where_the_network_is(prior, model, updates)
     assert len(set(prior.learner.weight_decays().tolist())) == 4  # learned
+
+
+@pytest.mark.parametrize("keeps_best", [True, False])
+def test_what_is_evaluated_is_the_average(keeps_best, tmp_path):
+    """The best one is then what the training ends with; here the labels make that the fourth."""
+    model = Classifier()
+    labels = [{"x": x, "labels": y} for x, y in dataset()]
+    run = trainer(
+        tmp_path, model, 6, labels, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=keeps_best,
+    )  # fmt: skip
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    evaluated, own = [], prior._evaluate
+
+    def evaluate(*args, **kwargs):
+        evaluated.append([p.detach().clone() for p in model.parameters()])
+        return own(*args, **kwargs)
+
+    prior._evaluate = evaluate
+    run.train()
+    losses = [row["eval_loss"] for row in run.state.log_history if "eval_loss" in row]
+    best = evaluated[losses.index(min(losses)) if keeps_best else -1]
+    for p, q in zip(model.parameters(), best, strict=True):
+        assert torch.equal(p, q)
+    prior.posterior.check_weights()
+    # Negative control: the last checkpoint has the parameters of the steps.
+    last = load_file(tmp_path / "checkpoint-24" / "model.safetensors")["net.0.weight"]
+    assert not torch.equal(last, evaluated[-1][0])
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "noisy_classification(noise=0.2)"])
