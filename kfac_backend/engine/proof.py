@@ -482,6 +482,7 @@ def verify_uses(
     if f.requires_grad:
         note_uses_outside(f, "the model's output")
         f = f.detach()
+    # Step 3: layers with a rule that matches, and parameters that must be followed.
     candidates, layers, unused = dict(assignment.unknown), [], []
     for t in assignment.layers:
         if t not in rules:
