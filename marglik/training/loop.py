@@ -43,7 +43,7 @@ from kfac_backend.engine.batches import each_batch, to_device
 from kfac_backend.engine.calls import arguments, logits_of
 from kfac_backend.engine.checks import check_module, check_output
 from kfac_backend.engine.task import Task
-from kfac_backend.loss import counted_terms, loss_sum
+from kfac_backend.likelihoods import counted_terms, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.calls import logits_of
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import check_targets, num_counted_terms
+from kfac_backend.likelihoods import Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
 
 TOLERANCE = 1e-3

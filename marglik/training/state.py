@@ -15,8 +15,7 @@ from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.padding import padding_rows
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
