@@ -18,6 +18,8 @@ from typing import (
     get_type_hints,
 )
 
+__all__ = ["Metrics"]
+
 T = TypeVar("T")
 U = TypeVar("U")
 Interval = tuple[float, float]

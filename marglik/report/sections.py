@@ -279,10 +279,8 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
             "epochs."
         )
         blocks.append(run.titled(text))
-        title, columns = (
-            run.titled("The most suspicious"),
-            ("example", "label", "predicted", "score"),
-        )
+        title = run.titled("The most suspicious")
+        columns = ("example", "label", "predicted", "score")
         cells = [
             [str(one.index), one.label, one.predicted, number(one.score, 2)]
             for one in labels.examples
