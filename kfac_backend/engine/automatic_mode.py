@@ -31,8 +31,7 @@ from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import counting
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import check_targets
+from kfac_backend.likelihoods import Likelihood, check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
