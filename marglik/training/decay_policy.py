@@ -30,7 +30,10 @@ BatchNorm, above 3e-3 for others."""
 LARGEST_DECLINE = 0.5
 """By how much a raised start may shrink log ‖w‖ before the first update."""
 MOVED_SHARE = 0.5
-"""Of the effective parameters, whose decays may still move. A bias or two always do."""
+"""Of the effective parameters, whose decays may still move. A bias or two often do. Of 142 networks
+on digits (5 or 15 epochs, constant rates and cycles) the warning then names 48 of 70 that lie three
+points or more behind the best, and 5 of 52 that lie 1.5 or less behind; if any group counts, 58 and
+22."""
 FEW_UPDATES = 10
 """Fewer do not show that the evidence falls."""
 NEW_NORM = 0.02
