@@ -360,8 +360,9 @@ class Driver:
 
         # Dropout that is on must not use up the user's random numbers.
         with forked_random_numbers(self.model), self._no_autocast():
+            mask = None if y is None else self.task.mask(x)
             self.kfac_approx = mode_of_first_batches(
-                self.model, self.proof, self.likelihood, self.ranks, x, y
+                self.model, self.proof, self.likelihood, self.ranks, x, y, mask
             )
 
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
