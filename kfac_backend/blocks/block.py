@@ -209,7 +209,7 @@ class KroneckerBlock:
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
         compute_eigenvalues([self])
-        return self.__dict__["_known"][1]
+        return self.__dict__["_eigenvalues"][1]
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
         """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
@@ -249,9 +249,11 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
         RuntimeError: another rank is gone, or has such a factor.
     """
     # A corrected block knows them: they are its own.
-    blocks = [b for b in blocks if type(b) is KroneckerBlock and b._remembered("_known") is None]
+    blocks = [
+        b for b in blocks if type(b) is KroneckerBlock and b._remembered("_eigenvalues") is None
+    ]
     for block, eigenvalues in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
-        block._remember("_known", eigenvalues)
+        block._remember("_eigenvalues", eigenvalues)
 
 
 def decompose(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> list["EigenBlock"]:

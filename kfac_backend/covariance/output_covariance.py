@@ -86,11 +86,11 @@ class _Part(NamedTuple):
     """The examples, repeated for each pair."""
     positions: Tensor
     """(M,) the position of each pair, among all positions of the output."""
-    kept: Tensor | None
+    pairs: Tensor | None
     """Indices of the pairs that were asked for; None: all. A batch that cannot be split by example
     runs whole, with pairs for all its examples."""
     numbers: Tensor
-    """Indices of the kept pairs in the result."""
+    """Indices of these pairs in the result."""
 
 
 class _GradientBytes(Sink):
@@ -236,8 +236,8 @@ class OutputCovariance:
                 covariance = self._part(
                     part, of_part, sizes.channels_last, variance_only=variance_only
                 )
-                if part.kept is not None:
-                    covariance = tuple(t[part.kept] for t in covariance)
+                if part.pairs is not None:
+                    covariance = tuple(t[part.pairs] for t in covariance)
                 if result is None:
                     result = tuple(t.new_empty(M, *t.shape[1:]) for t in covariance)
                 result[0][part.numbers], result[1][part.numbers] = covariance
@@ -442,10 +442,10 @@ class OutputCovariance:
         """The indices of the wanted outputs of each pair, (M, K)."""
         if classes is None:
             return torch.arange(f.shape[-1], device=f.device).expand(len(f), -1)
-        if part.kept is None:
+        if part.pairs is None:
             return classes
         columns = classes.new_zeros(len(f), classes.shape[-1])
-        columns[part.kept] = classes
+        columns[part.pairs] = classes
         return columns
 
     def _capture(self, sink: Sink, channels_last: bool = False) -> Capture:

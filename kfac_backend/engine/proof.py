@@ -269,7 +269,7 @@ class Proof:
                 # "several" was a guess from the number of rows. Without it the rows may still be
                 # independent, in another order; then only their examples are unknown.
                 except _Mixed as mixed:
-                    assignment = _without_folds(assignment, mixed)
+                    assignment = _without_several_rows(assignment, mixed)
             if not by_example:  # `find_runs` could not tell them
                 assignment = _with_runs(assignment, runs)
             self.masked = self.masked | masked
@@ -383,7 +383,7 @@ class _Mixed(NotImplementedError):
         self.tracked = tracked
 
 
-def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
+def _without_several_rows(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
     """The assignment without the guess that the mixed layer has several rows for each example.
 
     Raises:

@@ -157,7 +157,7 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._operations = operations
         self._copies, self._layer, self._once = copies, layer, once
-        self._known: dict[int, Expression] = {}  # by the id of the value
+        self._expressions: dict[int, Expression] = {}  # by the id of the value
         self._roots: dict[int, str] = {}  # id of a parameter's value -> its name
         self.inside: list[TrackedLayer] = []
         """The layers with a rule that are running. Their rules cover what they do with their own
@@ -165,7 +165,7 @@ class Follower(TorchFunctionMode):
         self.values = {name: leaf.detach() for name, leaf in leaves.items()}
         """What the model must be called with in place of the parameters."""
         for name, value in self.values.items():
-            self._know(value, leaves[name], operations.key(name), {name: leaves[name]})
+            self._add_expression(value, leaves[name], operations.key(name), {name: leaves[name]})
             self._roots[id(value)] = name
 
     def __torch_function__(
@@ -189,7 +189,7 @@ class Follower(TorchFunctionMode):
 
     def begin(self, run: LayerRun, output: Tensor) -> Tensor:
         """The output of a layer that ran once for all examples, as the start of an expression."""
-        expression = self._known.get(id(output))  # if the layer's input was an expression
+        expression = self._expressions.get(id(output))  # if the layer's input was an expression
         # The layer's rule needs the gradient in its output, which the graph of the twin yields as
         # that of zeros added to it. Earlier parts of an expression keep their own leaves.
         zeros = torch.zeros_like(output).requires_grad_()
@@ -197,7 +197,7 @@ class Follower(TorchFunctionMode):
         key = self._operations.key(run.tracked.name, run.number)
         value = output.detach()
         leaves: Leaves = {} if expression is None else expression.leaves
-        self._know(value, twin, key, {**leaves, run: zeros})
+        self._add_expression(value, twin, key, {**leaves, run: zeros})
         return value
 
     def _run(self, call: Call) -> Any:
@@ -241,7 +241,7 @@ class Follower(TorchFunctionMode):
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
-                self._know(value, twin, self._operations.key(call.key, number), leaves)
+                self._add_expression(value, twin, self._operations.key(call.key, number), leaves)
 
     def _met(self, call: Call, axis: int) -> Any:
         """The operation with a copy of each expression for each row of its output.
@@ -299,14 +299,14 @@ class Follower(TorchFunctionMode):
 
         return torch.func.vmap(of_row)(use.a, self._copies(e, len(use.a)))
 
-    def _know(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
-        self._known[id(value)] = Expression(value, twin, key, leaves)
+    def _add_expression(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
+        self._expressions[id(value)] = Expression(value, twin, key, leaves)
 
     def _expression(self, value: Any) -> Expression | None:
         name = self._roots.get(id(value))
         if name is not None and any(name in t.parameters.values() for t in self.inside):
             return None
-        return self._known.get(id(value))
+        return self._expressions.get(id(value))
 
     def _stored(self, value: Any) -> "Stored | None":
         """The parameter that a tensor is, its transpose, or a matrix of a stack of them.
