@@ -164,9 +164,13 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
         symbol = curve["marker"]["symbol"]
         curve["marker"]["symbol"] = ["star" if is_kept else symbol for is_kept in kept]
         curves.append(curve)
-        seen = [update.get("num_examples", 0) for update in run.updates]
-        if min(seen, default=0) < max(seen, default=0):
-            unit = "nats per example; before the last an estimate from a sample"
+        estimates = [
+            update.get("num_examples", 0) < update.get("num_data", 0) or update.get("draws_labels")
+            for update in run.updates
+        ]
+        if any(estimates):
+            unit += "; an estimate, from a sample or from drawn labels"
+            unit += "" if estimates[-1] else ", but for the last"
     return _over_epochs("Log marginal likelihood", unit, curves)
 
 

@@ -87,13 +87,8 @@ def start(
 
 
 def penalty(
-    problem: Problem,
-    state: LearnerState,
-    scale: Tensor | float = 1.0,
-    part: int = 0,
-    *,
-    with_value: bool = False,
-) -> Tensor | None:
+    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
+) -> None:
     """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
@@ -104,18 +99,22 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
-        with_value: whether to return ½ Σ wd ‖θ‖², a scalar, which the gradient does not need.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
         state.averages[part].add()  # what the steps before this one have come to
     state.steps[part] += 1
     policy.observe(problem, state, own)
-    rows = {own.names.index(n): row for n, row in problem.padding.items() if n in own.names}
     decays = policy.stable_decays(state, own)
-    add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    add_penalty(own.parameters, decays, state.gradient_scale * scale, problem.padding_of(own))
     policy.limit_gradients(state, own, scale)
-    return penalty_value(own.parameters, decays, rows) if with_value else None
+
+
+def value_of_penalty(problem: Problem, state: LearnerState, part: int = 0) -> Tensor:
+    """½ Σ wd ‖θ‖² of an optimiser's parameters, a scalar, which the gradients do not need."""
+    own = problem.parts[part]
+    decays = problem.options.policy.stable_decays(state, own)
+    return penalty_value(own.parameters, decays, problem.padding_of(own))
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
@@ -141,7 +140,9 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
             state.hyperparameters.set(delta, sigma)
             state.set_decays(problem)
         learn_label_noise(problem, state)
-        return update(problem, state) if schedule.is_due_within(epoch) else {}
+        if not schedule.is_due_within(epoch) or problem.options.policy.rests(state):
+            return {}
+        return update(problem, state)
 
 
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
@@ -149,7 +150,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     hyper, schedule = state.hyperparameters, problem.options.schedule
     before = hyper.prior_precision
     evidences, record = fit(problem, state, schedule.steps, is_last)
+    assert state.posterior is not None
+    state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
     problem.options.policy.compare_update(problem, state, before)
+    problem.options.policy.warn_of_late_fit(problem, state)
     state.updated_at = state.steps[-1]
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
@@ -182,13 +186,13 @@ def fit(
 ) -> tuple[list[float], dict[str, Any]]:
     """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
 
-    The last one has the curvature that was asked for, and not a cheaper one.
+    What it draws and samples is in `LearnerState.cheap_pass`.
     """
     hyper, options, data = state.hyperparameters, problem.options, own_iteration(problem.loader)
     curvature = options.curvature
-    if problem.draws_labels and not is_last:
+    N, (draws, number) = problem.num_data, state.cheap_pass(problem, is_last)
+    if draws:
         curvature = curvature.replace(fisher="mc", mc_samples=1)
-    number, N = problem.num_data if is_last else state.sample_size(problem), problem.num_data
     if number < N:
         state.has_samples = True
         data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
@@ -204,7 +208,7 @@ def fit(
         temperature=options.temperature,
         process_group=problem.ranks.process_group,
     )
-    if former is not None:
+    if former is not None and not is_last:  # what is proved of the model is proved again at the end
         posterior.passes = former.passes
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
     # on what the loop has drawn.
@@ -214,7 +218,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
-        record["num_examples"] = number
+        record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
         by_evidence = options.learns and steps and not problem.learns_label_noise
@@ -255,13 +259,14 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
+        latest = state.record.get("draws_labels"), state.record.get("num_examples")
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
         if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
             learn_label_noise(problem, state)
             numbers = update(problem, state, is_last=True)
-        elif not is_fitted or problem.draws_labels:
-            if is_updated:
-                state.evidences.pop()  # the same update's, of drawn labels or before a resume
+        elif not is_fitted or latest != state.cheap_pass(problem, is_last=True):
+            if is_updated:  # the same update's, of a cheaper pass or before a resume
+                state.evidences.pop()
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.
         if state.best is not None and state.best["evidence"] > state.evidences[-1]:
