@@ -72,7 +72,7 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates"},
     "curvature": {"mc_samples", "diagonal_above"},
-    "predictive": {"samples", "networks", "layers", "batch_size", "calibration"},
+    "predictive": {"samples", "networks", "batch_size", "calibration"},
 }
 """Argument of `train` -> those of its fields that are no options of the command."""
 NOT_IN_BRIEF = (
@@ -264,8 +264,8 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
 
 def _configs(function: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of a function that are dataclasses of options, with their classes."""
-    hints = get_type_hints(function).items()
-    return {name: of for name, of in hints if is_dataclass(of) and name != "provenance"}
+    hints, others = get_type_hints(function).items(), ("provenance", "return")
+    return {name: kind for name, kind in hints if is_dataclass(kind) and name not in others}
 
 
 def _switches(of: Callable[..., Any]) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
         return
     if not _is_another_rank():
         show = print_results if command == "train" else print_evaluation
-        show(results, write_report([results["output"]]))
+        show(results, write_report([results.output]))
 
 
 # How options are made of dataclasses, and files of options are read
@@ -427,9 +427,9 @@ def _fill_in_sizes(options: Any) -> None:
     missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
-        found = sizes_of(data.load(), options.likelihood)
+        sizes_of_data = sizes_of(data.load(), options.likelihood)
         for name in missing:
-            sizes[name] = found.get(name)
+            sizes[name] = sizes_of_data.get(name)
 
 
 def _is_another_rank() -> bool:

@@ -190,7 +190,7 @@ class KroneckerBlock:
     @property
     def cost(self) -> int:
         """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
-        return sum(_cost(F) for F, _ in self.named_factors())
+        return sum(_cost(F) for F in (self.B, self.A) if F is not None)
 
     @property
     def _terms(self) -> tuple[float, ...]:
@@ -250,8 +250,8 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     """
     # A corrected block knows them: they are its own.
     blocks = [b for b in blocks if type(b) is KroneckerBlock and b._remembered("_known") is None]
-    for block, known in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
-        block._remember("_known", known)
+    for block, eigenvalues in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
+        block._remember("_known", eigenvalues)
 
 
 def decompose(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> list["EigenBlock"]:

@@ -115,7 +115,7 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(factor: Factor, split: tuple[Tensor, Tensor] | None) -> Tensor:
-    """What a solver gets of a factor: the inner products of its rows, or the coupled rows."""
+    """The matrix that is solved for a factor: its rows' inner products, or its coupled rows."""
     matrix = factor.matrix
     if split is None:
         assert factor.rows is not None
@@ -163,14 +163,15 @@ def _solve_group(
     n = matrices[0].shape[-1]
     if len(matrices) > 1 and n:
         stacked = torch.cat([M.reshape(-1, n, n) for M in matrices])
-        if (found := _attempt(stacked if vectors else stacked.double(), vectors)) is not None:
+        solution = _attempt(stacked if vectors else stacked.double(), vectors)
+        if solution is not None:
             counts = [M.shape[:-2].numel() for M in matrices]
             return [
                 (values.view(M.shape[:-1]), Q.view(M.shape) if vectors else Q)
                 for M, values, Q in zip(
                     matrices,
-                    found[0].split(counts),
-                    found[1].split(counts) if vectors else [found[1]] * len(counts),
+                    solution[0].split(counts),
+                    solution[1].split(counts) if vectors else [solution[1]] * len(counts),
                     strict=True,
                 )
             ]
@@ -188,8 +189,8 @@ def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
         return matrix.new_empty(matrix.shape[:-1], dtype=dtype), matrix
     for device in dict.fromkeys((matrix.device, torch.device("cpu"))):
         for dtype in dict.fromkeys((matrix.dtype, torch.float64) if vectors else (torch.float64,)):
-            if (found := _attempt(matrix.to(device, dtype), vectors)) is not None:
-                values, Q = found
+            if (solution := _attempt(matrix.to(device, dtype), vectors)) is not None:
+                values, Q = solution
                 return values.to(matrix.device), Q.to(matrix.device)
     raise torch.linalg.LinAlgError(
         f"No solver converges for the curvature factor of '{name}', {tuple(matrix.shape)} with "
@@ -199,7 +200,7 @@ def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
 
 
 def _attempt(M: Tensor, vectors: bool) -> tuple[Tensor, Tensor] | None:
-    """What a solver returns, None if it fails. It reads one triangle: rounding can't skew M."""
+    """Eigenvalues and eigenvectors by torch, which reads one triangle; None if it fails."""
     try:
         values, Q = torch.linalg.eigh(M) if vectors else (torch.linalg.eigvalsh(M), M.new_empty(0))
     except torch.linalg.LinAlgError:

@@ -20,8 +20,14 @@ from kfac_backend.engine.calls import (
 )
 from kfac_backend.engine.checks import warn_of_probabilities
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
+from kfac_backend.likelihoods import (
+    IGNORED,
+    Likelihood,
+    check_targets,
+    likelihood_of,
+    loss_sum,
+    num_counted_terms,
+)
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 
@@ -53,10 +59,10 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
         return (args[0] if len(args) == 1 and not kwargs else arguments), y
     if isinstance(batch, Mapping):
         names, x = options.dict_key_x, batch
-        asked: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
+        keys_of: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
         if names is not None:
-            asked["dict_key_x"] = (names,) if isinstance(names, str) else names
-        for option, keys in asked.items():
+            keys_of["dict_key_x"] = (names,) if isinstance(names, str) else names
+        for option, keys in keys_of.items():
             for key in keys:
                 if key not in batch:
                     raise KeyError(
@@ -237,17 +243,20 @@ class Task:
             own_output = own_loss(model, x, y)
         if own_output is None:
             return False
-        # Step 2: the model's own loss against ours, with these labels and with shifted ones.
+        # Step 2: the model's own loss, which knows of no label noise, against ours, with these
+        # labels and with shifted ones.
+        likelihood = self.likelihood
+        likelihood = likelihood.replace(noise=0.0) if likelihood.has_label_noise else likelihood
         f, loss = own_output
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
             return None  # reported by name, in the pass itself
         labels_of_shift = {False: y} | ({True: _shifted(y)} if may_shift else {})
         means, fitting = [], []
         for shifts, labels in labels_of_shift.items():
-            ours = float(loss_sum(at_least_float32(f), labels, self.likelihood))
-            terms = max(int(num_counted_terms(f, labels, self.likelihood)), 1)
+            ours = float(loss_sum(at_least_float32(f), labels, likelihood))
+            terms = max(int(num_counted_terms(f, labels, likelihood)), 1)
             means.append(f"{ours / terms:.6g}")
-            if _is_our_loss(loss, ours, terms, f, self.likelihood.kind):
+            if _is_our_loss(loss, ours, terms, f, likelihood.kind):
                 fitting.append(shifts)
         # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
         if len(fitting) == 1:

@@ -45,8 +45,7 @@ from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_m
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
 from kfac_backend.engine.task import counting
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import IGNORED
+from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
@@ -108,7 +107,7 @@ class TrainingPass:
             assignment=self._assign(),
         )
         self._driver.task.may_ignore = True  # which ones do not count, gradients will show
-        check_memory(self._driver.assignment, options, self._driver.device)
+        check_memory(self._driver.proof.assignment, options, self._driver.device)
         self.reset()
         self.covered = self._assigned
         """The parameters that were trained when factors were last made."""
@@ -151,7 +150,7 @@ class TrainingPass:
     @property
     def names(self) -> list[str]:
         """The parameters that get a block, in the model's order."""
-        return self._driver.assignment.names
+        return self._driver.proof.assignment.names
 
     @property
     def ranks(self) -> Ranks:
@@ -253,15 +252,14 @@ class TrainingPass:
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
-        driver.begin_part()
         forward = _Forward(driver.capture(in_training=True), mask, x)
-        stack.enter_context(explicit_forwards(driver.assignment))
+        stack.enter_context(explicit_forwards(driver.proof.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if driver.fisher.is_loss_gradient:
             forward.capture.listens = True
-        for tracked in driver.assignment.own_parameters:
+        for tracked in driver.proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
@@ -291,7 +289,6 @@ class TrainingPass:
         if forward.capture.masked - self._driver.proof.masked:  # hidden rows where were none before
             self._prove(forward.x, forward.mask)
         forward.x = None
-        self._driver.forward_done(in_training=True)
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
         forward.f = f
@@ -389,7 +386,7 @@ class TrainingPass:
 
     def _leave_out_followed(self) -> None:
         """Leave out parameters whose uses the proof follows operation by operation."""
-        assignment = self._driver.assignment
+        assignment = self._driver.proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):

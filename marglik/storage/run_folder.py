@@ -11,10 +11,13 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
+from marglik.records import Evaluation, Results, from_json, to_json
 from marglik.storage.checkpoint import STATE
+
+Record = TypeVar("Record")
 
 CONFIG = "config.yaml"
 """The options."""
@@ -100,19 +103,19 @@ def check_free(folder: Path, overwrite: bool = False, *, resumes: bool = True) -
             f"{folder} is a link, and marglik removes nothing through links. Pass the folder that "
             f"it points to: --output {folder.resolve()}."
         )
-    found = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
-    if not found or (found == [CHECKPOINT] and _names_of_states(folder) == []):
+    present = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
+    if not present or (present == [CHECKPOINT] and _names_of_states(folder) == []):
         return
     if not _is_of_run(folder):
         raise FileExistsError(
-            f"{folder} holds {', '.join(found)}, which no run of marglik has left: it is never "
+            f"{folder} holds {', '.join(present)}, which no run of marglik has left: it is never "
             "overwritten. Pass another --output, or move it away."
         )
     if not overwrite:
         can_resume = resumes and any((folder / CHECKPOINT).glob(f"*/{STATE}"))
         resume = "--resume to continue it, " if can_resume else ""
         raise FileExistsError(
-            f"{folder} already holds a run ({found[0]}); pass --overwrite, {resume}or another "
+            f"{folder} already holds a run ({present[0]}); pass --overwrite, {resume}or another "
             "--output."
         )
 
@@ -169,10 +172,40 @@ def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | N
     return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> None:
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write ``evaluation.json``."""
+    write_record(folder / EVALUATION, to_json(evaluation))
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """The content of ``evaluation.json``; see `read_record`. None if there is no such file."""
+    return _read_as(Evaluation, folder / EVALUATION)
+
+
+def write_results(folder: Path, results: Results) -> None:
     """Write ``results.json``, with the sums of the files that the run has written before."""
     names = [name for name in (CONFIG, LOG, POSTERIOR, ENSEMBLE) if (folder / name).exists()]
-    write_record(folder / RESULTS, results, {name: file_sum(folder / name) for name in names})
+    sums = {name: file_sum(folder / name) for name in names}
+    write_record(folder / RESULTS, to_json(results), sums)
+
+
+def read_results(folder: Path) -> Results | None:
+    """The content of ``results.json``; see `read_record`. None if there is no such file."""
+    return _read_as(Results, folder / RESULTS)
+
+
+def _read_as(kind: type[Record], path: Path) -> Record | None:
+    record = read_record(path)
+    if not record:
+        return None
+    del record["format"]
+    try:
+        return from_json(kind, record)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} was written by another version of marglik ({error}). Run the command that "
+            "wrote it again."
+        ) from error
 
 
 def read_record(path: Path) -> dict[str, Any]:

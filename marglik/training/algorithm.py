@@ -9,8 +9,17 @@
         end_of_epoch(problem, state, epoch)  # where due: curvature, evidence, steps on log δ
     finish(problem, state)                   # the average of θ, and the last update at it
 
-`PriorLearner` is the face that users see. Whatever departs from plain evidence is in
-`marglik.training.decay_policy`, when updates happen in `marglik.training.schedule`.
+The lines of the paper's algorithm, with its symbols, and where they are:
+
+    MAP step on θ             the loop's own step, whose gradient `penalty` completes
+    burn-in B, frequency F    `Schedule.is_due`, asked by `end_of_epoch`
+    curvature H of the data   `Posterior.fit`, called by `update_prior`, which `fit` calls
+    K steps on log p(D | M)   `Hyperparameters.update`, there too, over `posterior.evidence`
+    the best model            keep="best": `LearnerState.remember_if_best`; by default the last one
+
+Added to it are the average at the end, samples and drawn labels for long updates (`fit`), learned
+likelihoods and invariances (`learned_numbers`), and the limits of `marglik.training.decay_policy`:
+all that departs from plain evidence. `PriorLearner` is the face that users see.
 
 On several ranks of `torch.distributed` every function is collective. The loop must average
 gradients over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data
@@ -19,28 +28,23 @@ over all examples.
 """
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
-from kfac_backend.likelihoods import likelihood_of
-from marglik.augmentation.ranges import RangeLearner, ranges_of
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
-from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import (
+    by_evidence,
     check_derivatives,
     learn_label_noise,
     likelihood_step,
 )
-from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
-from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import WeightAverage, add_penalty, penalty_value
+from marglik.training.steps import add_penalty, penalty_value
 
 
 def start(
@@ -65,22 +69,10 @@ def start(
     problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
     to_learn = likelihood.to_learn() if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
-    state = LearnerState(
-        hyperparameters,
-        likelihood,
-        RangeLearner(problem.model),
-        [WeightAverage(part.parameters) for part in problem.parts],
-        [0 for _ in problem.parts],
-        Measures(sorted(problem.named), [None for _ in problem.parts]),
-    )
+    state = LearnerState.initial(problem, hyperparameters, likelihood)
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
-    to_learn = {} if problem.learns_label_noise else to_learn
-    if to_learn or state.ranges.modules:  # tried now, before any work is lost
-        curvature = problem.options.curvature
-        posterior = Posterior(problem.model, likelihood, curvature, process_group=None)
-        with forked_random_numbers(problem.model):
-            check_derivatives(posterior, first_batch, to_learn, state.ranges)
+    check_derivatives(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -134,13 +126,10 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
         return {}
     with state.unchanged_by_errors(problem.model):
         state.epoch, state.measures.clipped = epoch, 0
-        if epoch in problem.replayed:
-            delta, sigma, likelihood = problem.replayed[epoch]
-            state.likelihood = likelihood_of(likelihood)
-            state.hyperparameters.set(delta, sigma)
-            state.set_decays(problem)
-        learn_label_noise(problem, state)
-        if not schedule.is_due_within(epoch) or problem.options.policy.rests(state):
+        state.replay(problem)
+        if schedule.rests(epoch):
+            learn_label_noise(problem, state)
+        if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
             return {}
         return update(problem, state)
 
@@ -158,27 +147,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
     state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
-    best = state.best
-    if schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
-        state.best = {
-            "evidence": evidences[-1],
-            "epoch": state.epoch,
-            "model": deepcopy(problem.model.state_dict()),
-            "prior_precision": hyper.prior_precision,
-            "sigma_noise": hyper.sigma_noise,
-            "likelihood": str(state.likelihood),
-        }
+    if schedule.keep == "best":
+        state.remember_if_best(problem.model)
     state.record = record
-    numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
-    numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
-    if ranges := ranges_of(problem.model):
-        record["ranges"] = ranges
-    numbers |= {f"range/{name}": value for name, value in ranges.items()}
-    if "sigma_noise" in record:
-        numbers["sigma_noise"] = record["sigma_noise"]
-    if state.likelihood.has_label_noise:
-        numbers["label_noise"] = state.likelihood.parameters["noise"].item()
-    return numbers
+    return state.numbers_to_log(problem.model)
 
 
 def fit(
@@ -188,17 +160,11 @@ def fit(
 
     What it draws and samples is in `LearnerState.cheap_pass`.
     """
-    hyper, options, data = state.hyperparameters, problem.options, own_iteration(problem.loader)
-    curvature = options.curvature
-    N, (draws, number) = problem.num_data, state.cheap_pass(problem, is_last)
+    hyper, options, N = state.hyperparameters, problem.options, problem.num_data
+    curvature, (draws, number) = options.curvature, state.cheap_pass(problem, is_last)
     if draws:
         curvature = curvature.replace(fisher="mc", mc_samples=1)
-    if number < N:
-        state.has_samples = True
-        data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
-    if problem.ranks.size > 1:
-        data = WithExamples(data, curvature)
-    former = state.posterior
+    data, former = state.data_of_update(problem, number), state.posterior
     state.posterior = posterior = Posterior(
         problem.model,
         state.likelihood,
@@ -221,8 +187,7 @@ def fit(
         record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
-        by_evidence = options.learns and steps and not problem.learns_label_noise
-        to_learn = options.likelihood.to_learn() if by_evidence else {}
+        to_learn = by_evidence(problem) if steps else {}
         if to_learn:
             state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
@@ -231,13 +196,18 @@ def fit(
     return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
 
 
-def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
+def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
     """Take the average, and update the prior there; returns the numbers to log.
 
     A training may end within an epoch, early, or with other parameters than its last ones (those
     of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
     trained, the posterior is fitted without changing the weight decays. After an error, as of the
     data, it can be called again.
+
+    Args:
+        problem: what is trained.
+        state: changed in place.
+        average: False keeps the parameters that are there.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -247,7 +217,8 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
     if per_epoch and state.steps[-1] > state.epoch * per_epoch:
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
-    state.take_average(problem)
+    if average:
+        state.take_average(problem)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}
@@ -261,19 +232,19 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         latest = state.record.get("draws_labels"), state.record.get("num_examples")
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
+        if state.steps[-1] > 0:
+            of_training = state.likelihood
             learn_label_noise(problem, state)
+            is_fitted = is_fitted and state.likelihood == of_training
+        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
             numbers = update(problem, state, is_last=True)
         elif not is_fitted or latest != state.cheap_pass(problem, is_last=True):
             if is_updated:  # the same update's, of a cheaper pass or before a resume
                 state.evidences.pop()
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.
-        if state.best is not None and state.best["evidence"] > state.evidences[-1]:
-            problem.model.load_state_dict(state.best["model"])
-            state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
-            state.likelihood = likelihood_of(state.best["likelihood"])
-            state.kept_epoch = state.best["epoch"]
+        if state.go_back_to_best(problem.model):
+            learn_label_noise(problem, state)
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
     policy.warn_at_the_end(problem, state)
     return numbers

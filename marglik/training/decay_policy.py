@@ -32,6 +32,8 @@ LARGEST_DECLINE = 0.5
 """By how much a raised start may shrink log ‖w‖ before the first update."""
 MEDIAN_OF_NORMAL = 0.6745
 """Median of the absolute value of a standard normal variable."""
+MOVED_SHARE = 0.5
+"""Of the effective parameters, whose decays may still move. A bias or two always do."""
 FEW_UPDATES = 10
 """Fewer do not show that the evidence falls."""
 NEW_NORM = 0.02
@@ -53,7 +55,8 @@ class Measures:
     limited: list[str] = field(default_factory=list)
     """Names of the parameters whose weight decay SGD cannot take."""
     moves: dict[str, float] = field(default_factory=dict)
-    """Group -> the factor by which the last update at a high rate changed its decay."""
+    """Group -> the factor by which the last update at a high rate changed its decay, if it changed
+    those of most effective parameters."""
     rest: int = 0
     """Number of updates that are left out after the last one, which moved the decays little."""
     left_out: int = 0
@@ -92,8 +95,8 @@ class DecayPolicy:
             network over it now and then: without the limit, a few large steps, from which it may
             never come back.
         settled: largest factor by which the last update at a high learning rate may change the
-            decay of a group that the data determines. Above, the end of the training warns: the
-            rate fell, or the training ended, before the decays came to rest.
+            decays that most of the effective parameters have. Above, the end of the training warns:
+            the rate fell, or the training ended, before the decays came to rest.
         rest: an update that moves the decays less than this (the mean of |Δ log δ|, weighted by the
             numbers γ of parameters that the data determines) is followed by a rest: one update that
             is due is left out, after the next such update two, then four, and so on, until decays
@@ -103,7 +106,6 @@ class DecayPolicy:
             the training warns that the network has come to fit what its decays kept it from. On
             nine problems where learning is as good as a grid or better it ends at its best; 0.08
             below it on 4,000 images with wrong labels, where a grid is better with 40 %.
-
         late_fit: whether to warn, at the first update in the second half of the epochs, if half of
             the fall of the training loss so far came in the second half of those epochs: the
             network does not fit yet, and decays that are large because the data determines little
@@ -267,17 +269,21 @@ class DecayPolicy:
         # scale-invariant weight: the evidence fixes δ‖w‖² alone.
         settles = torch.tensor([name not in measures.invariant for name in hyper.groups.names])
         settles &= gamma >= 1
+        weights = gamma * settles
+        number = weights.sum().clamp(min=1)
         if self.rest is not None and problem.may_rest(state):
-            weight = gamma * settles
-            moved = (moves * weight).sum() / weight.sum().clamp(min=1)
-            measures.rest = max(1, 2 * measures.rest) if moved < self.rest else 0
+            is_small = (moves * weights).sum() / number < self.rest
+            measures.rest = max(1, 2 * measures.rest) if is_small else 0
             measures.left_out = 0
         # At a low rate no update moves the decays much.
         if self.settled is not None and problem.rate >= 0.1 * measures.highest_rate:
-            factors = zip(hyper.groups.names, moves.exp().tolist(), settles.tolist(), strict=True)
-            measures.moves = {n: f for n, f, counts in factors if counts and f > self.settled}
+            moved = settles & (moves.exp() > self.settled)
+            factors = dict(zip(hyper.groups.names, moves.exp().tolist(), strict=True))
+            names = [n for n, m in zip(hyper.groups.names, moved.tolist(), strict=True) if m]
+            is_most = (weights * moved).sum() / number > MOVED_SHARE
+            measures.moves = {name: factors[name] for name in names} if is_most else {}
 
-    def rests(self, state: "LearnerState") -> bool:
+    def leaves_out(self, state: "LearnerState") -> bool:
         """Whether an update that is due is left out; counts it."""
         measures = state.measures
         if measures.left_out >= measures.rest:

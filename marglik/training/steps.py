@@ -4,7 +4,8 @@ The prior adds its gradient, that of ½ Σ_g wd_g ‖θ_g‖². The average θ̄
 Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_utils does the sums.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -99,6 +100,20 @@ class WeightAverage:
         """Give the parameters their averages."""
         torch._foreach_copy_(list[Tensor](self._parameters), self._values)
 
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """A context in which the parameters have their averages, with the present values."""
+        present = [p.detach().clone() for p in self._parameters]
+        with_present = WeightAverage(self._parameters)
+        with_present.load_state_dict(self.state_dict())
+        with_present.add()
+        with_present.write()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(list[Tensor](self._parameters), present)
+
     def state_dict(self) -> dict[str, Any]:
         """The averages and the number of steps."""
         return {"values": [value.clone() for value in self._values], "count": self.count}
@@ -121,6 +136,12 @@ class WeightAverage:
         self._values = [value.to(p, copy=True) for value, p in values]
 
 
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """The layers with running statistics."""
+    norms = (m for m in model.modules() if isinstance(m, _BatchNorm))
+    return [norm for norm in norms if norm.running_mean is not None]
+
+
 @torch.no_grad()
 def renew_batch_norm(
     model: nn.Module,
@@ -133,7 +154,7 @@ def renew_batch_norm(
     The statistics that training collected belong to the parameters of the steps, not to their
     average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = batch_norms(model)
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]

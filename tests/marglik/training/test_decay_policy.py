@@ -164,7 +164,12 @@ def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
         assert after in (1, 2 if gap == 1 else 2 * gap - 1)
     measures = prior.state.measures
     measures.rest, measures.left_out = 2, 0
-    assert [prior.options.policy.rests(prior.state) for _ in range(4)] == [True, True, False, False]
+    assert [prior.options.policy.leaves_out(prior.state) for _ in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 # --- the limit of a step's gradients ---

@@ -1,6 +1,7 @@
 """`PriorLearner`: the same decays from all entries, the average, what it says, its state."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from marglik.data import Splits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.train import Training
+from marglik.runs.train import Setup, Training
 from marglik.training import algorithm, state
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -66,7 +67,7 @@ def test_all_entries_learn_the_same_decays_by_default():
 
     x, y = dataset().tensors
     splits = Splits((x, y), None, (x, y), "made")
-    setup = Training(
+    setup = Setup(
         splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
         None, RunConfig(epochs=epochs, batch_size=8, progress=False),
         Fabric(accelerator="cpu", devices=1),
@@ -74,7 +75,7 @@ def test_all_entries_learn_the_same_decays_by_default():
     in_order = DataLoader(dataset(), 8)
     setup.__dict__["_batches"] = lambda *_, **__: in_order  # without the command's shuffle
     command = network()
-    result = setup.train(command)
+    _, result = setup.train(Training("learned", lambda: command, 0, "learned"))
     assert_close(
         result.laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0
     )
@@ -117,6 +118,60 @@ def test_training_ends_at_the_mean_of_the_last_thirds_steps():
         posterior.mean, torch.cat([p.detach().flatten() for p in model.parameters()])
     )
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
+
+
+def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
+    """By brute force after each step, with BatchNorm's statistics; restored after errors, too."""
+    ends = []
+    for validates in (True, False):
+        model, seen, prior = with_norm(), [], PriorLearner("classification")
+        data = DataLoader(in_double().dataset, 10, shuffle=True)
+
+        def look():
+            seen.append([p.detach().clone() for p in model.parameters()])  # noqa: B023
+            before = deepcopy(model.state_dict())  # noqa: B023
+            with pytest.raises(KeyError), prior.averaged() as averaged:  # noqa: B023
+                assert averaged is model  # noqa: B023
+                some = seen[11:] if len(seen) > 12 else seen[-1:]  # noqa: B023
+                for i, p in enumerate(model.parameters()):  # noqa: B023
+                    mean = torch.stack([at[i] for at in some]).mean(0)
+                    assert_close(p, mean, rtol=1e-12, atol=1e-12)
+                first = model[0](data.dataset.tensors[0]).mean(0)  # noqa: B023
+                is_renewed = torch.allclose(model[1].running_mean, first)  # noqa: B023
+                assert is_renewed == (len(seen) > 12)  # noqa: B023
+                raise KeyError
+            for name, value in model.state_dict().items():  # noqa: B023
+                assert torch.equal(value, before[name]), name
+
+        torch.manual_seed(5)
+        learn(model, sgd(model), prior, data, 6, after_step=look if validates else lambda: None)
+        ends.append((prior.weight_decays(), prior.evidences, [*model.parameters()]))
+    assert_close(ends[0], ends[1], rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="call start before averaged"):
+        with PriorLearner("classification").averaged():
+            pass
+
+
+def test_the_parameters_of_the_best_epoch_can_be_kept():
+    model, prior, data = with_norm(), PriorLearner("classification"), in_double()
+    best = []
+
+    def look():
+        with prior.averaged():
+            best.append(deepcopy(model.state_dict()))
+
+    prior.start(model, optimizer := sgd(model), data, 6)
+    for _ in range(6):
+        for x, y in data:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            look()
+    model.load_state_dict(best[15])
+    prior.finish(average=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, best[15][name]), name
+    prior.posterior.check_weights()
 
 
 @pytest.mark.parametrize(("epochs", "few", "draws"), [(6, 0, True), (60, 0, False), (6, 60, False)])
@@ -185,29 +240,27 @@ def test_training_limits_the_decay_of_weights_before_a_normalisation():
         assert prior.state.decays[-2] == prior.weight_decays()[-2].item()
 
 
-@pytest.mark.parametrize(("epochs", "moves"), [(4, True), (90, False)])
-def test_decays_that_still_move_at_the_end_are_named(epochs, moves):
-    model = network()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        learn(model, sgd(model), PriorLearner("classification"), loader(), epochs)
-    assert any("before its weight decays settled" in str(w.message) for w in told) == moves
+def test_decays_that_still_move_and_an_evidence_that_fell_are_named():
+    """Of 4 epochs the first; of 90 neither, until the network is another than it was."""
 
+    def warnings_of(run):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        texts = [str(warning.message) for warning in caught]
+        return [t for t in texts if "weight decays settled" in t or "per example fell" in t]
 
-@pytest.mark.parametrize("spoilt", [False, True])
-def test_an_evidence_that_fell_is_named(spoilt):
-    model = network()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        prior = learn(model, sgd(model), PriorLearner("classification"), loader(), 90)
-        if spoilt:
-            with torch.no_grad():
-                model[-1].weight.neg_()
-            prior.finish()
+    short, model, prior = network(), network(), PriorLearner("classification")
+    (text,) = warnings_of(
+        lambda: learn(short, sgd(short), PriorLearner("classification"), loader(), 4)
+    )
+    assert "before its weight decays settled" in text
+    assert warnings_of(lambda: learn(model, sgd(model), prior, loader(), 90)) == []
+    with torch.no_grad():
+        model[-1].weight.neg_()
+    (text,) = warnings_of(prior.finish)
     best, last = (e / prior.problem.num_data for e in (max(prior.evidences), prior.evidences[-1]))
-    found = [str(w.message) for w in told if "evidence per example fell" in str(w.message)]
-    assert len(found) == spoilt and (last < best - 0.02) == spoilt
-    assert all(f"{best:.3f} to {last:.3f}" in message for message in found)
+    assert last < best - 0.02 and f"evidence per example fell from {best:.3f} to {last:.3f}" in text
 
 
 # --- its state ---
