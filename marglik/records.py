@@ -411,6 +411,10 @@ class UpdateRecord:
     """Of the pass, of the eigenvalues and of the steps."""
     num_examples: int
     """M, if the update saw a sample."""
+    num_data: int
+    """N, the number of examples that these stand for."""
+    draws_labels: bool
+    """Whether it drew labels where exact passes were asked for."""
     sigma_noise: float | None = None
     likelihood: str | None = None
     """With the numbers that it has come to, if it has some."""

@@ -152,12 +152,16 @@ class Posterior:
         self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs = 0, 0
         self.calibrations = {}
+        self.sample_size: int | None = None
+        """M, where `fit` saw a random sample of M examples that stands for all; None for all."""
         self.passes: dict[Any, CurvaturePass] = {}
         """Passes over data, which a later fit (or another posterior of the model) begins with: what
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
 
     def __repr__(self) -> str:
-        fitted = "not fitted" if self._curvature is None else f"fitted to {self.n_data} examples"
+        seen = "" if self.sample_size is None else f"{self.sample_size} of "
+        fitted = f"fitted to {seen}{self.n_data} examples"
+        fitted = "not fitted" if self._curvature is None else fitted
         return (
             f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
             f"{self.n_params} parameters, {fitted})"
@@ -340,6 +344,7 @@ class Posterior:
                 progress=progress_bar,
                 process_group=self.ranks.process_group,
             )
+        self.sample_size = None if stands_for is None else int(curvature.num_data)
         if stands_for is not None:
             curvature = replace(curvature * (stands_for / curvature.num_data), num_data=stands_for)
         if adds:

@@ -166,9 +166,12 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
         symbol = curve["marker"]["symbol"]
         curve["marker"]["symbol"] = ["star" if final else symbol for final in is_final]
         curves.append(curve)
-        numbers = [update.num_examples for update in run.updates]
-        if min(numbers, default=0) < max(numbers, default=0):
-            unit = "nats per example; before the last an estimate from a sample"
+        estimates = [
+            update.num_examples < update.num_data or update.draws_labels for update in run.updates
+        ]
+        if any(estimates):
+            unit += "; an estimate, from a sample or from drawn labels"
+            unit += "" if estimates[-1] else ", but for the last"
     return _over_epochs("Log marginal likelihood", unit, curves)
 
 

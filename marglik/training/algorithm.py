@@ -79,13 +79,8 @@ def start(
 
 
 def penalty(
-    problem: Problem,
-    state: LearnerState,
-    scale: Tensor | float = 1.0,
-    part: int = 0,
-    *,
-    with_value: bool = False,
-) -> Tensor | None:
+    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
+) -> None:
     """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
@@ -96,18 +91,22 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
-        with_value: whether to return ½ Σ wd ‖θ‖², a scalar, which the gradient does not need.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
         state.averages[part].add()  # what the steps before this one have come to
     state.steps[part] += 1
     policy.observe(problem, state, own)
-    rows = {own.names.index(n): row for n, row in problem.padding.items() if n in own.names}
     decays = policy.stable_decays(state, own)
-    add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    add_penalty(own.parameters, decays, state.gradient_scale * scale, problem.padding_of(own))
     policy.limit_gradients(state, own, scale)
-    return penalty_value(own.parameters, decays, rows) if with_value else None
+
+
+def value_of_penalty(problem: Problem, state: LearnerState, part: int = 0) -> Tensor:
+    """½ Σ wd ‖θ‖² of an optimiser's parameters, a scalar, which the gradients do not need."""
+    own = problem.parts[part]
+    decays = problem.options.policy.stable_decays(state, own)
+    return penalty_value(own.parameters, decays, problem.padding_of(own))
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
@@ -130,7 +129,9 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
         state.replay(problem)
         if schedule.rests(epoch):
             learn_label_noise(problem, state)
-        return update(problem, state) if schedule.is_due_within(epoch) else {}
+        if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
+            return {}
+        return update(problem, state)
 
 
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
@@ -138,7 +139,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     hyper, schedule = state.hyperparameters, problem.options.schedule
     before = hyper.prior_precision
     evidences, record = fit(problem, state, schedule.steps, is_last)
+    assert state.posterior is not None
+    state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
     problem.options.policy.compare_update(problem, state, before)
+    problem.options.policy.warn_of_late_fit(problem, state)
     state.updated_at = state.steps[-1]
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
@@ -154,13 +158,12 @@ def fit(
 ) -> tuple[list[float], dict[str, Any]]:
     """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
 
-    The last one has the curvature that was asked for, and not a cheaper one.
+    What it draws and samples is in `LearnerState.cheap_pass`.
     """
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
-    curvature = options.curvature
-    if problem.draws_labels and not is_last:
+    curvature, (draws, number) = options.curvature, state.cheap_pass(problem, is_last)
+    if draws:
         curvature = curvature.replace(fisher="mc", mc_samples=1)
-    number = N if is_last else state.sample_size(problem)
     data, former = state.data_of_update(problem, number), state.posterior
     state.posterior = posterior = Posterior(
         problem.model,
@@ -171,7 +174,7 @@ def fit(
         temperature=options.temperature,
         process_group=problem.ranks.process_group,
     )
-    if former is not None:
+    if former is not None and not is_last:  # what is proved of the model is proved again at the end
         posterior.passes = former.passes
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
     # on what the loop has drawn.
@@ -181,7 +184,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
-        record["num_examples"] = number
+        record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
         to_learn = by_evidence(problem) if steps else {}
@@ -227,6 +230,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
+        latest = state.record.get("draws_labels"), state.record.get("num_examples")
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
         if state.steps[-1] > 0:
             of_training = state.likelihood
@@ -234,9 +238,9 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
             is_fitted = is_fitted and state.likelihood == of_training
         if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
             numbers = update(problem, state, is_last=True)
-        elif not is_fitted or problem.draws_labels:
-            if is_updated:
-                state.evidences.pop()  # the same update's, of drawn labels or before a resume
+        elif not is_fitted or latest != state.cheap_pass(problem, is_last=True):
+            if is_updated:  # the same update's, of a cheaper pass or before a resume
+                state.evidences.pop()
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.
         if state.go_back_to_best(problem.model):

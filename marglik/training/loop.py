@@ -406,9 +406,9 @@ class OnlineTraining:
             if not isinstance(self.fabric, OneDevice):
                 objective.register_hook(lambda factor: scale.insert(0, factor))
             self.fabric.backward(objective)
-        penalty = algorithm.penalty(
-            self.learner.problem, self.learner.state, scale[0], with_value=True
-        )
+        problem, state = self.learner.problem, self.learner.state
+        algorithm.penalty(problem, state, scale[0])
+        penalty = algorithm.value_of_penalty(problem, state)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

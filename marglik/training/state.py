@@ -144,6 +144,11 @@ class Problem:
         """The learning rate of the first optimiser."""
         return float(self.parts[0].optimizer.param_groups[0]["lr"])
 
+    def padding_of(self, part: Part) -> dict[int, int]:
+        """The rows that are constants, by the number of an optimiser's parameter."""
+        names = part.names
+        return {names.index(name): row for name, row in self.padding.items() if name in names}
+
     @property
     def draws_labels(self) -> bool:
         """Whether updates draw labels, as exact passes would take longer than the training.
@@ -162,6 +167,14 @@ class Problem:
         updates = schedule.updates if every is None else schedule.epochs // every
         is_long = updates * (1 + 2 * V) > 3 * schedule.epochs
         return is_long and V > 1 and V * self.num_data > FEW_VECTORS
+
+    def may_rest(self, state: "LearnerState") -> bool:
+        """Whether updates may be left out: they have a budget, and learn weight decays alone."""
+        options, schedule = self.options, self.options.schedule
+        learns_more = state.ranges.modules or state.hyperparameters.learn_sigma_noise
+        learns_more = learns_more or options.likelihood.to_learn()
+        is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
+        return is_budget and not learns_more
 
     @property
     def learns_label_noise(self) -> bool:
@@ -314,6 +327,8 @@ class LearnerState:
     """The evidence (nats) after each update."""
     has_samples: bool = False
     """Whether some update saw a sample, so that its evidence is an estimate."""
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """Epoch and training loss per example of each update."""
     evidences_of_steps: list[float] = field(default_factory=list)
     """The evidence (nats) before each hyperparameter step."""
     best: dict[str, Any] | None = None
@@ -352,16 +367,27 @@ class LearnerState:
             data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
         return data if problem.ranks.size == 1 else WithExamples(data, problem.options.curvature)
 
-    def sample_size(self, problem: Problem) -> int:
-        """M, the number of examples of an update that follows now; see `sampled_data`."""
-        options, N = problem.options, problem.num_data
+    def cheap_pass(self, problem: Problem, is_last: bool) -> tuple[bool, int]:
+        """Whether an update that follows now draws labels, and M, the examples that it sees.
+
+        The last one is exact and sees all data unless that alone would take longer than a tenth of
+        the training. Then it draws labels, of all data if that is short enough: its predictions
+        and its evidence are closer to the exact ones than those of a sample's exact curvature.
+        """
+        options, N, V = problem.options, problem.num_data, problem.vectors
         # With keep="best", noise would choose among the evidences.
         takes_all = options.curvature_from != "auto" or options.schedule.keep == "best"
         if takes_all or not self.steps[-1]:
-            return N
-        since = 1 - (self.updated_at or 0) / self.steps[-1]
-        vectors = problem.vectors if options.curvature.fisher == "exact" else 1
-        return sample_size(N, N * self.epoch * since, 1 if problem.draws_labels else vectors)
+            return False, N
+        is_exact = options.curvature.fisher == "exact"
+        draws, seen = problem.draws_labels, N * self.epoch
+        if is_last:
+            if is_exact and (V * N <= FEW_VECTORS or sample_size(N, seen, V) == N):
+                return False, N
+            draws = is_exact and V > 1
+        elif self.updated_at:
+            seen *= 1 - self.updated_at / self.steps[-1]
+        return draws, sample_size(N, seen, V if is_exact and not draws else 1)
 
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""

@@ -22,6 +22,7 @@ from experiments.speed import (
     bench_predictive,
     bench_quick,
     ekfac_timing,
+    price,
     transformer_timing,
 )
 from experiments.speed import large_classes as classes
@@ -56,6 +57,7 @@ TABLES = {
     "optimizer_comparison": ("optimizers.optimizer_comparison",),
     "out_of_distribution": ("predictions.out_of_distribution",),
     "presets": ("weight_decay.presets",),
+    "price": ("speed.price",),
     "ranks_timing": ("speed.ranks_timing",),
     "sampled_updates": ("weight_decay.sampled_updates",),
     "scikit_learn": ("uci.scikit_learn",),
@@ -277,6 +279,12 @@ def small_sampled_updates(patch):
     name, problem = next(iter(sampled_updates.PROBLEMS.items()))
     patch.setitem(sampled_updates.PROBLEMS, name, replace(problem, examples=60, epochs=2))
     return [sampled_updates.run(sampled_updates.Config(name, 0.4, 0))], sampled_updates.table
+
+
+def small_price(patch):
+    name, problem = next(iter(price.PROBLEMS.items()))
+    patch.setitem(price.PROBLEMS, name, replace(problem, examples=60, epochs=2))
+    return [price.run(price.Config(name, 0.4, 0))], price.table
 
 
 def small_learned_ranges(patch):

@@ -3,6 +3,9 @@
 What the other rules do is in `test_learner.py`.
 """
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from marglik import DecayPolicy, Posterior, PriorLearner
-from marglik.training.decay_policy import NEW_NORM, clip_gradients
+from marglik.training.decay_policy import NEW_NORM, clip_gradients, largest_error
+from marglik.training.schedule import Schedule
 from tests.marglik.plain_loop import learn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,6 +102,74 @@ def test_a_rule_that_is_off_does_not_warn(rule, recwarn):
     prior = PriorLearner("classification", **rule)
     learn(model, sgd(model), prior, data(), EPOCHS)
     assert any("settled" in str(w.message) for w in recwarn) == (not rule)
+
+
+@pytest.mark.parametrize(
+    ("last_loss", "epoch", "warns"),
+    [
+        (1.0, 20, True),
+        (2.05, 20, True),
+        (1.0, 19, False),
+        (1.0, 40, False),
+        (1.78, 20, False),
+        (2.2, 20, False),
+    ],
+)
+def test_a_loss_that_still_falls_at_its_full_rate_is_named_at_half_of_the_epochs(
+    last_loss, epoch, warns, recwarn
+):
+    """Measured: convolutions with GroupNorm in batches of 128, which lose 0.1 nats, and an MLP."""
+    falls_late = [(2, 2.25), (6, 2.13), (10, 2.02), (14, 1.81), (18, 1.56)]
+    falls_early = [(1, 2.03), (2, 1.74), (5, 1.78), (9, 1.79), (18, 1.78)]
+    losses = falls_early if last_loss == 1.78 else falls_late
+    if last_loss > 2:  # flat, then a fall, or none
+        losses = [(e, 2.25) for e, _ in falls_late]
+    state = SimpleNamespace(losses=[*losses, (epoch, last_loss)])
+    problem = SimpleNamespace(options=SimpleNamespace(schedule=Schedule(epochs=40)))
+    for policy in (DecayPolicy(late_fit=False), DecayPolicy()):
+        assert not recwarn.list
+        policy.warn_of_late_fit(problem, state)
+    assert any("does not fit yet" in str(w.message) for w in recwarn) == warns
+
+
+def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
+    """Normal estimates of one evidence are silent; one that falls by four errors is not."""
+    generator = torch.Generator().manual_seed(0)
+    warned = []
+    for fall in (0.0, 0.2):
+        count = 0
+        for _ in range(200):
+            noise = 0.05 * torch.randn(20, generator=generator)
+            noise[-1] = -fall  # the last one is exact
+            count += bool(-fall < noise.max() - 0.02 - largest_error(noise))
+        warned.append(count / 200)
+    assert warned[0] < 0.2 and warned[1] > 0.9
+
+
+# --- rests ---
+
+
+def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
+    epochs = []
+    for rule in ({}, {"rest": None}):
+        model = network()
+        prior = PriorLearner("classification", updates=40, average=None, **rule)
+        learn(model, sgd(model), prior, data(), 40)
+        epochs.append([epoch for epoch, _ in prior.state.losses])
+    rested, budget = epochs
+    assert budget == list(range(1, 41))
+    gaps = [after - before for before, after in pairwise(rested)]
+    assert gaps[0] == 1 and max(gaps) > 2 and rested[-1] == 40
+    for gap, after in pairwise(gaps[:-1]):  # rests of 1, 2, 4, ... updates
+        assert after in (1, 2 if gap == 1 else 2 * gap - 1)
+    measures = prior.state.measures
+    measures.rest, measures.left_out = 2, 0
+    assert [prior.options.policy.leaves_out(prior.state) for _ in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 # --- the limit of a step's gradients ---

@@ -1,15 +1,20 @@
 """Updates on a random sample: which examples, that they stand for all, and what stays as it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from kfac_backend import CurvatureOptions
 from kfac_backend.ranks import Ranks
-from marglik import Posterior, PriorLearner
+from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.sampled_data import own_iteration, sample_size, sampled
+from marglik.training.schedule import Schedule
+from marglik.training.state import LearnerState
 
 ALONE = Ranks(None)
 N = 1000
@@ -148,6 +153,49 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
     prior.finish()
     assert seen[-1] == prior.posterior.n_data == N
     assert set(seen[:-1]) == ({256} if curvature_from == "auto" else {N})
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "epochs", "cheap_pass"),
+    [
+        (1_000, 9, 64, (False, 1_000)),  # 19 passes are a tenth of 3 · 64
+        (1_000, 9, 40, (True, 1_000)),
+        (10_000, 9, 5, (True, 5_000)),
+        (10_000, 1, 5, (False, 5_000)),  # a drawn label would cost as much
+        (300, 9, 2, (False, 300)),  # no time to speak of
+    ],
+)
+def test_the_last_update_draws_labels_where_it_would_take_over_a_tenth_of_the_training(
+    N, V, epochs, cheap_pass
+):
+    schedule = Schedule(epochs=epochs)
+    options = SimpleNamespace(
+        curvature_from="auto", schedule=schedule, curvature=CurvatureOptions()
+    )
+    problem = SimpleNamespace(options=options, num_data=N, vectors=V, draws_labels=V > 1)
+    state = SimpleNamespace(steps=[1], epoch=epochs, updated_at=None)
+    assert LearnerState.cheap_pass(state, problem, is_last=True) == cheap_pass
+    options.curvature_from = "pass"
+    assert LearnerState.cheap_pass(state, problem, is_last=True) == (False, N)
+
+
+def test_a_last_update_that_drew_labels_says_so():
+    _, x, y = problem()
+    records = {}
+    for epochs in (2, 6):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 30).double()
+        loader = Batches(x.repeat(5, 1), y.repeat(5), 100)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prior = PriorLearner("classification", epochs=epochs, every=1)
+        result = OnlineTraining(model, optimizer, loader, prior).run()
+        records[epochs] = [r for r in result.records if r["kind"] == "update"][-1]
+        assert result.laplace.options.fisher == "mc"
+        assert result.laplace.n_data == records[epochs]["num_data"] == 5 * N
+        of = f"fitted to {records[epochs]['num_examples']} of {5 * N} examples"
+        assert of in repr(result.laplace)
+    assert all(record["draws_labels"] for record in records.values())
+    assert records[2]["num_examples"] < records[6]["num_examples"] < 5 * N
 
 
 class Gated(nn.Module):
