@@ -12,22 +12,24 @@ hangs fail after the timeout of the process group, with an error of torch.distri
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from kfac_backend.options import KfacApprox
+from kfac_backend.sharding import squared_norms
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
 
@@ -90,6 +92,23 @@ class Ranks:
         if self.size > 1:
             start = partial(dist.all_reduce, group=self._group, async_op=True)
             _send((tensor, start) for tensor in tensors)
+
+    def any(self, is_so: bool, device: torch.device) -> bool:
+        """Whether it is so on any rank; collective."""
+        if self.size == 1:
+            return is_so
+        flag = torch.tensor(int(is_so), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def in_step(self, items: Iterable[T], device: torch.device) -> Iterator[T | None]:
+        """The items, and None as long as another rank has more; collective at each step."""
+        iterator, end = iter(items), object()
+        while True:
+            item = next(iterator, end)
+            if not self.any(item is not end, device):
+                return
+            yield None if item is end else item  # pyright: ignore[reportReturnType]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
         """The rank that does each piece of work: the largest first, to the rank with the least.
@@ -242,7 +261,7 @@ def sum_over_ranks(
         "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
         **must_agree,
     }
-    norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
+    norms = squared_norms(list(trainable.values())).sqrt()
     by_name = dict(zip(trainable, norms.tolist(), strict=True))
     # On the meta device tensors have shapes, and no entries that would have to be sent.
     shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None

@@ -38,6 +38,7 @@ from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
 from kfac_backend.precision import at_least_float32
+from kfac_backend.sharding import detached_parameters, is_sharded
 
 if TYPE_CHECKING:
     from kfac_backend.engine.operations.follower import Expression, Follower
@@ -195,10 +196,8 @@ class Capture:
                 # Loaded only where there is something to follow.
                 from kfac_backend.engine.operations.follower import Follower
 
-                leaves = {
-                    name: self._model.get_parameter(name).detach().requires_grad_()
-                    for name in operations.names
-                }
+                values = detached_parameters(self._model) if operations.names else {}
+                leaves = {name: values[name].requires_grad_() for name in operations.names}
                 make = self._make_follower or Follower
                 self.follower = make(operations, leaves, self._copies, self._report_input, once)
             follower = self.follower
@@ -415,8 +414,13 @@ class Capture:
                 )
             layer: Any = tracked.layer
             (name,) = tracked.parameters.values()
-            value = layer.value if self._in_training else layer.value.detach()
-            source = self._as_source(layer.copies(value, N))
+            if is_sharded(self._model):  # without values yet, so that nothing may be cloned
+                value = detached_parameters(self._model)[next(iter(tracked.parameters.values()))]
+                source = layer.copies(value, N).requires_grad_()
+                self._sources.append(source)
+            else:
+                value = layer.value if self._in_training else layer.value.detach()
+                source = self._as_source(layer.copies(value, N))
             use = Use(source.new_zeros(N, 0))  # there is no input, only a number of examples
             self._hand_input(tracked, use)
             copies[name] = self._with_hook(source, tracked, use)

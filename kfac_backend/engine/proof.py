@@ -53,6 +53,7 @@ from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows
 from kfac_backend.layers.rule import summed_gradients
 from kfac_backend.precision import temporary_setting
+from kfac_backend.sharding import detached_parameters, reshard
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -310,6 +311,7 @@ class Proof:
 
 def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """A model's modules and parameters, and what is to be compared of them: all but numbers."""
+    reshard(model)  # what FSDP still keeps gathered are other tensors
     modules = list(model.modules())
     parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
     kinds: list[Any] = [(id(module), module.training) for module in modules]
@@ -421,8 +423,8 @@ class _Uses(Capture):
         super().__init__(model, assignment)
         names = {name for t in assignment.layers for name in t.parameters.values()}
         self._parameters = {
-            name: p.detach().requires_grad_()
-            for name, p in model.named_parameters()
+            name: p.requires_grad_()
+            for name, p in detached_parameters(model).items()
             if name in names
         }
         self.rules: dict[TrackedLayer, list[type[Rule]]] = {}
@@ -954,7 +956,8 @@ def verify_gradients(
     if not messages:
         return
     # The random gradient u is propagated back twice: by the rules, and by autograd to the leaves.
-    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in messages}
+    values = detached_parameters(model)
+    leaves = {name: values[name].requires_grad_() for name in messages}
     by_rules = _SummedGradients(assignment, leaves)
     with torch.enable_grad():
         forwards = explicit_forwards(assignment) if by_parts else _without_cudnn()
