@@ -45,7 +45,7 @@ def whole_shape(parameter: Tensor) -> Tensor:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, in the same memory; all of it unless it is spread."""
+    """This rank's part of a parameter or gradient, in the same memory; all of it unless spread."""
     return parameter.detach().to_local() if is_part(parameter) else parameter.detach()  # pyright: ignore
 
 
@@ -78,6 +78,9 @@ def check_sharding(model: nn.Module) -> None:
         "(DistributedDataParallel), or gather the parameters into a model of its own (torch."
         "distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True)."
     )
+    # A forward pass without a backward pass leaves the root's parameters gathered; those that the
+    # caller will ask the model for are the parts.
+    reshard(model)
     managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -115,6 +118,25 @@ def reshard(model: nn.Module) -> None:
     """Drop all parameters that FSDP has gathered and still keeps, such as those of the root."""
     for module in sharded_modules(model):
         module.reshard()
+
+
+@contextmanager
+def gathered_again(model: nn.Module) -> Iterator[None]:
+    """A context after which FSDP has gathered again what it had gathered before.
+
+    For backward passes within a hook of another one, which would find the parameters dropped.
+    """
+    modules = sharded_modules(model)
+
+    def is_gathered(module: nn.Module) -> bool:
+        own = [p for p in module._parameters.values() if p is not None]
+        children = (child for child in module.children() if child not in modules)
+        return any(not is_part(p) for p in own) or any(map(is_gathered, children))
+
+    before = [module for module in modules if is_gathered(module)]
+    yield
+    for module in before:
+        module.unshard()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -228,21 +250,38 @@ def shard_axis(parameter: Any) -> int:
     return axis
 
 
+def local_row(parameter: Any, row: int) -> Tensor:
+    """What this rank has of a parameter's row, in the same memory; empty if that is nothing."""
+    part = local_part(parameter)
+    if is_part(parameter) and parameter.placements[axis := shard_axis(parameter)].dim == 0:
+        # As torch.chunk: all ranks but the last ones have equally many rows.
+        mesh = parameter.device_mesh
+        row -= mesh.get_local_rank(axis) * -(-len(parameter) // mesh.size(axis))
+    return part[row] if 0 <= row < len(part) else part[:0]
+
+
 def without_row(parameter: Tensor, row: int) -> Tensor:
     """This rank's part of a parameter as a copy in which a row of the parameter is zero."""
-    part = local_part(parameter).clone()
-    if not is_part(parameter):
-        part[row] = 0
+    copy = parameter.detach().clone()
+    local_row(copy, row).zero_()
+    return local_part(copy)
+
+
+def part_of_whole(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of a tensor that it has whole, spread like another one."""
+    from torch.distributed.tensor import distribute_tensor
+
+    spread = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return spread.to_local()
+
+
+def with_local_part(like: Any, part: Tensor) -> Tensor:
+    """A tensor spread like another one, of which this is this rank's part."""
+    if not is_part(like):
         return part
-    any_parameter: Any = parameter
-    axis = shard_axis(any_parameter)
-    if any_parameter.placements[axis].dim == 0:
-        # As torch.chunk: all ranks but the last ones have equally many rows.
-        mesh = any_parameter.device_mesh
-        row -= mesh.get_local_rank(axis) * -(-len(parameter) // mesh.size(axis))
-    if 0 <= row < len(part):
-        part[row] = 0
-    return part
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
 
 
 def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -262,6 +301,13 @@ def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list
         for i, total in zip(indices, of_all, strict=True):
             sums[i] = total
     return sums
+
+
+def norms_over_parts(norms: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Each parameter's norm, from that of this rank's part; collective if any is sharded."""
+    if not any(map(is_part, parameters)):
+        return list(norms)
+    return [s.sqrt() for s in sum_over_parts([norm.square() for norm in norms], parameters)]
 
 
 def squared_norms(

@@ -401,7 +401,7 @@ class Driver:
         if not self.ranks.any(misses, self.device):
             return
         self._common = None
-        for batch in self._examples_of_ranks((x, y, mask) if misses else None):
+        for batch in self.examples_of_ranks((x, y, mask) if misses else None):
             self._common = self._common or batch
             self._prepare(*batch)
         if self.assignment.diagonal:
@@ -412,7 +412,7 @@ class Driver:
                 "DistributedDataParallel."
             )
 
-    def _examples_of_ranks(self, batch: tuple[Any, Any, Tensor | None] | None) -> list[Any]:
+    def examples_of_ranks(self, batch: tuple[Any, Any, Tensor | None] | None) -> list[Any]:
         """A few examples of each rank's batch, most first, for all ranks; collective."""
         some = None
         if batch is not None:
@@ -447,7 +447,7 @@ class Driver:
         if self.is_sharded:
             if not self.ranks.any(is_new, self.device):
                 return
-            batches = self._examples_of_ranks((x, y, self.task.mask(x)) if is_new else None)
+            batches = self.examples_of_ranks((x, y, self.task.mask(x)) if is_new else None)
         for x, y in batches if is_new or self.is_sharded else ():
             self.proof.make_for_masks(x, self.task.mask(x), self._ignored(y))
 

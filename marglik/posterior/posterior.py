@@ -184,6 +184,7 @@ class Posterior:
     @property
     def params(self) -> list[nn.Parameter]:
         """The network's trainable parameters, in ``parameters()`` order."""
+        reshard(self.model)
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property

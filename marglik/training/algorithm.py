@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.sharding import local_part
 from marglik.augmentation.ranges import RangeLearner, ranges_of
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
@@ -245,9 +246,12 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
     # compared by value, as the loop may have loaded others since; and an update at them, perhaps
     # before a resume, is not made again.
     numbers: dict[str, float] = {}
-    here, posterior = parameter_vector(problem.named.values()), state.posterior
+    here = parameter_vector(map(local_part, problem.named.values()))
+    posterior = state.posterior
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
+        # Of sharded parameters each rank compares its own.
+        is_fitted = not problem.ranks.any(not is_fitted, here.device)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
         if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):

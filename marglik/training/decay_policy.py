@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.sharding import local_part, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
 
 if TYPE_CHECKING:
@@ -286,8 +287,10 @@ def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
     for p in (weight, bias):
         if p is None or p.grad is None:
             continue
-        inner = inner + (p.grad * p).sum()
-        squares, lengths = squares + p.grad.square().sum(), lengths + p.square().sum()
+        part, gradient = local_part(p), local_part(p.grad)
+        products = (gradient * part).sum(), gradient.square().sum(), part.square().sum()
+        of_p = sum_over_parts(products, [p, p, p])
+        inner, squares, lengths = inner + of_p[0], squares + of_p[1], lengths + of_p[2]
         if inner.abs() <= LARGEST_COSINE * (squares * lengths).sqrt().clamp(min=1e-30):
             return True
     return False
@@ -315,8 +318,10 @@ def clip_gradients(
         The new running mean, and whether the gradients were limited (0 or 1). On the device, since
         reading a number would wait for it.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.stack(torch._foreach_norm(gradients)).norm().float() / scale
+    with_gradient = [p for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
+    norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
+    norm = torch.stack(norms).norm().float() / scale
     running = norm if running is None else running.to(norm.device)
     running = torch.where(running.isfinite(), running, norm)  # a scaler's first step may be skipped
     is_large = torch.zeros_like(norm, dtype=torch.bool)

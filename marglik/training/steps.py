@@ -18,6 +18,7 @@ from kfac_backend.engine.calls import arguments
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import local_part, norms_over_parts, with_local_part, without_row
 from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader
 
@@ -38,11 +39,11 @@ def add_penalty(
     """
     # A parameter that the loss does not depend on still has its prior.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    values: list[Tensor] = list(parameters)
+    values = list(map(local_part, parameters))
     for i, row in padding.items():
-        values[i] = parameters[i].clone()
-        values[i][row] = 0
-    norms = torch._foreach_mul(torch._foreach_norm(values), [wd**0.5 for wd in weight_decays])
+        values[i] = without_row(parameters[i], row)
+    norms = norms_over_parts(torch._foreach_norm(values), parameters)
+    norms = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
     penalty = 0.5 * torch.stack(norms).square().sum()
     if isinstance(scale, Tensor):
         pulls = torch._foreach_mul(values, list(weight_decays))
@@ -50,8 +51,9 @@ def add_penalty(
     else:
         pulls = torch._foreach_mul(values, [scale * wd for wd in weight_decays])
     # Not in place: after a compiled backward pass two parameters may share one gradient tensor.
-    for p, gradient in zip(parameters, torch._foreach_add(gradients, pulls), strict=True):
-        p.grad = gradient
+    parts = torch._foreach_add(list(map(local_part, gradients)), pulls)
+    for p, gradient, part in zip(parameters, gradients, parts, strict=True):
+        p.grad = with_local_part(gradient, part)
     return penalty
 
 
@@ -72,16 +74,17 @@ class WeightAverage:
     def add(self) -> None:
         """Include the present values."""
         if not self.count:
-            self._values = [p.detach().clone() for p in self._parameters]
+            self._values = [local_part(p).clone() for p in self._parameters]
         else:
             add = get_swa_multi_avg_fn()
-            add(self._values, self._parameters, self.count)  # pyright: ignore[reportArgumentType]
+            parts = list(map(local_part, self._parameters))
+            add(self._values, parts, self.count)  # pyright: ignore[reportArgumentType]
         self.count += 1
 
     @torch.no_grad()
     def write(self) -> None:
         """Give the parameters their averages."""
-        torch._foreach_copy_(list[Tensor](self._parameters), self._values)
+        torch._foreach_copy_(list(map(local_part, self._parameters)), self._values)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and the number of steps."""

@@ -18,8 +18,9 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.engine.batches import examples
+from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
-from marglik import Posterior
+from marglik import Posterior, PriorLearner
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.test_ranks import error_of, tensors
 from tests.random_numbers import normal
@@ -54,6 +55,13 @@ def test_sharded_models_have_the_factors_and_evidence_of_one_process(alone, of_r
     for of_rank in of_ranks:
         assert_equal(of_rank["numbers"], alone["numbers"])
     assert len(alone["numbers"]) > 200
+
+
+@pytest.mark.parametrize("what", ["learner", "K-FAC"])
+def test_training_is_that_of_one_process(alone, of_ranks, what):
+    for of_rank in of_ranks:
+        assert_equal(of_rank[what], alone[what])
+    assert len(alone[what]) > 5
 
 
 def test_data_left_out_changes_the_evidence(alone):
@@ -255,6 +263,51 @@ def in_lower_precision() -> dict[str, Tensor]:
     return {n: block.B.double().norm().round(decimals=3) for n, block in factors.blocks.items()}
 
 
+def of_learner() -> dict[str, Tensor]:
+    """Decays and evidences after three updates, with averaged parameters, in a loop of one's own."""
+    found = {}
+    for name in MODELS:
+        model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        parts = [torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)]
+        loader = [(x[part], y[part]) for part in parts]
+        mean_over = "terms" if name == "gpt" else "examples"
+        learner = PriorLearner(
+            "classification", kfac_approx="reduce", every=1, burn_in=0, mean_over=mean_over
+        )
+        learner.start(model, optimizer, loader, 3)
+        for _ in range(3):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                f = model(inputs)
+                F.cross_entropy(f.flatten(0, -2), labels.flatten()).backward()
+                optimizer.step()
+        learner.finish()
+        found[f"{name}, decays"] = learner.weight_decays()
+        found[f"{name}, evidences"] = torch.tensor(learner.evidences, dtype=torch.float64)
+    return found
+
+
+def of_kfac() -> dict[str, Tensor]:
+    """Parameters after some steps of K-FAC; one process' losses are means over both ranks'."""
+    found = {}
+    for name, fisher in {"gpt": "exact", "vit": "empirical", "cnn": "exact"}.items():
+        model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
+        optimizer = KFAC(
+            model, "classification", lr=0.05, momentum=0.9, weight_decay=1e-3, kl_clip=None,
+            mean_over="terms" if name == "gpt" else "examples", kfac_approx="reduce", fisher=fisher,
+        )  # fmt: skip
+        for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)):
+            optimizer.zero_grad()
+            f = model(x[part])
+            F.cross_entropy(f.flatten(0, -2), y[part].flatten()).backward()
+            optimizer.step()
+        for local, p in model.named_parameters():
+            whole: Any = p.detach()
+            found[f"{name}, {local}"] = whole.full_tensor() if ranks.size > 1 else whole
+    return found
+
+
 def refused() -> dict[str, str]:
     """The errors of what is not supported."""
     x, y = whole_data("cnn")
@@ -297,6 +350,8 @@ def everything() -> dict[str, Any]:
     whole = [n for n, p in model.named_parameters() if several and not hasattr(p, "to_local")]
     return {
         "numbers": found,
+        "learner": of_learner(),
+        "K-FAC": of_kfac(),
         "whole parameters after the pass": whole,
         "refused": refused() if several else {},
     }
