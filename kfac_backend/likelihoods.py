@@ -514,7 +514,7 @@ class NoisyClassification(_Softmax):
 
     name = "noisy_classification"
     has_label_noise = True
-    noise: Any = parameter(0.0, start=0.1, above=-math.inf)
+    noise: Any = parameter(0.0, above=-math.inf)
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:

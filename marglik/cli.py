@@ -72,7 +72,7 @@ TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
 FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates"},
     "curvature": {"mc_samples", "diagonal_above"},
-    "predictive": {"samples", "networks", "layers", "batch_size", "calibration"},
+    "predictive": {"samples", "networks", "batch_size", "calibration"},
 }
 """Argument of `train` -> those of its fields that are no options of the command."""
 NOT_IN_BRIEF = (

@@ -166,7 +166,13 @@ def test_a_public_name_means_one_thing(package):
 
 def test_commands_are_listed_and_pages_name_no_others():
     """`make help` lists all targets, and experiments/README.md all studies."""
-    done = subprocess.run(["make", "--no-print-directory", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert listed == set(targets.split())

@@ -205,7 +205,7 @@ def run(config: Config) -> dict[str, Any]:
 
 def rows_of(posterior: Posterior, held_out: Iterable[Any], samples: int) -> dict[str, Row]:
     """The rows by their names in tables; calibrates with held-out data those that still need it."""
-    mc = PredictiveConfig("mc", samples=samples)
+    mc = PredictiveConfig("mc", samples=samples, layers="all")
     fits = {
         config.layers: remembered_calibration(posterior, config)
         or calibrate(posterior, held_out, config).fit

@@ -237,17 +237,20 @@ class Task:
             own_output = own_loss(model, x, y)
         if own_output is None:
             return False
-        # Step 2: the model's own loss against ours, with these labels and with shifted ones.
+        # Step 2: the model's own loss, which knows of no label noise, against ours, with these
+        # labels and with shifted ones.
+        likelihood = self.likelihood
+        likelihood = likelihood.replace(noise=0.0) if likelihood.has_label_noise else likelihood
         f, loss = own_output
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
             return None  # reported by name, in the pass itself
         labels_of_shift = {False: y} | ({True: _shifted(y)} if may_shift else {})
         means, fitting = [], []
         for shifts, labels in labels_of_shift.items():
-            ours = float(loss_sum(at_least_float32(f), labels, self.likelihood))
-            terms = max(int(num_counted_terms(f, labels, self.likelihood)), 1)
+            ours = float(loss_sum(at_least_float32(f), labels, likelihood))
+            terms = max(int(num_counted_terms(f, labels, likelihood)), 1)
             means.append(f"{ours / terms:.6g}")
-            if _is_our_loss(loss, ours, terms, f, self.likelihood.kind):
+            if _is_our_loss(loss, ours, terms, f, likelihood.kind):
                 fitting.append(shifts)
         # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
         if len(fitting) == 1:

@@ -10,6 +10,7 @@ prior.posterior  # fitted, with the learned weight decays
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,14 +29,20 @@ with extra("lightning"):
 
 __all__ = ["MarginalLikelihood"]
 
+STEPS = "marglik_parameters_of_the_steps"
+"""Where a checkpoint has the module's state that training goes on from."""
+
 
 class MarginalLikelihood(Callback):
     """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
 
     After some epochs, and at the end, it updates the prior by the evidence on the training
-    dataloader, and logs the evidence and the new weight decays to the trainer's loggers. Its state
-    is saved in the trainer's checkpoints; they hold the parameters of the steps, the module holds
-    their average when the training ends. The module's optimiser must have no weight decay.
+    dataloader, and logs the evidence and the new weight decays to the trainer's loggers. When the
+    training ends, the module holds the average of its parameters over the last third of the epochs.
+    In these epochs that average so far is what is validated, and what checkpoints that are written
+    after a validation hold, so that early stopping and the best checkpoint are of the average;
+    training resumes from the parameters of the steps, which they hold, too, with the callback's
+    state. The module's optimiser must have no weight decay.
     ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
     says if the loss of the first batch is not that of the likelihood.
 
@@ -67,6 +74,8 @@ class MarginalLikelihood(Callback):
         self._network, self._held_out = network, held_out
         self._output: OutputOf | None = None  # in the first batch alone, as the batch itself
         self._batch: Any = None
+        self._averaged: ExitStack | None = None  # while the average is validated
+        self._validated: tuple[int, dict[str, Tensor]] = -1, {}
 
     @property
     def posterior(self) -> Posterior | None:
@@ -128,10 +137,45 @@ class MarginalLikelihood(Callback):
             y = task.targets(network, x, y)
             self.learner.problem.compare_loss(self.learner.likelihood, loss / scale, f, y)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the network its average so far, which is then validated."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._averaged = ExitStack()
+            self._averaged.enter_context(self.learner.averaged())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember what was validated, and give the network the parameters of the steps again."""
+        if self._averaged is not None:
+            if trainer.checkpoint_callbacks and self.learner.state.has_average:
+                state = {name: t.detach().clone() for name, t in pl_module.state_dict().items()}
+                self._validated = trainer.global_step, state
+            self._close_average()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the network that was validated at this step in the place of that of the steps."""
+        step, state = self._validated
+        if step == trainer.global_step and STEPS not in checkpoint:
+            checkpoint[STEPS], checkpoint["state_dict"] = checkpoint["state_dict"], state
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on training from the parameters of the steps; all else takes the validated ones."""
+        if trainer.state.fn == "fit" and STEPS in checkpoint:
+            pl_module.load_state_dict(checkpoint[STEPS])
+
+    def _close_average(self) -> None:
+        if self._averaged is not None:
+            self._averaged.close()
+        self._averaged = None
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and restore the parameters of the steps."""
+        self._close_average()
         self._forget_outputs()
         self.learner.detach()
 
@@ -147,6 +191,7 @@ class MarginalLikelihood(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if the latest update was not at the final parameters, and log."""
         self._forget_outputs()
+        self._validated = -1, {}
         self._log(trainer, self.learner.finish())
 
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:

@@ -11,7 +11,6 @@ prior.posterior  # fitted, with the learned weight decays
 import math
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -29,7 +28,7 @@ from kfac_backend.loss import loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
-from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior import Posterior, running_statistics
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
@@ -54,12 +53,15 @@ class MarginalLikelihood(TrainerCallback):
     After some epochs, and at the end, it updates the prior by the evidence on the training data,
     and logs the evidence and the new weight decays through ``trainer.log``; of more than ten groups
     the smallest, the median and the largest (``learner.state.record`` has all). Each checkpoint of
-    the trainer gets a folder with its state; checkpoints hold the parameters of the steps, the
-    model holds their average when the training ends (not with ``load_best_model_at_end``, which
-    chooses a checkpoint). ``TrainingArguments(weight_decay=0)``, the default, is required. Its
-    ``max_grad_norm`` clips the gradient of the data; the prior's is added after it. A warning says
-    if the trainer's loss of the first batch is not that of the likelihood, as with
-    ``label_smoothing_factor``.
+    the trainer gets a folder with its state; checkpoints hold the parameters of the steps.
+
+    When the training ends, the model holds the average of its parameters over the last third of the
+    epochs. In these epochs the average so far is what is evaluated: early stopping is about it, and
+    with ``load_best_model_at_end`` the training ends with the one that was evaluated best.
+
+    ``TrainingArguments(weight_decay=0)``, the default, is required. Its ``max_grad_norm`` clips the
+    gradient of the data; the prior's is added after it. A warning says if the trainer's loss of the
+    first batch is not that of the likelihood, as with ``label_smoothing_factor``.
 
     Args:
         trainer: the trainer, through which it logs.
@@ -89,6 +91,8 @@ class MarginalLikelihood(TrainerCallback):
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
         self._trainer, self._held_out = trainer, held_out
+        self._task = Task(self.learner.likelihood, curvature)
+        self._evaluate = trainer.evaluate
 
     @classmethod
     def attached(
@@ -111,8 +115,14 @@ class MarginalLikelihood(TrainerCallback):
         `attached` sets it where labels may be wrong, as the model computes another loss.
         """
         f, likelihood = logits_of(outputs), self.learner.likelihood
+        labels = self._task.targets(None, {}, labels)  # of language models, shifted
         count = num_counted_terms(f, labels, likelihood)
         return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The trainer's own evaluation, of the average so far: what it calls during training."""
+        with self.learner.averaged():
+            return self._evaluate(*args, **kwargs)
 
     @property
     def posterior(self) -> Posterior | None:
@@ -135,9 +145,6 @@ class MarginalLikelihood(TrainerCallback):
             )
         model: nn.Module = kwargs["model"]
         self.learner.detach()  # a training that ended in an error did not
-        if args.load_best_model_at_end:
-            schedule = replace(self.learner.options.schedule, average=None)
-            self.learner.options = replace(self.learner.options, schedule=schedule)
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
             saved = checkpoints.load()
@@ -156,15 +163,15 @@ class MarginalLikelihood(TrainerCallback):
         )  # fmt: skip
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
+        self._trainer.evaluate = self.evaluate
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
 
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        task = Task(self.learner.likelihood, self.learner.options.curvature)
-        x, y = task.split(dict(batch))
-        y = task.targets(model, x, y)
+        x, y = self._task.split(dict(batch))
+        y = self._task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
             try:
                 loss: Any = self._trainer.compute_loss(model, dict(batch))
@@ -182,9 +189,14 @@ class MarginalLikelihood(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if the parameters have changed since the latest update, and log.
 
-        With ``load_best_model_at_end``, for example, they are those of the best epoch.
+        With ``load_best_model_at_end`` they are those that were evaluated best.
         """
-        self._log(self.learner.finish())
+        self._trainer.evaluate = self._evaluate
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is not None:  # the trainer has loaded the parameters of that step
+            average = Checkpoints(Path(best) / FOLDER, minutes=0).load()["average"]
+            kwargs["model"].load_state_dict(average, strict=False)
+        self._log(self.learner.finish(average=best is None))
 
     def _end_epoch(self, epoch: int) -> None:
         self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
@@ -202,8 +214,15 @@ class MarginalLikelihood(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the prior's state beside the trainer's."""
         state_of_prior = self.learner.state_dict()
-        parameters = _fingerprint(kwargs["model"])
-        self._checkpoints(args, state).save({"prior": state_of_prior, "parameters": parameters})
+        model: nn.Module = kwargs["model"]
+        saved = {"prior": state_of_prior, "parameters": _fingerprint(model), "average": {}}
+        if args.load_best_model_at_end:
+            with self.learner.averaged():
+                learned = {name for name, p in model.named_parameters() if p.requires_grad}
+                learned |= running_statistics(model).keys()
+                state_dict = model.state_dict().items()
+                saved["average"] = {n: t.detach().clone() for n, t in state_dict if n in learned}
+        self._checkpoints(args, state).save(saved)
 
     def _checkpoints(self, args: Any, state: Any) -> Checkpoints:
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FOLDER

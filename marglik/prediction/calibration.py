@@ -147,7 +147,10 @@ class HeldOut:
             ValueError: no batch, no target that counts, or targets that do not fit the outputs.
         """
         model, likelihood, device = posterior.model, posterior.likelihood, posterior.mean.device
-        if config.layers == "all":
+        config = config.for_posterior(posterior)
+        layers = config.layers
+        assert layers != "auto"
+        if layers == "all":
             posterior.share_eigenvectors(ranks)
         samples = None
         if config.method == "linearised":
@@ -163,7 +166,7 @@ class HeldOut:
                 return f, spread.flatten(1, -2).movedim(0, 1)
             _, spread = posterior.output_distribution(
                 x,
-                config.layers,
+                layers,
                 positions=counted if f.dim() > 2 else None,
                 variance_only=variance_only,
             )
@@ -308,6 +311,7 @@ def calibrate(
         AttributeError: a posterior that is not fitted.
         ValueError: no held-out target that counts.
     """
+    config = config.for_posterior(posterior)
     fit = calibrations_of(posterior, batches, config, [config.method], progress=progress)[
         config.label
     ]
@@ -344,6 +348,7 @@ def calibrations_of(
         ranks: the ranks that each have a part of every batch, see `predict_all`; all get the same
             calibrations, to the bit.
     """
+    config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
     if (few := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:

@@ -182,7 +182,7 @@ def predictives_of(
     found: dict[str, Predictive] = {
         "MAP": map_predictive(model, likelihood, sigma, label_noise=noise)
     }
-    for config in configs:
+    for config in (one.for_posterior(laplace) for one in configs):
         fit, label = remembered_calibration(laplace, config), config.label
         if fit is None:
             label = f"{label}, uncalibrated"

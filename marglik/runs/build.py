@@ -142,6 +142,8 @@ def check_model(
             )
         # What the predictive would cost, then a pass, and the covariance of a single output.
         if predictive is not None:
+            number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            predictive = predictive.for_network(number, f.shape[-1])
             predictive.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
         if of_factors is None:
             return

@@ -101,7 +101,7 @@ def evaluate_run(
     laplace = load_posterior(path, network, device)
     ensemble = Ensemble.load(path, network) if (Path(path) / ENSEMBLE).exists() else None
     asked = [predictive.method] if methods is None else methods
-    configs = [replace(predictive, method=method) for method in asked]
+    configs = [replace(predictive, method=method).for_posterior(laplace) for method in asked]
     for config in configs or [None]:
         check_model(network, splits, None, laplace.likelihood, config)
     folder = Path(output or path)

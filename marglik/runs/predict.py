@@ -78,6 +78,7 @@ def predict_rows(
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)
+    predictive = predictive.for_posterior(laplace)
     predict = laplace_predictive(laplace, predictive, generator)
     batches = tqdm(x.split(predictive.batch_size), unit="batch", disable=None if progress else True)
     prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])

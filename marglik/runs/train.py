@@ -240,6 +240,7 @@ def train(
     # Before the posterior sees what is held out.
     results = identity | posterior_results(learned.laplace, prior.weight_decay, splits)
     training.calibrate(learned.laplace)
+    predictive = predictive.for_posterior(learned.laplace)
     fit = learned.laplace.calibrations.get(predictive.label)
     calibration = fit and Calibration(**fit["map_calibration"])
     noise = label_noise_of(learned.laplace.likelihood, calibration)

@@ -33,6 +33,7 @@ from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import (
+    SHARE_IN_TRAINING,
     check_derivatives,
     learn_label_noise,
     likelihood_step,
@@ -41,7 +42,7 @@ from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
 from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import WeightAverage, add_penalty
+from marglik.training.steps import WeightAverage, add_penalty, penalty_value
 
 
 def start(
@@ -88,9 +89,14 @@ def start(
 
 
 def penalty(
-    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
-) -> Tensor:
-    """Add the prior's gradient to those of an optimiser's parameters; returns ½ Σ wd ‖θ‖².
+    problem: Problem,
+    state: LearnerState,
+    scale: Tensor | float = 1.0,
+    part: int = 0,
+    *,
+    with_value: bool = False,
+) -> Tensor | None:
+    """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
     the loop clips is the gradient of the data.
@@ -100,17 +106,18 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
+        with_value: whether to return ½ Σ wd ‖θ‖², a scalar, which the gradient does not need.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
         state.averages[part].add()  # what the steps before this one have come to
     state.steps[part] += 1
     policy.observe(problem, state, own)
-    rows = {i: problem.padding[n] for i, n in enumerate(own.names) if n in problem.padding}
+    rows = {own.names.index(n): row for n, row in problem.padding.items() if n in own.names}
     decays = policy.stable_decays(state, own)
-    value = add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
+    add_penalty(own.parameters, decays, state.gradient_scale * scale, rows)
     policy.limit_gradients(state, own, scale)
-    return value
+    return penalty_value(own.parameters, decays, rows) if with_value else None
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
@@ -135,7 +142,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
             state.likelihood = likelihood_of(likelihood)
             state.hyperparameters.set(delta, sigma)
             state.set_decays(problem)
-        learn_label_noise(problem, state)
+        learn_label_noise(problem, state, SHARE_IN_TRAINING)
         return update(problem, state) if schedule.is_due_within(epoch) else {}
 
 
@@ -222,13 +229,18 @@ def fit(
     return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
 
 
-def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
+def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
     """Take the average, and update the prior there; returns the numbers to log.
 
     A training may end within an epoch, early, or with other parameters than its last ones (those
     of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
     trained, the posterior is fitted without changing the weight decays. After an error, as of the
     data, it can be called again.
+
+    Args:
+        problem: what is trained.
+        state: changed in place.
+        average: False keeps the parameters that are there.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -238,7 +250,8 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
     if per_epoch and state.steps[-1] > state.epoch * per_epoch:
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
-    state.take_average(problem)
+    if average:
+        state.take_average(problem)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}
@@ -254,8 +267,11 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
         is_fitted = not problem.ranks.any(not is_fitted, here.device)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
+        if state.steps[-1] > 0:  # the posterior, and predictions of labels, have all of the noise
+            of_training = state.likelihood
             learn_label_noise(problem, state)
+            is_fitted = is_fitted and state.likelihood == of_training
+        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
             numbers = update(problem, state, is_last=True)
         elif not is_fitted or problem.draws_labels:
             if is_updated:
@@ -266,6 +282,7 @@ def finish(problem: Problem, state: LearnerState) -> dict[str, float]:
             problem.model.load_state_dict(state.best["model"])
             state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
             state.likelihood = likelihood_of(state.best["likelihood"])
+            learn_label_noise(problem, state)
             state.kept_epoch = state.best["epoch"]
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
     policy.warn_at_the_end(problem, state)

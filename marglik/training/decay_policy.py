@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Measures:
 
     invariant: list[str]
     """Names of the weights whose length does not matter, as far as is known: at first all."""
-    gradient_norms: list[Tensor | None]
+    gradient_norms: list[Tensor | float | None]
     """The running mean of each optimiser's gradient norm."""
     highest_rate: float = 0.0
     """The highest learning rate so far."""
@@ -186,7 +186,11 @@ class DecayPolicy:
         decays = [state.decays[i] for i in part.tensors]
         if not self.stability_limit or not isinstance(part.optimizer, torch.optim.SGD):
             return decays
-        rates = {p: float(g["lr"]) for g in part.optimizer.param_groups for p in g["params"]}
+        groups = part.optimizer.param_groups
+        highest_rate = max(float(group["lr"]) for group in groups) * state.gradient_scale
+        if highest_rate * max(decays) <= 1 and not state.measures.limited:
+            return decays
+        rates = {p: float(g["lr"]) for g in groups for p in g["params"]}
         scaled = [rates[p] * state.gradient_scale for p in part.parameters]
         largest = [1 / rate if rate else torch.inf for rate in scaled]
         limited = [n for n, wd, most in zip(part.names, decays, largest, strict=True) if wd > most]
@@ -299,10 +303,10 @@ def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
 @torch.no_grad()
 def clip_gradients(
     parameters: list[nn.Parameter],
-    running: Tensor | None,
+    running: Tensor | float | None,
     clip: float | None,
     scale: Tensor | float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | float, Tensor | bool]:
     """Limit the norm of all gradients together to ``clip`` times its running mean.
 
     The running mean follows the gradients, so that no limit needs to be chosen. Source: the idea is
@@ -315,24 +319,35 @@ def clip_gradients(
         scale: factor that the gradients contain, as of a gradient scaler.
 
     Returns:
-        The new running mean, and whether the gradients were limited (0 or 1). On the device, since
-        reading a number would wait for it.
+        The new running mean, and whether the gradients were limited. On a GPU they are tensors,
+        since reading a number would wait for it.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
     norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
-    norm = torch.stack(norms).norm().float() / scale
-    running = norm if running is None else running.to(norm.device)
-    running = torch.where(running.isfinite(), running, norm)  # a scaler's first step may be skipped
-    is_large = torch.zeros_like(norm, dtype=torch.bool)
-    if clip is not None:
-        # A gradient scaler skips a step whose gradients are not finite; so does the mean.
-        is_large = norm.isfinite() & (running > 0) & (norm > clip * running)
-        factor = torch.where(is_large, clip * running / norm, 1.0)
-        if norm.device.type != "cpu" or is_large:  # a GPU would have to be waited for
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    norm: Any = torch.stack(norms).norm().float()
+    if norm.device.type == "cpu":  # a dozen operations on tensors would take longer than the norm
+        norm, scale = float(norm), float(scale)
+        running = None if running is None else float(running)
+    elif running is not None:  # after a run on a CPU a float
+        running = torch.as_tensor(running, device=norm.device)
+    norm = norm / scale
+    mean: Any = norm if running is None else running
+    where: Any = torch.where if isinstance(norm, Tensor) else _where
+    # A scaler's first step may be skipped, and a first gradient be zero: the mean starts later.
+    mean = where((mean > 0) & (mean < torch.inf), mean, norm)
+    # A gradient scaler skips a step whose gradients are not finite; so does the mean.
+    is_finite = norm < torch.inf
+    is_large = clip is not None and is_finite & (norm > clip * mean)
+    if clip is not None and is_large is not False:
+        factor = where(is_large, clip * mean / norm, 1.0)
+        torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=gradients[0].dtype))
         norm = norm * factor
-    return torch.where(norm.isfinite(), running.lerp(norm, NEW_NORM), running), is_large.long()
+    return mean + NEW_NORM * (where(is_finite, norm, mean) - mean), is_large
+
+
+def _where(condition: bool, yes: float, no: float) -> float:
+    return yes if condition else no
 
 
 def warn_of(names: Sequence[str], text: str) -> None:

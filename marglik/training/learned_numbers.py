@@ -6,7 +6,8 @@ from fitting, and one that has fitted wrong labels shows none. Nor can the evide
 as Λ and with it its log det fall as ε rises. Labels that the network was not trained on can: after
 each epoch ε and a temperature τ together maximise their likelihood, Σ log((1 − ε) p_τ(y) + ε/C).
 A network that does not fit yet is explained by a large τ, and not by ε; one that is sure of what it
-gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn.
+gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn. The
+training takes half of that ε: see `SHARE_IN_TRAINING`.
 """
 
 from collections.abc import Collection, Sequence
@@ -126,13 +127,20 @@ def likelihood_step(
 
 NO_NOISE = 1e-3
 """Smaller shares count as none."""
+SHARE_IN_TRAINING = 0.5
+"""Of the held-out ε, while the network is trained. A label counts (1 − ε) p_y/q_y in its gradient,
+and is given up once p_y < ε/C, also if it is right and hard. Held-out labels are judged with a
+temperature; the network itself, under decays that keep it from fitting wrong labels, is less sure
+(τ of .3 to .5), so that right labels fall below ε/C. Half of ε still gives up what contradicts the
+rest, and was never worse than none; all of it was (docs/label-noise.md)."""
 
 
 @torch.no_grad()
-def learn_label_noise(problem: Problem, state: LearnerState) -> None:
+def learn_label_noise(problem: Problem, state: LearnerState, share: float = 1.0) -> None:
     """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
 
-    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+    Or a share of it: `SHARE_IN_TRAINING` while the network is trained. Collective. With several
+    ranks each has a part of every batch; all get the same, to the bit.
 
     Raises:
         ValueError: no batch, or no target that counts.
@@ -154,6 +162,6 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     with torch.enable_grad():
         without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
         noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    noise = ranks.gather(noise)[0]
+    noise = share * ranks.gather(noise)[0]
     state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
     state.set_decays(problem)

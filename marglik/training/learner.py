@@ -5,7 +5,8 @@ and the callbacks call its functions, and so learn the same decays on the same b
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -170,11 +171,36 @@ class PriorLearner:
             self._hooks.remove()
             self._hooks = None
 
-    def finish(self) -> dict[str, float]:
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """A context in which the network has the average of its parameters so far: to validate it.
+
+        It is the network that `finish` would leave: the validation loss, early stopping and "keep
+        the best" are about the average, and not about the last step's parameters. Its BatchNorm
+        statistics are renewed by a pass over the training data. Afterwards, also after an error,
+        parameters and statistics are what they were. Before the epochs that are averaged, the last
+        third, it changes nothing. With several ranks it is collective.
+
+        Yields:
+            The network.
+
+        Raises:
+            RuntimeError: `start` was not called.
+        """
+        if not hasattr(self, "state"):
+            raise RuntimeError("The learner has no network yet; call start before averaged.")
+        with self.state.averaged(self.problem):
+            yield self.problem.model
+
+    def finish(self, average: bool = True) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.
 
         Of an early end, the average is that of about the last third of the steps that were made,
         or there is none and a warning says so. After an error it can be called again.
+
+        Args:
+            average: False keeps the parameters that the network has now, such as those of the
+                best epoch.
 
         Raises:
             FloatingPointError: the evidence is not finite.
@@ -186,7 +212,7 @@ class PriorLearner:
                 "start with the optimiser, or the list of all, whose step() the loop calls."
             )
         self.detach()
-        return algorithm.finish(self.problem, self.state)
+        return algorithm.finish(self.problem, self.state, average)
 
     @property
     def likelihood(self) -> Likelihood:

@@ -322,10 +322,9 @@ class OnlineTraining:
         for sampler in samplers_of(self.train_loader):
             if self.ranks.size > 1 and isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)  # it would else repeat its order
-        # On the device, and read once at the end: reading a loss waits for its step. Sums of
-        # losses, penalties, hits and labels, and the number of examples.
-        device = next(self.model.parameters()).device
-        sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(4)]
+        # On the device, and summed and read once at the end: reading a loss waits for its step.
+        # Losses, penalties, hits and labels of each step, and the number of examples.
+        values: list[Tensor] = []
         examples, latest = 0, None
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
             x, y = self._task.split(batch)
@@ -344,11 +343,14 @@ class OnlineTraining:
             x, y = latest
             of_step = self._step(x, self._task.targets(self.model, x, y), which, counts)
             if counts:
-                torch._foreach_add_(sums, of_step)
+                values += of_step
                 examples += len(y)
         self._targets_are_checked = True
         self.probabilities.end_epoch()
-        totals = torch.stack([*sums, torch.full_like(sums[0], examples)])
+        totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
+        if values:
+            totals[:4] = torch.stack(values).double().view(-1, 4).sum(0)
+        totals[4] = examples
         self.ranks.sum_([totals])
         loss, prior, correct, terms, examples = totals.tolist()
         if not examples:
@@ -403,17 +405,16 @@ class OnlineTraining:
             if not isinstance(self.fabric, OneDevice):
                 objective.register_hook(lambda factor: scale.insert(0, factor))
             self.fabric.backward(objective)
-        penalty = algorithm.penalty(self.learner.problem, self.learner.state, scale[0])
+        penalty = algorithm.penalty(
+            self.learner.problem, self.learner.state, scale[0], with_value=True
+        )
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        correct = terms = torch.zeros_like(data_loss)
-        if likelihood.has_labels:
-            counted = counted_terms(y, likelihood)
-            right = likelihood.predicted(f) == y
-            correct = (right if counted is None else right & counted).sum()
-            terms = torch.full_like(data_loss, y.numel()) if counted is None else counted.sum()
-        return [data_loss.detach(), penalty * len(f), correct, terms]
+        correct = terms = data_loss = data_loss.detach()
+        if (counted := counted_terms(y, likelihood)) is not None:
+            correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
+        return [data_loss, penalty * len(f), correct, terms]
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -27,9 +27,10 @@ from marglik.posterior.prior import Hyperparameters
 from marglik.training.decay_policy import DecayPolicy, Measures
 from marglik.training.loaders import Loader
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.sampled_data import sample_size
+from marglik.training.random_state import generators_of, random_state, set_random_state
+from marglik.training.sampled_data import own_iteration, sample_size
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
-from marglik.training.steps import WeightAverage, renew_batch_norm
+from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
 
 _logger = logging.getLogger(__name__)
 
@@ -295,6 +296,11 @@ class LearnerState:
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
 
+    @property
+    def has_average(self) -> bool:
+        """Whether the average of the parameters has begun."""
+        return all(average.count for average in self.averages)
+
     def sample_size(self, problem: Problem) -> int:
         """M, the number of examples of an update that follows now; see `sampled_data`."""
         options, N = problem.options, problem.num_data
@@ -363,6 +369,25 @@ class LearnerState:
                 stacklevel=4,
             )
         self.averages = [WeightAverage(part.parameters) for part in problem.parts]
+
+    @contextmanager
+    def averaged(self, problem: Problem) -> Iterator[None]:
+        """A context in which the network has its average so far, see `PriorLearner.averaged`."""
+        with ExitStack() as stack:
+            if self.has_average:
+                for average in self.averages:
+                    stack.enter_context(average.written())
+                norms = batch_norms(problem.model)
+                statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
+                stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
+                # The loop must draw the same numbers whether it validates or not.
+                random = random_state(generators := generators_of(problem.loader))
+                data, targets = own_iteration(problem.loader), problem.options.curvature
+                try:
+                    renew_batch_norm(problem.model, data, targets, problem.ranks)
+                finally:
+                    set_random_state(random, generators)
+            yield
 
     @contextmanager
     def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:

@@ -4,7 +4,8 @@ The prior adds its gradient, that of ½ Σ_g wd_g ‖θ_g‖². The average θ̄
 Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_utils does the sums.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -29,32 +30,48 @@ def add_penalty(
     weight_decays: Sequence[float],
     scale: Tensor | float,
     padding: Mapping[int, int] = {},  # noqa: B006
-) -> Tensor:
-    """Add scale · wd · θ to the gradients; returns ½ Σ wd ‖θ‖², a scalar.
+) -> None:
+    """Add scale · wd · θ to the gradients: two foreach calls, where autograd would need many.
 
     ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
-
-    The foreach functions need a few kernel launches for all tensors together; autograd would need
-    several for each tensor.
     """
-    # A parameter that the loss does not depend on still has its prior.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    values = list(map(local_part, parameters))
-    for i, row in padding.items():
-        values[i] = without_row(parameters[i], row)
-    norms = norms_over_parts(torch._foreach_norm(values), parameters)
-    norms = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
-    penalty = 0.5 * torch.stack(norms).square().sum()
+    values = _with_prior(parameters, padding)
     if isinstance(scale, Tensor):
         pulls = torch._foreach_mul(values, list(weight_decays))
         torch._foreach_mul_(pulls, scale)
     else:
         pulls = torch._foreach_mul(values, [scale * wd for wd in weight_decays])
-    # Not in place: after a compiled backward pass two parameters may share one gradient tensor.
-    parts = torch._foreach_add(list(map(local_part, gradients)), pulls)
-    for p, gradient, part in zip(parameters, gradients, parts, strict=True):
-        p.grad = with_local_part(gradient, part)
-    return penalty
+    # A parameter that the loss does not depend on still has its prior. The gradients are replaced:
+    # after a compiled backward pass two parameters may share one tensor.
+    pairs = [
+        (pull, local_part(p.grad))
+        for pull, p in zip(pulls, parameters, strict=True)
+        if p.grad is not None
+    ]
+    if pairs:
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+    for p, pull in zip(parameters, pulls, strict=True):
+        p.grad = with_local_part(p, pull)
+
+
+@torch.no_grad()
+def penalty_value(
+    parameters: list[nn.Parameter],
+    weight_decays: Sequence[float],
+    padding: Mapping[int, int] = {},  # noqa: B006
+) -> Tensor:
+    """½ Σ wd ‖θ‖², a scalar."""
+    norms = norms_over_parts(torch._foreach_norm(_with_prior(parameters, padding)), parameters)
+    weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
+    return 0.5 * torch.stack(weighted).square().sum()
+
+
+def _with_prior(parameters: list[nn.Parameter], padding: Mapping[int, int]) -> list[Tensor]:
+    """The parameters, with zeros in the rows that are constants."""
+    values = list(map(local_part, parameters))
+    for i, row in padding.items():
+        values[i] = without_row(parameters[i], row)
+    return values
 
 
 class WeightAverage:
@@ -86,6 +103,20 @@ class WeightAverage:
         """Give the parameters their averages."""
         torch._foreach_copy_(list(map(local_part, self._parameters)), self._values)
 
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """A context in which the parameters have their averages, with the present values."""
+        present = [local_part(p).clone() for p in self._parameters]
+        with_present = WeightAverage(self._parameters)
+        with_present.load_state_dict(self.state_dict())
+        with_present.add()
+        with_present.write()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(list(map(local_part, self._parameters)), present)
+
     def state_dict(self) -> dict[str, Any]:
         """The averages and the number of steps."""
         return {"values": [value.clone() for value in self._values], "count": self.count}
@@ -105,7 +136,13 @@ class WeightAverage:
                     "Load the state as it was saved, with the same model and dtype."
                 )
         self.count = state["count"]
-        self._values = [value.to(p, copy=True) for value, p in values]
+        self._values = [value.to(local_part(p), copy=True) for value, p in values]
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """The layers with running statistics."""
+    norms = (m for m in model.modules() if isinstance(m, _BatchNorm))
+    return [norm for norm in norms if norm.running_mean is not None]
 
 
 @torch.no_grad()
@@ -120,7 +157,7 @@ def renew_batch_norm(
     The statistics that training collected belong to the parameters of the steps, not to their
     average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = batch_norms(model)
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]

@@ -264,7 +264,7 @@ def in_lower_precision() -> dict[str, Tensor]:
 
 
 def of_learner() -> dict[str, Tensor]:
-    """Decays and evidences after three updates, with averaged parameters, in a loop of one's own."""
+    """Decays and evidences after three updates, with averaged parameters, in an own loop."""
     found = {}
     for name in MODELS:
         model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()

@@ -57,7 +57,9 @@ def data(
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator).to(dtype)
     y = torch.randn(n, 3, dtype=torch.float64, generator=generator).to(dtype)
-    return x, {"classification": y.argmax(1), "bernoulli": (y > 0).to(y)}.get(likelihood, y)
+    if "classification" in likelihood:
+        return x, y.argmax(1)
+    return x, (y > 0).to(y) if likelihood == "bernoulli" else y
 
 
 def fitted(

@@ -9,11 +9,13 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 from kfac_backend.ranks import Ranks
-from marglik.callbacks.lightning import MarginalLikelihood
+from marglik.callbacks.lightning import STEPS, MarginalLikelihood
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
@@ -159,6 +161,38 @@ def test_resumes_from_a_checkpoint_of_an_epochs_last_step(step, tmp_path):
     assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
     for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class Validates(Classifier):
+    """With the loss of the validation data, which are other labels of the training's."""
+
+    def validation_step(self, batch, index):
+        self.log("loss", F.cross_entropy(self.net(batch[0]), (batch[1] + 1) % 3))
+
+
+def test_the_best_checkpoint_is_the_average_that_was_validated(tmp_path):
+    """And training resumes from it as if it had not been interrupted."""
+    ends, path = [], None
+    for resumes in (False, True):
+        prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Validates()
+        saves = ModelCheckpoint(
+            tmp_path, "{epoch}-{loss:.6f}", monitor="loss", save_top_k=-1, mode="min"
+        )
+        run = trainer(prior, 6, enable_checkpointing=True)
+        run.callbacks.append(saves)
+        run.fit(module, loader(), loader(), ckpt_path=path, **SAFELY)
+        ends.append((prior.learner.weight_decays(), [*module.net.parameters()]))
+        if resumes:
+            break
+        x, y = dataset().tensors
+        for file, loss in saves.best_k_models.items():
+            saved = Validates()
+            saved.load_state_dict(state := torch.load(file, weights_only=True)["state_dict"])
+            assert_close(F.cross_entropy(saved.net(x), (y + 1) % 3), loss, rtol=1e-5, atol=0)
+            if "epoch=4" in file:  # the first one of the average
+                path, steps = file, torch.load(file, weights_only=True)[STEPS]
+        assert not torch.equal(state["net.0.weight"], steps["net.0.weight"])
+    assert_close(ends[0], ends[1], rtol=0, atol=0)
 
 
 def test_what_it_cannot_work_with_is_named():

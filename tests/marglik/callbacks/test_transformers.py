@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -137,8 +138,40 @@ def test_ends_with_an_update_wherever_it_ends(options, updates, tmp_path):
     assert len(set(prior.learner.weight_decays().tolist())) == 4  # learned
 
 
-def test_a_small_language_model(tmp_path):
-    """GPT-2 with Hugging Face's own loss: shifted labels, a mean over the terms that count."""
+@pytest.mark.parametrize("keeps_best", [True, False])
+def test_what_is_evaluated_is_the_average(keeps_best, tmp_path):
+    """The best one is then what the training ends with; here the labels make that the fourth."""
+    model = Classifier()
+    labels = [{"x": x, "labels": y} for x, y in dataset()]
+    run = trainer(
+        tmp_path, model, 6, labels, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=keeps_best,
+    )  # fmt: skip
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    evaluated, own = [], prior._evaluate
+
+    def evaluate(*args, **kwargs):
+        evaluated.append([p.detach().clone() for p in model.parameters()])
+        return own(*args, **kwargs)
+
+    prior._evaluate = evaluate
+    run.train()
+    losses = [row["eval_loss"] for row in run.state.log_history if "eval_loss" in row]
+    best = evaluated[losses.index(min(losses)) if keeps_best else -1]
+    for p, q in zip(model.parameters(), best, strict=True):
+        assert torch.equal(p, q)
+    prior.posterior.check_weights()
+    # Negative control: the last checkpoint has the parameters of the steps.
+    last = load_file(tmp_path / "checkpoint-24" / "model.safetensors")["net.0.weight"]
+    assert not torch.equal(last, evaluated[-1][0])
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "noisy_classification(noise=0.2)"])
+def test_a_small_language_model(likelihood, tmp_path, recwarn):
+    """GPT-2 with Hugging Face's own loss: shifted labels, a mean over the terms that count.
+
+    With label noise the trainer computes the likelihood's loss of the same terms.
+    """
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False,
@@ -153,9 +186,15 @@ def test_a_small_language_model(tmp_path):
     )  # fmt: skip
     run = transformers.Trainer(model, arguments, train_dataset=examples)
     prior = MarginalLikelihood.attached(
-        run, "classification", CurvatureOptions(fisher="mc", ignore_index=-100),
+        run, likelihood, CurvatureOptions(fisher="mc", ignore_index=-100),
         mean_over="terms", every=1, steps=3,
     )  # fmt: skip
     run.train()
     assert prior.posterior.factors.num_loss_terms == 12 * 5
     assert len(prior.learner.evidences) == 2
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = run.compute_loss(model, dict(batch)).item()
+    log_p = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    noise = 0.2 * (likelihood != "classification")
+    assert found == pytest.approx(-((1 - noise) * log_p.exp() + noise / 11).log().mean().item())
+    assert not [w for w in recwarn if "loss" in str(w.message)]

@@ -33,6 +33,7 @@ def precision(laplace) -> Tensor:
     [
         ("classification", "expand"),
         ("classification", "reduce"),
+        (oracles.NOISY, "expand"),
         ("regression", "expand"),
         ("bernoulli", "reduce"),
     ],

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import Posterior
 from tests.marglik.posteriors import DELTAS, by_jacobians, data, fitted, network
+from tests.oracles import NOISY
 from tests.uses import kfac_blocks
 
 
@@ -17,6 +18,7 @@ from tests.uses import kfac_blocks
     [
         ("classification", 1.0, 0.3, "expand"),
         ("classification", 1.0, 0.3, "reduce"),
+        (NOISY, 1.0, 0.3, "expand"),
         ("bernoulli", 1.0, 1.0, "reduce"),
         ("regression", 0.4, 2.0, "expand"),
     ],

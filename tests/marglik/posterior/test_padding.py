@@ -300,7 +300,7 @@ def test_training_leaves_the_row():
     before = p.detach().clone()
     learner = PriorLearner("regression", updates=0, average=None)
     learner.start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 1)
-    added = penalty(learner.problem, learner.state)
+    added = penalty(learner.problem, learner.state, with_value=True)
     decays = learner.state.decays
     others = model.head.weight.square().sum()
     norm = p.square().sum() - p[PAD].square().sum()

@@ -16,9 +16,10 @@ from marglik import (
     maximize_evidence,
 )
 from marglik.prediction.links import predict_from_gaussian
+from tests.oracles import NOISY, loss_hessian
 
 STRUCTURES = ["kron", "full", "diag", "lowrank"]
-LIKELIHOODS = ["classification", "regression", "bernoulli", "poisson", "heteroscedastic"]
+LIKELIHOODS = ["classification", NOISY, "regression", "bernoulli", "poisson", "heteroscedastic"]
 DELTA = torch.tensor([0.5, 1.0, 2.0, 3.0]).double()
 
 
@@ -32,7 +33,7 @@ def data(likelihood, n=12):
     x = torch.randn(n, 3, dtype=torch.float64, generator=generator)
     y = torch.randn(n, 2, dtype=torch.float64, generator=generator)
     targets = {
-        "classification": y.argmax(1), "bernoulli": (y > 0).double(),
+        "classification": y.argmax(1), NOISY: y.argmax(1), "bernoulli": (y > 0).double(),
         "poisson": y.abs().round(), "heteroscedastic": y[:, :1],
     }  # fmt: skip
     return x, targets.get(likelihood, y)
@@ -50,7 +51,7 @@ class Dense:
     """Brute force: H, the precision and Σ (P, P) of a posterior, block by block of "kron"."""
 
     def __init__(self, posterior, delta=None):
-        model, likelihood = posterior.model, posterior.likelihood.name
+        model, likelihood = posterior.model, str(posterior.likelihood)
         x, y = data(likelihood)
         values = {name: p.detach() for name, p in model.named_parameters()}
         self.sizes = [p.numel() for p in values.values()]
@@ -63,7 +64,9 @@ class Dense:
         f = model(x).detach()
         self.H = torch.zeros(len(self.theta), len(self.theta)).double()
         for n in range(len(x)):
-            if likelihood == "heteroscedastic":  # not convex: its Fisher information
+            if likelihood == NOISY:
+                lam = loss_hessian(f[n], NOISY)
+            elif likelihood == "heteroscedastic":  # not convex: its Fisher information
                 root = torch.stack([*likelihood_of(likelihood).root(f[n : n + 1], y[n : n + 1])])
                 lam = root[:, 0].T @ root[:, 0]
             else:
@@ -125,14 +128,18 @@ def test_a_posterior_equals_its_dense_matrix(structure, likelihood):
     assert_close(covariance, J @ sigma @ J.mT)
     variance = posterior.output_distribution(x, variance_only=True)[1]
     assert_close(variance, covariance.diagonal(dim1=-2, dim2=-1))
-    _, joint = posterior.joint_output_distribution(x[None])
+    _, joint = posterior.joint_output_distribution(X := x[None].clone().requires_grad_())
     assert_close(joint[0], J.flatten(0, 1) @ sigma @ J.flatten(0, 1).mT)
+    (gradient,) = torch.autograd.grad(joint.square().sum(), X)
+    ahead, behind = (dense.jacobian(posterior.model, x + s).flatten(0, 1) for s in (1e-6, -1e-6))
+    change = (ahead @ sigma @ ahead.mT).square() - (behind @ sigma @ behind.mT).square()
+    assert_close(gradient.sum(), change.sum() / 2e-6, rtol=1e-5, atol=0)
     samples = posterior.sample(60_000, torch.Generator().manual_seed(0))
     assert (samples.T.cov() - sigma).norm() < 0.03 * sigma.norm()
 
     predict = laplace_predictive(posterior, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    of_noise = covariance if likelihood == "classification" else variance
+    of_noise = covariance if likelihood_of(likelihood).has_labels else variance
     expected = predict_from_gaussian(
         f, of_noise, posterior.likelihood, "probit", noise, posterior.sigma_noise
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from marglik import KronLaplace
+from marglik import KronLaplace, calibrate
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import Prediction, predict_from_gaussian, predict_from_outputs
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive, map_predictive
@@ -151,3 +151,25 @@ def test_a_failure_leaves_weights_modes_and_hooks(kind):
     assert [module.training for module in la.model.modules()] == modes
     assert all(torch.equal(value, before[n]) for n, value in la.model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in la.model.modules())
+
+
+def test_the_default_takes_the_last_layer_of_large_networks(monkeypatch, caplog):
+    """Decided by outputs times parameters; the log says so once."""
+    la, x = fitted()
+    everything = laplace_predictive(la, PredictiveConfig(layers="all"))(x).mean
+    limit = "marglik.prediction.predictive.MOST_DERIVATIVES"
+    monkeypatch.setattr(limit, la.n_params * la.n_outputs)
+    assert torch.equal(laplace_predictive(la)(x).mean, everything)
+    assert not caplog.records
+    monkeypatch.setattr(limit, la.n_params * la.n_outputs - 1)
+    last = laplace_predictive(la, PredictiveConfig(layers="last"))(x).mean
+    for _ in range(2):
+        assert torch.equal(laplace_predictive(la)(x).mean, last)
+    assert not torch.equal(last, everything)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "3 backward passes through 147 parameters" in line
+    calibrate(la, [data()])
+    assert list(la.calibrations) == ["Laplace, probit, last layer"]
+    assert laplace_predictive(la).calibration == calibrate(la, [data()]).calibration
+    # Samples of all parameters cost the same however many outputs there are.
+    assert PredictiveConfig("linearised").for_posterior(la).layers == "all"

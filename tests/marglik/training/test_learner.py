@@ -1,6 +1,7 @@
 """`PriorLearner`: the same decays from all entries, the average, what it says, its state."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -117,6 +118,60 @@ def test_training_ends_at_the_mean_of_the_last_thirds_steps():
         posterior.mean, torch.cat([p.detach().flatten() for p in model.parameters()])
     )
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
+
+
+def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
+    """By brute force after each step, with BatchNorm's statistics; restored after errors, too."""
+    ends = []
+    for validates in (True, False):
+        model, seen, prior = with_norm(), [], PriorLearner("classification")
+        data = DataLoader(in_double().dataset, 10, shuffle=True)
+
+        def look():
+            seen.append([p.detach().clone() for p in model.parameters()])  # noqa: B023
+            before = deepcopy(model.state_dict())  # noqa: B023
+            with pytest.raises(KeyError), prior.averaged() as averaged:  # noqa: B023
+                assert averaged is model  # noqa: B023
+                some = seen[11:] if len(seen) > 12 else seen[-1:]  # noqa: B023
+                for i, p in enumerate(model.parameters()):  # noqa: B023
+                    mean = torch.stack([at[i] for at in some]).mean(0)
+                    assert_close(p, mean, rtol=1e-12, atol=1e-12)
+                first = model[0](data.dataset.tensors[0]).mean(0)  # noqa: B023
+                is_renewed = torch.allclose(model[1].running_mean, first)  # noqa: B023
+                assert is_renewed == (len(seen) > 12)  # noqa: B023
+                raise KeyError
+            for name, value in model.state_dict().items():  # noqa: B023
+                assert torch.equal(value, before[name]), name
+
+        torch.manual_seed(5)
+        learn(model, sgd(model), prior, data, 6, after_step=look if validates else lambda: None)
+        ends.append((prior.weight_decays(), prior.evidences, [*model.parameters()]))
+    assert_close(ends[0], ends[1], rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="call start before averaged"):
+        with PriorLearner("classification").averaged():
+            pass
+
+
+def test_the_parameters_of_the_best_epoch_can_be_kept():
+    model, prior, data = with_norm(), PriorLearner("classification"), in_double()
+    best = []
+
+    def look():
+        with prior.averaged():
+            best.append(deepcopy(model.state_dict()))
+
+    prior.start(model, optimizer := sgd(model), data, 6)
+    for _ in range(6):
+        for x, y in data:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            look()
+    model.load_state_dict(best[15])
+    prior.finish(average=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, best[15][name]), name
+    prior.posterior.check_weights()
 
 
 @pytest.mark.parametrize(("epochs", "few", "draws"), [(6, 0, True), (60, 0, False), (6, 60, False)])

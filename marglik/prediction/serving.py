@@ -1,0 +1,228 @@
+"""A predictive as one `nn.Module`, to export or compile: no hooks, no backward pass, no samples.
+
+The network's last layer, z = W a + b, is replaced by one that appends the variances of its outputs,
+v_c = Σ_j K_cj (Q_Aᵀ a)_j² + k_c with K_cj = Σ_i (Q_B)_ci² / s_ij. What the network does after its
+last layer, such as moving an axis, it then does to both.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.covariance.contraction import bases
+from kfac_backend.covariance.gradients import PosteriorPrecision
+from kfac_backend.engine.batches import detached
+from kfac_backend.engine.calls import arguments, close, logits_of
+from kfac_backend.likelihoods import Likelihood
+from kfac_backend.precision import at_least_float32
+from marglik.posterior.posterior import Layers, Posterior, last_layer, trainable_layers
+from marglik.prediction.links import Calibration, predict_from_outputs, probit_outputs
+
+__all__ = ["PredictiveModule"]
+
+SERVED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+WAY_OUT = (
+    "Served are the network itself (map_predictive), and a last layer of kind Linear or Conv by "
+    "the closed form: PredictiveConfig(layers='last', method='probit'), calibrated as such."
+)
+
+
+class PredictiveModule(nn.Module):
+    """A network and its predictive as one module: inputs -> (mean, variance).
+
+    The mean is that of `Prediction`: class probabilities, or expected targets. For numbers the
+    variance is that of a new target, `Prediction.total`; for classes and yes or no it is that of
+    each output (logit), s/τ² J Σ Jᵀ. Both have the shape of the outputs.
+
+    It is always in eval mode, and shares nothing with the network, of which it holds a copy. It can
+    be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. `ModelPredictive`
+    makes one, see `ModelPredictive.module`.
+
+    Args:
+        model: the network; with variances if ``has_variances``, see `with_variances`.
+        likelihood: how outputs become a distribution of targets.
+        has_variances: whether the outputs' last axis has the C outputs and then their variances.
+        calibration: s and τ.
+        sigma_noise: σ of regression.
+        label_noise: ε of the labels that are predicted; 0 predicts the true class.
+    """
+
+    sigma_noise: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        *,
+        has_variances: bool = False,
+        calibration: Calibration = Calibration(),  # noqa: B008
+        sigma_noise: float | Tensor = 1.0,
+        label_noise: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.model = deepcopy(model).requires_grad_(False)
+        self.likelihood, self.has_variances = likelihood, has_variances
+        self.calibration, self.label_noise = calibration, label_noise
+        sigma = calibration.sigma_noise or sigma_noise
+        f = next(model.parameters())
+        self.register_buffer("sigma_noise", torch.as_tensor(sigma).to(f.device, torch.float64))
+        self.eval()
+
+    def train(self, mode: bool = True) -> "PredictiveModule":
+        """Stay in eval mode."""
+        return super().train(False)
+
+    def forward(self, x: Any = None, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """The mean and the variance, for the network's arguments, by place or by name."""
+        args = (*more,) if x is None else (x, *more)
+        f = at_least_float32(cast("Tensor", logits_of(self.model(*args, **named))))
+        temperature = self.calibration.output_temperature
+        if self.has_variances:
+            f, variance = f.chunk(2, -1)
+            variance = variance * (self.calibration.covariance_scale / temperature**2)
+        else:
+            variance = torch.zeros_like(f)
+        f = f / temperature
+        if self.likelihood.kind == "continuous":
+            mean, noise, spread = self.likelihood.moments(f, variance, self.sigma_noise)
+            return mean, noise + spread
+        outputs = probit_outputs(f, variance)[None]
+        found = predict_from_outputs(outputs, self.likelihood, label_noise=self.label_noise)
+        return found.mean, variance
+
+
+class _WithVariances(nn.Module):
+    """A linear layer or a convolution whose outputs are followed by their variances.
+
+    Args:
+        layer: the layer.
+        precision: of its weight and its bias, by these names; what is missing is a constant.
+    """
+
+    factor: Tensor
+    constant: Tensor
+
+    def __init__(self, layer: nn.Module, precision: PosteriorPrecision) -> None:
+        super().__init__()
+        weight = cast("Tensor", layer.weight)
+        C, d_in = weight.flatten(1).shape
+        wide = at_least_float32(weight.detach())
+        self.layer, self.axis = layer, -1 if isinstance(layer, nn.Linear) else 1
+        factor, rotation = wide.new_zeros(C, d_in), torch.eye(d_in).to(wide)
+        if "weight" in precision:
+            block, spectrum = precision["weight"]
+            Q_B, Q_A, spectrum = bases(block, spectrum, False)
+            factor = _of_outputs(None if Q_B is None else Q_B[0], spectrum[0].reciprocal())
+            rotation = rotation if Q_A is None else Q_A[0]
+        constant = wide.new_zeros(C)
+        if "bias" in precision:
+            block, spectrum = precision["bias"]
+            Q_B = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
+            constant = _of_outputs(Q_B, spectrum.flatten().reciprocal())
+        self.register_buffer("factor", factor.to(wide))
+        self.register_buffer("constant", constant.to(wide))
+        # A layer of the same kind and padding that computes Q_Aᵀ a.
+        self.rotate = deepcopy(layer)
+        rows = rotation.mT.reshape(d_in, *weight.shape[1:]).to(wide)
+        self.rotate.weight = nn.Parameter(rows.contiguous())
+        self.rotate.register_parameter("bias", None)
+
+    def forward(self, a: Tensor) -> Tensor:
+        """The outputs and their variances, one behind the other on the axis of features."""
+        z = self.layer(a).movedim(self.axis, -1)
+        coordinates = self.rotate(at_least_float32(a)).movedim(self.axis, -1)
+        variances = coordinates.square() @ self.factor.mT + self.constant
+        return torch.cat([z.to(variances), variances], -1).movedim(-1, self.axis)
+
+
+def _of_outputs(Q_B: Tensor | None, inverse: Tensor) -> Tensor:
+    """Σ_i (Q_B)_ci² inverse_i: from variances in the eigenbasis to those of the outputs."""
+    return inverse if Q_B is None else Q_B.square() @ inverse
+
+
+def with_variances(laplace: Posterior, x: Any) -> nn.Module:
+    """A copy of a posterior's network whose outputs are followed by their last-layer variances.
+
+    Args:
+        laplace: the posterior.
+        x: some inputs, at which the copy is compared with `Posterior.output_distribution`.
+
+    Raises:
+        NotImplementedError: a posterior or a network that can't be served so, and why.
+    """
+    name = last_layer(laplace.model, x)
+    layer, what = laplace.model.get_submodule(name), type(laplace.model).__name__
+    if laplace.structure != "kron":
+        raise NotImplementedError(
+            f"A posterior of structure {laplace.structure!r} has no module to serve; fit one of "
+            f"structure 'kron'. {WAY_OUT}"
+        )
+    if type(layer) not in SERVED_LAYERS or getattr(layer, "groups", 1) > 1:
+        raise NotImplementedError(
+            f"The last layer of {what}, '{name}', is {type(layer).__name__}, or has groups, and "
+            f"has no module to serve. {WAY_OUT}"
+        )
+    names = {id(p): of_model for of_model, p in laplace.model.named_parameters()}
+    own = {local: names[id(p)] for local, p in layer.named_parameters(recurse=False)}
+    blocks = laplace.precision_blocks(set(own.values()))
+    precision = {local: blocks[own[local]] for local in own if own[local] in blocks}
+    # Copied at once, so that a hook or a tied weight stays what it is.
+    model = deepcopy(laplace.model, {id(layer): _WithVariances(deepcopy(layer), precision)})
+    f, variance = laplace.output_distribution(x, "last", variance_only=True)
+    refusal = NotImplementedError(
+        f"The outputs of {what} are not those of its last layer '{name}', up to the order of axes, "
+        f"and so their variances have no module to serve. {WAY_OUT}"
+    )
+    args, kwargs = arguments(model, detached(x, f.device))
+    try:
+        with torch.no_grad():
+            outputs = at_least_float32(cast("Tensor", logits_of(model.eval()(*args, **kwargs))))
+    except Exception as error:  # by code that expects C outputs
+        raise refusal from error
+    expected = torch.cat([f.to(outputs), variance.to(outputs)], -1)
+    if outputs.shape != expected.shape or not close(outputs, expected):
+        raise refusal
+    return model
+
+
+def module_maker(
+    laplace: Posterior,
+    method: str,
+    layers: Layers,
+    calibration: Calibration,
+    label_noise: float,
+) -> Callable[[Any], PredictiveModule]:
+    """A function from some inputs to the module of a predictive, or to the error why it has none.
+
+    Args:
+        laplace: the posterior.
+        method: of the predictive.
+        layers: whose uncertainty counts in it.
+        calibration: its s, τ and σ.
+        label_noise: ε of the labels that it predicts.
+    """
+    likelihood = laplace.likelihood
+    reason = ""
+    if method == "linearised" or (method == "mc" and likelihood.kind != "continuous"):
+        reason = f"predictive.method {method!r} draws samples."
+    elif not likelihood.has_probit:
+        reason = f"Likelihood '{likelihood}' predicts by samples, as it has no closed form."
+    elif layers == "all" and len(trainable_layers(laplace.model)) > 1:
+        reason = "predictive.layers 'all' takes backward passes."
+
+    def make(x: Any) -> PredictiveModule:
+        if reason:
+            raise NotImplementedError(f"{reason} {WAY_OUT}")
+        return PredictiveModule(
+            with_variances(laplace, x),
+            likelihood,
+            has_variances=True,
+            calibration=calibration,
+            sigma_noise=laplace.sigma_noise,
+            label_noise=label_noise,
+        )
+
+    return make
