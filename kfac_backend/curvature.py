@@ -170,7 +170,8 @@ class CurvaturePass:
         driver = self.driver
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.
         # Until then A is a sum over terms, too, and all sums of all ranks and batches just add.
-        sums = driver.finish()
+        # Whoever shards a model has no memory for all its factors on each rank.
+        sums = driver.finish(by_owners=driver.is_sharded)
         if not sums.num_data:
             raise ValueError(
                 "The data is empty: no batch was added since the pass began, or since the last "

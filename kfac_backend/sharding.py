@@ -284,6 +284,19 @@ def with_local_part(like: Any, part: Tensor) -> Tensor:
     )
 
 
+def gathered_state(state: Any) -> Any:
+    """A state with each sharded tensor whole, on all ranks; collective.
+
+    Whole states are of any number of ranks: save one, as of `PriorLearner.state_dict`, and load it
+    where others share the model.
+    """
+    if isinstance(state, Mapping):
+        return {key: gathered_state(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(gathered_state, state))
+    return state.full_tensor() if isinstance(state, Tensor) and is_part(state) else state  # pyright: ignore
+
+
 def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Each parameter's sum over its parts on all ranks, from that over this rank's part.
 

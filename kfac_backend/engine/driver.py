@@ -179,10 +179,10 @@ class Driver:
         reshard(self.model)
         self.failed = False
 
-    def finish(self) -> PassSums:
+    def finish(self, *, by_owners: bool = False) -> PassSums:
         """The sums over all ranks' data; the sink holds none afterwards, until `start`.
 
-        Collective.
+        Collective. ``by_owners`` lets each be kept by one rank alone, see `sum_over_ranks`.
         """
         self.check_whole()
         # If a check or the sum over ranks fails now, the pass must begin again.
@@ -198,7 +198,7 @@ class Driver:
             padding=self.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": str(self.likelihood), "the options": repr(self.options)}
-        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree)
+        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
         # Advance the common generator, so that the next pass draws other labels.
         if self.fisher.draws and self.ranks.size > 1:
             common = self._common_generator()

@@ -362,7 +362,7 @@ class Posterior:
         if self.ranks.size > 1 and isinstance(curvature, KroneckerFactors):
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
-            compute_eigenvalues(curvature.blocks.values(), self.ranks)
+            compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         self.restore(curvature)
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
@@ -724,7 +724,9 @@ class Posterior:
         """Compute eigenvectors, at least in float32."""
         wide = [block.to(dtype=self._wide_dtype) for block in blocks]
         names = [block.name for block in blocks]
-        self._eigen |= zip(names, decompose(wide, ranks), strict=True)
+        if is_sharded(self.model):  # which all ranks ask for, as they run it together
+            ranks = self.ranks
+        self._eigen |= zip(names, decompose(wide, ranks, self._device), strict=True)
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None

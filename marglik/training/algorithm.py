@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.sharding import local_part
+from kfac_backend.sharding import check_whole, local_part
 from marglik.augmentation.ranges import RangeLearner, ranges_of
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
@@ -79,6 +79,7 @@ def start(
     state.set_decays(problem)
     to_learn = {} if problem.learns_label_noise else to_learn
     if to_learn or state.ranges.modules:  # tried now, before any work is lost
+        check_whole(problem.model, "Learning what the loss or the inputs depend on")
         curvature = problem.options.curvature
         posterior = Posterior(problem.model, likelihood, curvature, process_group=None)
         with forked_random_numbers(problem.model):

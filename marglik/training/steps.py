@@ -19,7 +19,14 @@ from kfac_backend.engine.calls import arguments
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import local_part, norms_over_parts, with_local_part, without_row
+from kfac_backend.sharding import (
+    is_part,
+    local_part,
+    norms_over_parts,
+    part_of_whole,
+    with_local_part,
+    without_row,
+)
 from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader
 
@@ -118,11 +125,15 @@ class WeightAverage:
                 torch._foreach_copy_(list(map(local_part, self._parameters)), present)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and the number of steps."""
-        return {"values": [value.clone() for value in self._values], "count": self.count}
+        """The averages and the number of steps; of sharded parameters they are sharded, too."""
+        pairs = zip(self._parameters, self._values)  # noqa: B905  # none before it begins
+        values = [with_local_part(p, value.clone()) for p, value in pairs]
+        return {"values": values, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on the parameters' devices.
+
+        Of sharded parameters the state may be sharded alike, or whole (`gathered_state`).
 
         Raises:
             ValueError: a state that lacks entries, or whose numbers were cast.
@@ -136,7 +147,12 @@ class WeightAverage:
                     "Load the state as it was saved, with the same model and dtype."
                 )
         self.count = state["count"]
-        self._values = [value.to(local_part(p), copy=True) for value, p in values]
+        self._values = [
+            local_part(value).to(local_part(p), copy=True)
+            if is_part(value) or not is_part(p)
+            else part_of_whole(value.to(p.device), p).clone()
+            for value, p in values
+        ]
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

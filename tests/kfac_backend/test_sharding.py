@@ -6,11 +6,13 @@ one takes seconds.
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -20,12 +22,13 @@ from kfac_backend import kronecker_factors
 from kfac_backend.engine.batches import examples
 from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import gathered_state, local_part
 from marglik import Posterior, PriorLearner
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.test_ranks import error_of, tensors
 from tests.random_numbers import normal
 
-LAYERS = "attention", "LSTM, packed", "padded tokens", "graphs", "experts", "two linear layers"
+LAYERS = "LSTM, packed", "padded tokens", "graphs", "experts", "two linear layers"
 """Cases whose rules read the weights, or whose batches are more than a tensor."""
 
 
@@ -57,11 +60,32 @@ def test_sharded_models_have_the_factors_and_evidence_of_one_process(alone, of_r
     assert len(alone["numbers"]) > 200
 
 
+def test_each_rank_keeps_its_share_of_parameters_and_factors(alone, of_ranks):
+    whole, shares = alone["at rest"], [of_rank["at rest"] for of_rank in of_ranks]
+    for of_rank in shares:
+        assert of_rank["parameters"] <= 1.15 * whole["parameters"] / len(shares)
+        assert of_rank["factors"] <= 1.15 * whole["factors"] / len(shares) + whole["largest"]
+        assert of_rank["reduced"] == whole["factors"]  # each once, to its owner
+    assert sum(of_rank["factors"] for of_rank in shares) == whole["factors"]
+    assert sum(of_rank["parameters"] for of_rank in shares) == whole["parameters"]
+
+
 @pytest.mark.parametrize("what", ["learner", "K-FAC"])
 def test_training_is_that_of_one_process(alone, of_ranks, what):
     for of_rank in of_ranks:
         assert_equal(of_rank[what], alone[what])
     assert len(alone[what]) > 5
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+def test_a_training_goes_on_with_another_number_of_ranks(worlds, first, then):
+    name = "tests.kfac_backend.test_sharding:part_of_training"
+    (whole,) = worlds.all(1, name, range(5))
+    saved, *_ = worlds.all(first, name, range(4))
+    assert saved["learner"]["averages"][0]["count"]
+    for of_rank in worlds.all(then, name, range(4, 5), saved):
+        assert_equal(of_rank["model"], whole["model"])
+        assert_close(of_rank["decays"], whole["decays"], rtol=1e-10, atol=0)
 
 
 def test_data_left_out_changes_the_evidence(alone):
@@ -85,6 +109,8 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "sample": "NotImplementedError: A sample of parameters needs whole parameters",
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
         "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",
+        "correction": "NotImplementedError: The correction of eigenvalues needs whole",
+        "one rank saves": "ValueError: Some blocks are kept by other ranks",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
     }.items(),
 )
@@ -98,6 +124,10 @@ def test_replicated_shards_and_four_ranks(worlds, alone):
     for of_rank in worlds.all(4, "tests.kfac_backend.test_sharding:numbers", ["gpt", "cnn"], True):
         assert_equal(of_rank, {k: v for k, v in alone["numbers"].items() if k in of_rank})
         assert len(of_rank) > 100
+    for use, names in (("of_learner", ["gpt"]), ("of_kfac", ["vit"])):
+        (whole,) = worlds.all(1, f"tests.kfac_backend.test_sharding:{use}", *names)
+        for of_rank in worlds.all(4, f"tests.kfac_backend.test_sharding:{use}", *names):
+            assert_equal(of_rank, whole)
 
 
 # --- on each rank ---
@@ -119,10 +149,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model with an embedding of positions that no rule has, and a padding token."""
 
-    def __init__(self, V: int = 7, d: int = 8):
+    def __init__(self, V: int = 5, d: int = 8):
         super().__init__()
         self.tokens = nn.Embedding(V, d, padding_idx=0)
-        self.positions = nn.Parameter(0.1 * torch.randn(1, 5, d))
+        self.positions = nn.Parameter(0.1 * torch.randn(1, 4, d))
         self.blocks = nn.ModuleList([Block(d), Block(d)])
         self.head = nn.Linear(d, V)
 
@@ -182,7 +212,7 @@ def whole_data(name: str, N: int = 7) -> tuple[Any, Tensor]:
     """Data of a model of the table."""
     x = normal(N, 3, 8, 8)
     if name == "gpt":
-        tokens = (100 * normal(N, 5)).long() % 7
+        tokens = (100 * normal(N, 4)).long() % 5
         return tokens, tokens.roll(1, 1)
     return x, torch.arange(N) % 3
 
@@ -206,7 +236,7 @@ def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
         names_of_axes = ("replicate", "shard")
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names_of_axes)
     cases = [(name, "blocks", "reduce", "exact") for name in names]
-    cases += [(names[0], "whole", "expand", "empirical")]
+    cases += [("vit", "whole", "expand", "empirical")] if "vit" in names else []
     for name, way, mode, fisher in cases:
         model, (x, y) = shard(made(name), way == "blocks", **options), whole_data(name)
         posterior = Posterior(
@@ -216,12 +246,31 @@ def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
         posterior.fit(batches(x, y))
         key = f"{name}, {way}, {mode}"
         assert posterior.factors is not None
-        found |= tensors(key, posterior.factors)
+        found |= tensors(key, posterior.factors.gathered(Ranks()))
         found[f"{key}, evidence"] = posterior.log_marginal_likelihood()
         found[f"{key}, effective parameters"] = posterior.effective_parameters()
         last = posterior.output_distribution(x[:2], "last")
         found |= dict(zip((f"{key}, outputs", f"{key}, covariances"), last, strict=True))
     return found
+
+
+def at_rest() -> dict[str, int]:
+    """Bytes of this rank's parameters and factors after a pass, and those handed to a reduction."""
+    model, (x, y), reduce, sent = shard(made("gpt")), whole_data("gpt"), dist.reduce, []
+
+    def counting(tensor: Tensor, **keywords: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return reduce(tensor, **keywords)
+
+    with patch.object(dist, "reduce", counting):
+        factors = kronecker_factors(model, batches(x, y), "classification")
+    blocks = [
+        sum(F.nbytes for F, _ in block.named_factors() if not F.is_meta)
+        for block in factors.blocks.values()
+    ]
+    parameters = sum(local_part(p).nbytes for p in model.parameters())
+    sizes = {"parameters": parameters, "factors": sum(blocks), "largest": max(blocks)}
+    return sizes | {"reduced": sum(sent)}
 
 
 def of_layers() -> dict[str, Tensor]:
@@ -233,7 +282,8 @@ def of_layers() -> dict[str, Tensor]:
         data = batches(x, torch.arange(N) % 2)
         tied = "two linear layers"  # which FSDP wants in one group
         model = shard(model, by_block=name != tied)
-        found |= tensors(name, kronecker_factors(model, data, "classification"))
+        factors = kronecker_factors(model, data, "classification")
+        found |= tensors(name, factors.gathered(Ranks()))
     return found
 
 
@@ -247,7 +297,8 @@ def of_drawn_labels() -> dict[str, Tensor]:
         factors = kronecker_factors(
             model, batches(x, y), "classification", fisher="mc", generator=generator.clone_state()
         )
-        found[way] = torch.stack([block.B.norm() for block in factors.blocks.values()])
+        blocks = factors.gathered(Ranks()).blocks.values()
+        found[way] = torch.stack([block.B.norm() for block in blocks])
     return {"drawn labels": found["sharded"] / found["whole"]}
 
 
@@ -260,13 +311,14 @@ def in_lower_precision() -> dict[str, Tensor]:
     else:
         model, x = model.float(), x.float()
     factors = kronecker_factors(model, batches(x, y), "classification")
-    return {n: block.B.double().norm().round(decimals=3) for n, block in factors.blocks.items()}
+    blocks = factors.gathered(Ranks()).blocks
+    return {n: block.B.double().norm().round(decimals=3) for n, block in blocks.items()}
 
 
-def of_learner() -> dict[str, Tensor]:
+def of_learner(*names: str) -> dict[str, Tensor]:
     """Decays and evidences after three updates, with averaged parameters, in an own loop."""
     found = {}
-    for name in MODELS:
+    for name in names:
         model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         parts = [torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)]
@@ -288,10 +340,34 @@ def of_learner() -> dict[str, Tensor]:
     return found
 
 
-def of_kfac() -> dict[str, Tensor]:
+def part_of_training(epochs: range, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Some epochs of a training of five, from a state; its whole state, decays and parameters."""
+    model, (x, y), ranks = made("cnn"), whole_data("cnn", 8), Ranks()
+    if saved:
+        model.load_state_dict(saved["model"])
+    model = shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    loader = [(x[part], y[part]) for part in [torch.arange(ranks.rank, 8, ranks.size)]]
+    learner = PriorLearner("classification", kfac_approx="reduce", every=1, burn_in=0)
+    if saved:
+        learner.load_state_dict(saved["learner"])
+    learner.start(model, optimizer, loader, 5)
+    for _ in epochs:
+        optimizer.zero_grad()
+        F.cross_entropy(model(loader[0][0]), loader[0][1]).backward()
+        optimizer.step()
+    state = {"learner": learner.state_dict(), "model": dict(model.named_parameters())}
+    if epochs.stop == 5:
+        learner.finish()
+    state = gathered_state(state) | {"decays": learner.weight_decays()}
+    return state | {"model": {name: p.detach() for name, p in state["model"].items()}}
+
+
+def of_kfac(*names: str) -> dict[str, Tensor]:
     """Parameters after some steps of K-FAC; one process' losses are means over both ranks'."""
     found = {}
-    for name, fisher in {"gpt": "exact", "vit": "empirical", "cnn": "exact"}.items():
+    for name in names:
+        fisher = "exact" if name == "cnn" else "empirical"
         model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
         optimizer = KFAC(
             model, "classification", lr=0.05, momentum=0.9, weight_decay=1e-3, kl_clip=None,
@@ -333,6 +409,8 @@ def refused() -> dict[str, str]:
         "all layers": lambda: posterior.output_distribution(x[:2]),
         "Jacobians": lambda: Posterior(model, "classification", structure="diag"),
         "no process group": passes(model, [(x, y)], process_group=None),
+        "correction": lambda: posterior.fit(batches(x, y), corrected=True),
+        "one rank saves": lambda: posterior.fitted_factors().state_dict(),
     }
     return {name: error_of(use) for name, use in uses.items()}
 
@@ -350,8 +428,9 @@ def everything() -> dict[str, Any]:
     whole = [n for n, p in model.named_parameters() if several and not hasattr(p, "to_local")]
     return {
         "numbers": found,
-        "learner": of_learner(),
-        "K-FAC": of_kfac(),
+        "at rest": at_rest(),
+        "learner": of_learner("vit", "cnn"),
+        "K-FAC": of_kfac("gpt", "cnn"),
         "whole parameters after the pass": whole,
         "refused": refused() if several else {},
     }
