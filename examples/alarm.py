@@ -74,7 +74,7 @@ for ax, (title, score) in zip(axes, scores.items(), strict=True):
     own, of_others = score(x[test]), {name: score(images) for name, images in others.items()}
     shares = [(of > threshold).float().mean().item() for of in (own, *of_others.values())]
     print(f"{title:24}", *(f"{share:15.0%}" for share in shares))
-    areas = [out_of_distribution_metrics(own, of)["ood/AUROC"] for of in of_others.values()]
+    areas = [out_of_distribution_metrics(own, of).auroc for of in of_others.values()]
     print(f"{'  AUROC':40}", *(f"{area:15.3f}" for area in areas))
     for name, of in {"own digits": own, **of_others}.items():
         ax.ecdf(of, label=name)

@@ -95,6 +95,5 @@ found = {
 for name, predict in found.items():
     metrics = compute_metrics(*predict_all(predict, [(x_test, y_test)]), "classification")
     print(
-        f"{name:32} NLL {metrics['cls/NLL']:.3f}, accuracy {metrics['cls/accuracy']:.3f}, "
-        f"ECE {metrics['cal/ECE']:.3f}"
+        f"{name:32} NLL {metrics.nll:.3f}, accuracy {metrics.accuracy:.3f}, ECE {metrics.ece:.3f}"
     )

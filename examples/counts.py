@@ -94,7 +94,7 @@ figure, both = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constr
 for axes, (name, (likelihood, predict)) in zip(both, predictives.items(), strict=True):
     prediction, demand = predict_all(predict, [test])
     enough = (demand[:, 0] <= stock(likelihood, prediction)).float().mean()
-    nll = compute_metrics(prediction, demand, likelihood)["reg/NLL"]
+    nll = compute_metrics(prediction, demand, likelihood).nll
     print(f"{name}: the stock suffices on {enough:.0%} of days, NLL {nll:.2f}")
     axes.plot(x, y, "k.", markersize=2, label="demand")
     axes.plot(grid, predict(grid).mean, label="mean")

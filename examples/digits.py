@@ -64,7 +64,7 @@ print(predict.calibration.in_words)
 batches = [(x[test], y[test])]
 for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.items():
     metrics = compute_metrics(*predict_all(predictive, batches), "classification")
-    print(f"{name:10}", *(f"{key} {metrics[key]:.3f}" for key in ("cls/NLL", "cls/accuracy")))
+    print(f"{name:10} NLL {metrics.nll:.3f} accuracy {metrics.accuracy:.3f}")
 
 # %% [markdown]
 # The digits that the network is least sure of, with their labels:

@@ -133,4 +133,4 @@ print(predict.calibration.in_words)
 for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.items():
     prediction, labels = predict_all(predictive, [test])
     metrics = compute_metrics(prediction, labels, "classification")
-    print(f"{name:10} {metrics['cls/NLL']:.3f} nats per byte, {metrics['cls/accuracy']:.3f} right")
+    print(f"{name:10} {metrics.nll:.3f} nats per byte, {metrics.accuracy:.3f} right")

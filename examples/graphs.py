@@ -103,4 +103,4 @@ predict = calibrate(laplace, held_out)
 print(predict.calibration.in_words)
 for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.items():
     metrics = compute_metrics(*predict_all(predictive, [(x_test, y_test)]), "classification")
-    print(f"{name:10}", *(f"{key} {metrics[key]:.3f}" for key in ("cls/NLL", "cls/accuracy")))
+    print(f"{name:10} NLL {metrics.nll:.3f} accuracy {metrics.accuracy:.3f}")

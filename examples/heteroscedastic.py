@@ -60,9 +60,9 @@ posteriors = {
 for name, posterior in posteriors.items():
     prediction, targets = predict_all(laplace_predictive(posterior), [test])
     metrics = compute_metrics(prediction, targets, name)
-    shown = ("reg/NLL", "reg/RMSE", "cal/coverage90")
     evidence = posterior.log_marginal_likelihood().item() / len(data[0])
-    print(f"{name:16}", *(f"{key} {metrics[key]:.3f}" for key in shown), f"evidence {evidence:.3f}")
+    scores = f"NLL {metrics.nll:.3f} RMSE {metrics.rmse:.3f} coverage90 {metrics.coverage90:.3f}"
+    print(f"{name:16} {scores} evidence {evidence:.3f}")
 
 # %% [markdown]
 # ## Which intervals fit

@@ -139,6 +139,6 @@ found = {
 print(laplace.calibration.in_words)
 for name, metrics in found.items():
     print(
-        f"{name:23} test NLL {metrics['cls/NLL']:.4f}, accuracy {metrics['cls/accuracy']:.3f}, "
-        f"ECE {metrics['cal/ECE']:.3f}"
+        f"{name:23} test NLL {metrics.nll:.4f}, accuracy {metrics.accuracy:.3f}, "
+        f"ECE {metrics.ece:.3f}"
     )

@@ -156,7 +156,7 @@ print(f"{'':22}{'NLL':>8}{'accuracy':>10}{'ECE':>8}")
 for name, predict in predictives.items():
     prediction, y = marglik.predict_all(predict, batches(parts["test"]))
     of = marglik.compute_metrics(prediction, y, "classification")
-    print(f"{name:22}{of['cls/NLL']:8.3f}{of['cls/accuracy']:10.3f}{of['cal/ECE']:8.3f}")
+    print(f"{name:22}{of.nll:8.3f}{of.accuracy:10.3f}{of.ece:8.3f}")
 print(f"s = {calibration.calibration.covariance_scale:.3g}, τ of the MAP = {temperature:.3g}")
 
 # %% [markdown]

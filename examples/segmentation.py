@@ -108,8 +108,8 @@ predict = calibrate(posterior, [held_out], config)
 predictives = {"plain": map_predictive(plain), "Laplace, calibrated": predict}
 for name, predictive in predictives.items():
     metrics = compute_metrics(*predict_all(predictive, [test]), "classification")
-    shown = ("cls/NLL", "cls/accuracy", "cal/ECE")
-    print(f"{name:20}", *(f"{key} {metrics[key]:.4f}" for key in shown))
+    scores = f"NLL {metrics.nll:.4f} accuracy {metrics.accuracy:.4f}"
+    print(f"{name:20} {scores} ECE {metrics.ece:.4f}")
 
 images, labels = (part[:2] for part in test)
 found, of_plain = predict(images), predictives["plain"](images)

@@ -75,7 +75,8 @@ print(f"{likelihood}; the data has shape 2")
 
 # %%
 found = compute_metrics(*predict_all(laplace_predictive(posterior), [test]), likelihood)
-print(*(f"{key} {found[key]:.3f}" for key in ("reg/NLL", "cal/coverage50", "cal/coverage90")))
+shares = f"coverage50 {found.coverage50:.3f} coverage90 {found.coverage90:.3f}"
+print(f"NLL {found.nll:.3f} {shares}")
 
 grid = torch.linspace(-2, 2, 100)[:, None]
 true = (scale(grid) * torch.log(torch.tensor(2.0)) ** 0.5)[:, 0]

@@ -111,7 +111,7 @@ for name, outputs in predictives.items():
     print(f"{name:22} NLL {nll:.3f}  accuracy {accuracy:.3f}")
     unknown = torch.zeros(len(p))
     curve = reliability_curve(Prediction(p, unknown, unknown), test[1], "classification")
-    bins = [(c, a) for c, a in zip(curve["confidence"], curve["accuracy"], strict=True) if a]
+    bins = [(c, a) for c, a in zip(curve.confidence, curve.accuracy, strict=True) if a]
     axes.plot(*zip(*bins, strict=True), "o-", markersize=3, label=name)
 axes.set(xlabel="confidence", ylabel="share that is right")
 axes.legend()

@@ -96,8 +96,8 @@ figure, axes = pyplot.subplots(2, 1, figsize=(9, 4), sharex=True, sharey=True, l
 for ax, (name, predict) in zip(axes, predictives.items(), strict=True):
     prediction, targets = predict_all(predict, [test])
     metrics = compute_metrics(prediction, targets, "regression")
-    shown = ("reg/NLL", "reg/RMSE", "cal/coverage90")
-    print(f"{name:8}", *(f"{key} {metrics[key]:.3f}" for key in shown))
+    scores = f"NLL {metrics.nll:.3f} RMSE {metrics.rmse:.3f}"
+    print(f"{name:8} {scores} coverage90 {metrics.coverage90:.3f}")
     days = day[-len(targets) :]
     mean, deviation = prediction.mean[:, 0], prediction.total[:, 0].sqrt()
     ax.fill_between(days, mean - 1.645 * deviation, mean + 1.645 * deviation, alpha=0.3)

@@ -82,8 +82,8 @@ predictives = {
 for name, predict in predictives.items():
     prediction, targets = predict_all(predict, [(x_test, y_test)])
     metrics = compute_metrics(prediction, targets, "regression")
-    shown = ("reg/NLL", "reg/RMSE", "cal/coverage90")
-    print(f"{name:8}", *(f"{key} {metrics[key]:.3f}" for key in shown))
+    scores = f"NLL {metrics.nll:.3f} RMSE {metrics.rmse:.3f}"
+    print(f"{name:8} {scores} coverage90 {metrics.coverage90:.3f}")
 
 # %%
 order = prediction.mean[:, 0].argsort()

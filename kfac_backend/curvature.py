@@ -123,7 +123,7 @@ class CurvaturePass:
             model, likelihood, options, generator=generator, process_group=process_group
         )
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
-        check_memory(self.driver.assignment, options, self.driver.device)
+        check_memory(self.driver.proof.assignment, options, self.driver.device)
         self.reset()
 
     def reset(self) -> None:

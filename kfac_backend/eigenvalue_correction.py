@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kfac_backend.blocks.block import CorrectedBlock, EigenBlock, decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
-from kfac_backend.covariance.gradients import LayerGradients, Seen
+from kfac_backend.covariance.gradients import LayerGradients, LayerUse
 from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
@@ -88,8 +88,8 @@ def corrected_factors(
     factors = factors.to(driver.device)
     # The bases are those of the blocks that are corrected, whose layers have no exact rule, and of
     # those that the proof may find to be a layer's.
-    names = {name for t in driver.assignment.all for name in t.parameters.values()}
-    names |= driver.assignment.unknown.keys()
+    names = {name for t in driver.proof.assignment.all for name in t.parameters.values()}
+    names |= driver.proof.assignment.unknown.keys()
     blocks = [block for name, block in factors.blocks.items() if name in names]
     eigen = decompose(blocks, driver.ranks)
     bases = {block.name: basis for block, basis in zip(blocks, eigen, strict=True)}
@@ -199,7 +199,7 @@ class SecondMoments(Sink):
         # The vectors become the axis that a covariance has for outputs: (M, R, V, d_out).
         vectors = sorted({v for of_use in self._held.values() for v in of_use})
 
-        def seen() -> Iterator[Seen]:
+        def held_uses() -> Iterator[LayerUse]:
             while self._held:
                 (tracked, use), of_use = self._held.popitem()
                 # A vector that does not reach this use has the gradient zero there.
@@ -208,7 +208,7 @@ class SecondMoments(Sink):
 
         # Parameter by parameter: uses of a tied tensor are summed before they are squared, since an
         # example's gradient is the sum over all of them.
-        for _, g in self._gradients.by_parameter(seen(), self._uses, self._at_once):
+        for _, g in self._gradients.by_parameter(held_uses(), self._uses, self._at_once):
             add_second_moments(g, self._product_bytes)
         self._held_bytes = self._vector = 0
 

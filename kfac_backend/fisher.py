@@ -39,12 +39,12 @@ class Fisher(ABC):
     """Whether the vector is the gradient of the loss itself, which a step of training propagates
     back anyway."""
 
-    known: ClassVar[dict[str, type["Fisher"]]] = {}
+    by_name: ClassVar[dict[str, type["Fisher"]]] = {}
     """Name -> class."""
 
     def __init_subclass__(cls) -> None:
         """Make the choice known by its name."""
-        Fisher.known[cls.name] = cls
+        Fisher.by_name[cls.name] = cls
 
     def __init__(self, mc_samples: int = 1) -> None:
         self.mc_samples = mc_samples

@@ -152,7 +152,7 @@ class PassOptions(Options):
                 "'auto', or a mapping of layers' names or patterns to modes, such as "
                 "{'head*': 'expand', '*': 'reduce'}."
             )
-        check_option("fisher", self.fisher, Fisher.known)
+        check_option("fisher", self.fisher, Fisher.by_name)
         check_option("unsupported", self.unsupported, Unsupported)
         check_option("backward_precision", self.backward_precision, BackwardPrecision)
         if self.mc_samples < 1:
@@ -164,7 +164,7 @@ class PassOptions(Options):
 
     def make_fisher(self) -> Fisher:
         """The object that ``fisher`` names."""
-        return Fisher.known[self.fisher](self.mc_samples)
+        return Fisher.by_name[self.fisher](self.mc_samples)
 
     def of_the_matrix(self) -> dict[str, Any]:
         """The options that decide which matrix a pass computes or estimates, by name.

@@ -4,39 +4,19 @@ TF32 keeps ten bits of mantissa and bfloat16 seven, too few for a Gram matrix, w
 eigenvalues are differences of large numbers. A backward pass bears it: its errors average out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
 BackwardPrecision = Literal["auto", "float32", "tf32", "bf16"]
 
-FASTER: dict[str, BackwardPrecision] = {"cuda": "tf32"}
-"""The precision that backward_precision="auto" tries, by device. On a CPU bf16 makes errors of 3e-3
-(B of WRN-16-4), and is faster on few processors."""
-LARGEST_ERROR = 1e-3
-"""‖B − B_float32‖ / ‖B_float32‖ (Frobenius) of any factor up to which "auto" takes it."""
 LONG_PASS = 2048
-"""Examples of a pass before "auto" tries it, which costs two small batches."""
-TRIED_EXAMPLES = 32
-"""Examples on which it is tried."""
-
-
-@contextmanager
-def temporary_setting(
-    read: Callable[[], T], write: Callable[[T], object], value: T
-) -> Iterator[None]:
-    """A context in which a setting of the process has the value."""
-    before = read()
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
+"""Examples of a pass before backward_precision="auto" tries a faster precision, which costs two
+small batches."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -49,14 +29,7 @@ def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[
     if precision in ("auto", "float32"):
         return nullcontext()
     cpu, gpu = ("bf16", "ieee") if precision == "bf16" else ("ieee", "tf32")
-    return temporary_setting(_read, _write, [cpu, cpu, gpu, gpu])
-
-
-def exact_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
-    """Multiply float32 in full precision inside `backward_arithmetic`: for Gram matrices."""
-    # The pass as a whole holds full precision. Reading and writing the settings again for each
-    # layer's gradient is needed only inside of another precision.
-    return nullcontext() if precision in ("auto", "float32") else full_float32()
+    return _products_in(cpu, cpu, gpu, gpu)
 
 
 def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
@@ -79,16 +52,19 @@ def _backends() -> list[Any]:
     return [*cpu, cudnn.conv, torch.backends.cuda.matmul] if torch.cuda.is_available() else cpu
 
 
-def _read() -> list[str]:
-    return [backend.fp32_precision for backend in _backends()]
-
-
-def _write(precisions: list[str]) -> None:
-    """Set the backends' precisions; without a GPU, the last two are left over."""
-    for backend, precision in zip(_backends(), precisions, strict=False):
-        backend.fp32_precision = precision
+@contextmanager
+def _products_in(*precisions: str) -> Iterator[None]:
+    """A context in which the backends have these precisions; without a GPU, two are left over."""
+    before = [backend.fp32_precision for backend in _backends()]
+    try:
+        for backend, precision in zip(_backends(), precisions, strict=False):
+            backend.fp32_precision = precision
+        yield
+    finally:
+        for backend, precision in zip(_backends(), before, strict=True):
+            backend.fp32_precision = precision
 
 
 def full_float32() -> AbstractContextManager[None]:
     """A context that multiplies float32 in full precision, whatever the user has set."""
-    return temporary_setting(_read, _write, ["ieee"] * 4)
+    return _products_in("ieee", "ieee", "ieee", "ieee")

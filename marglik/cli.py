@@ -264,8 +264,8 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
 
 def _configs(function: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of a function that are dataclasses of options, with their classes."""
-    hints = get_type_hints(function).items()
-    return {name: of for name, of in hints if is_dataclass(of) and name != "provenance"}
+    hints, others = get_type_hints(function).items(), ("provenance", "return")
+    return {name: kind for name, kind in hints if is_dataclass(kind) and name not in others}
 
 
 def _switches(of: Callable[..., Any]) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
         return
     if not _is_another_rank():
         show = print_results if command == "train" else print_evaluation
-        show(results, write_report([results["output"]]))
+        show(results, write_report([results.output]))
 
 
 # How options are made of dataclasses, and files of options are read

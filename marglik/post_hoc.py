@@ -188,6 +188,7 @@ def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
     """The NLL of the posterior's predictive (nats, mean over loss terms), by the same noise."""
     generator = torch.Generator(laplace.mean.device).manual_seed(0)
     predict = laplace_predictive(laplace, generator=generator)
-    found = predict_all(predict, batches, targets=laplace.options)
-    key = "reg/NLL" if laplace.likelihood.kind == "continuous" else "cls/NLL"
-    return compute_metrics(*found, laplace.likelihood)[key]
+    prediction, targets = predict_all(predict, batches, targets=laplace.options)
+    nll = compute_metrics(prediction, targets, laplace.likelihood).nll
+    assert nll is not None  # each likelihood has one
+    return nll

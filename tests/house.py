@@ -7,6 +7,8 @@ run in between, counted while they run.
 import ast
 import subprocess
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -17,6 +19,7 @@ from types import FrameType
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kfac_backend", "marglik")
@@ -69,9 +72,9 @@ def checks(text: str) -> int:
     return len({number for node in ast.walk(ast.parse(text)) for number in numbers(node)})
 
 
-def passed(run: Callable[[], object]) -> tuple[int, int]:
-    """The files and functions of ours that a call passes."""
-    seen = set()
+def passed(run: Callable[[], object]) -> tuple[int, int, int]:
+    """How many files and functions of ours a call passes, and how often any of these is called."""
+    calls = Counter[tuple[Path, str]]()
 
     def see(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -79,23 +82,53 @@ def passed(run: Callable[[], object]) -> tuple[int, int]:
         # Neither the body of a module, which runs when it is imported, nor comprehensions.
         if event == "call" and not code.co_name.startswith("<") and path.is_relative_to(ROOT):
             if path.relative_to(ROOT).parts[0] in PACKAGES:
-                seen.add((path, code.co_qualname))
+                calls[path, code.co_qualname] += 1
 
     sys.setprofile(see)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return len({path for path, _ in seen}), len(seen)
+    return len({path for path, _ in calls}), len(calls), calls.total()
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+
+
+BATCH = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
 
 
 def factors() -> None:
     """The factors of a small network, in eval mode."""
     from kfac_backend import kronecker_factors
 
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
-    batch = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
-    kronecker_factors(model, [batch], "classification")
+    kronecker_factors(network(), [BATCH], "classification")
+
+
+def factors_again() -> Callable[[], object]:
+    """The same by a pass that has proved the network before."""
+    from kfac_backend.curvature import CurvaturePass
+
+    curvature = CurvaturePass(network(), "classification")
+    curvature.factors_of([BATCH])
+    return lambda: curvature.factors_of([BATCH], proves_again=False)
+
+
+def kfac_step() -> Callable[[], object]:
+    """A training step of K-FAC with new factors, after the first."""
+    from kfac_backend.optimizer import KFAC
+
+    model = network()
+    optimiser = KFAC(model, "classification", lr=0.1, factor_every=1, update_every=1)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+        optimiser.step()
+
+    step()
+    return step
 
 
 def first_step() -> None:
@@ -112,6 +145,15 @@ def first_step() -> None:
             raise AssertionError("the command ended before its first step")
         except _Reached:
             hook.remove()
+
+
+def learning() -> None:
+    """Three epochs of ``marglik_training`` of a small network."""
+    from marglik import marglik_training
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(32, 3), torch.arange(32) % 2)
+    marglik_training(model, DataLoader(data, 8), "classification", n_epochs=3)
 
 
 def python(*arguments: str) -> str:
@@ -134,13 +176,21 @@ def train_options() -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # three epochs are too few for decays to settle
     factors()  # a first time, for what is made once: classes, caches
     first_step()
+    learning()
     for folder in (*PACKAGES, "tests", "experiments"):
         print(f"{lines(folder):7,}  lines of Python in {folder}")
     print(f"{train_options():7}  options of `marglik train` before model and data")
-    print("{:7} files, {} functions from `kronecker_factors` to a block".format(*passed(factors)))
-    print("{:7} files, {} functions from `marglik train` to a step".format(*passed(first_step)))
+    for what, run in (
+        ("from `kronecker_factors` to a block", factors),
+        ("to a block, when proved before", factors_again()),
+        ("in a step of K-FAC with new factors", kfac_step()),
+        ("from `marglik train` to a step", first_step),
+        ("for three epochs of `marglik_training`", learning),
+    ):
+        print("{:7} files, {} functions, {:,} calls {}".format(*passed(run), what))
     print(f"{share(checks):7.1f} % of lines check, raise or catch")
     print(f"{share(comments):7.1f} % of lines are a comment")
     print(f"{modules_loaded():7}  modules of ours that `import kfac_backend` loads")

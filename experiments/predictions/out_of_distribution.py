@@ -47,6 +47,7 @@ from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
+from marglik.records import to_json
 from marglik.specification import build_from_spec
 from marglik.storage.run_folder import read_posterior
 
@@ -168,26 +169,29 @@ def run(config: Config) -> dict[str, Any]:
     }
     inside = predictions(test)
     for name, prediction in inside.items():
-        found[name]["test"] = compute_metrics(prediction, y, "classification")
+        found[name]["test"] = to_json(compute_metrics(prediction, y, "classification"))
     sizes = {"train": len(splits.train[1]), "test": len(test), "each corruption": len(few)}
     for kind in CORRUPTIONS:
         for severity in SEVERITIES:
             shifted = predictions(corrupt(few, kind, severity))
             for name, prediction in shifted.items():
                 metrics = compute_metrics(prediction, y_few, "classification")
-                found[name]["shift"][f"{kind}/{severity}"] = metrics
+                found[name]["shift"][f"{kind}/{severity}"] = to_json(metrics)
     distance = feature_distance(posterior.model, splits)
     distances = {}
     for label, source in problem.outside(config.seed).items():
         images = out_of_distribution_images(source, splits).images
         images = images[_spread(len(images), config.outside)]
         sizes[label] = len(images)
-        distances[label] = out_of_distribution_metrics(distance(test), distance(images))
+        metrics = out_of_distribution_metrics(distance(test), distance(images))
+        distances[label] = to_json(metrics)
         for name, prediction in predictions(images).items():
             has_epistemic = rows[name].calibration.covariance_scale > 0
             found[name]["ood"][label] = {
-                score: out_of_distribution_metrics(
-                    getattr(inside[name], score), getattr(prediction, score)
+                score: to_json(
+                    out_of_distribution_metrics(
+                        getattr(inside[name], score), getattr(prediction, score)
+                    )
                 )
                 if score == "entropy" or has_epistemic
                 else None
@@ -330,11 +334,11 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         quality.append(
             [
                 name,
-                _mean([row["test"]["cls/NLL"] for row in own], 3),
-                _mean([100 * row["test"]["cls/accuracy"] for row in own], 1),
-                _mean([100 * row["test"]["cal/ECE"] for row in own], 1),
-                _mean([_corrupted(row, "cls/NLL") for row in own], 3),
-                _mean([100 * _corrupted(row, "cal/ECE") for row in own], 1),
+                _mean([row["test"]["nll"] for row in own], 3),
+                _mean([100 * row["test"]["accuracy"] for row in own], 1),
+                _mean([100 * row["test"]["ece"] for row in own], 1),
+                _mean([_corrupted(row, "nll") for row in own], 3),
+                _mean([100 * _corrupted(row, "ece") for row in own], 1),
                 *(
                     ", ".join(f"{row['calibration'][key]:.3g}" for row in own)
                     for key in ("covariance_scale", "output_temperature")
@@ -345,8 +349,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             detection.append([name, score, *(_detection(own, label, score) for label in outside)])
         if name != REFERENCE:
             pairs = list(zip(own, (run_["rows"][REFERENCE] for run_ in runs), strict=True))
-            nll = [a["test"]["cls/NLL"] - b["test"]["cls/NLL"] for a, b in pairs]
-            shifted = [_corrupted(a, "cls/NLL") - _corrupted(b, "cls/NLL") for a, b in pairs]
+            nll = [a["test"]["nll"] - b["test"]["nll"] for a, b in pairs]
+            shifted = [_corrupted(a, "nll") - _corrupted(b, "nll") for a, b in pairs]
             aurocs = [
                 [100 * (_auroc(a, label) - _auroc(b, label)) for a, b in pairs] for label in outside
             ]
@@ -377,7 +381,7 @@ def _corrupted(row: dict[str, Any], key: str) -> float:
 
 
 def _auroc(row: dict[str, Any], label: str) -> float:
-    return row["ood"][label]["entropy"]["ood/AUROC"]
+    return row["ood"][label]["entropy"]["auroc"]
 
 
 def _detection(own: Sequence[dict[str, Any]], label: str, score: str) -> str:
@@ -385,7 +389,7 @@ def _detection(own: Sequence[dict[str, Any]], label: str, score: str) -> str:
     found = [of for row in own if (of := row["ood"][label][score]) is not None]
     if not found:
         return "none"
-    keys = ("ood/AUROC", "ood/AUPR", "ood/FPR95")
+    keys = ("auroc", "aupr", "fpr95")
     cells = " / ".join(_mean([100 * metrics[key] for metrics in found], 1) for key in keys)
     return cells + (f" ({len(found)} of {len(own)} seeds)" if len(found) < len(own) else "")
 

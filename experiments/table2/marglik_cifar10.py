@@ -28,7 +28,8 @@ from typing import Any
 from experiments.data import specification
 from experiments.studies import markdown, mean_with_error, metric_of, study
 from marglik.cli import main as marglik
-from marglik.storage.run_folder import RESULTS, read_log, read_record
+from marglik.records import to_json
+from marglik.storage.run_folder import read_log, read_results
 
 # Eschenhagen et al. 2023, Table 2: test NLL and accuracy (%) of three seeds, by approach and
 # augmentation; and seconds per update on an A100.
@@ -39,7 +40,7 @@ PAPER = {
     ("reduce", True): ("0.352 ± 0.008", "93.50 ± 0.06"),
 }
 PAPER_UPDATE = {"expand": "196 ± 22", "reduce": "99 ± 23"}
-NLL, ACCURACY, ECE = "test/cls/NLL", "test/cls/accuracy", "test/cal/ECE"
+NLL, ACCURACY, ECE = "nll", "accuracy", "ece"
 SCALED = "MAP, temperature-scaled"
 RUNS = {
     f"{approach}_{'augmented' if augment else 'plain'}": (approach, augment)
@@ -125,19 +126,26 @@ def run(config: Config) -> dict[str, Any]:
     """Train and evaluate, or read a finished training; returns the results."""
     if status := marglik(["train", *config.options(), "--no_progress"]):
         raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
-    results = read_record(Path(config.folder) / RESULTS)
+    results = read_results(Path(config.folder))
+    assert results is not None  # the command has written it
     updates = [r["seconds"] for r in read_log(config.folder) if r["kind"] == "update"]
     parts = ("pass", "eigenvalues", "steps") if updates else ()
     seconds = {part: statistics.median(update[part] for update in updates) for part in parts}
-    kept = ("data", "num_data", "seconds", "weight_decay", "device", "threads", "python")
     return {
         "config": asdict(config),
-        "settings": asdict(PROTOCOLS[config.protocol]) | results["config"],
+        "settings": asdict(PROTOCOLS[config.protocol]) | results.identity["config"],
         # Their names are "learned, MAP", "fixed, MAP" and the like.
-        "metrics": {name.split(", ", 1)[1]: of for name, of in results["metrics"].items()},
-        "evidence_per_example": results["evidence"]["kept"] / results["num_data"],
+        "metrics": {
+            name.split(", ", 1)[1]: to_json(scores.metrics)
+            for name, scores in results.scores.items()
+        },
+        "evidence_per_example": results.evidence.final / results.num_data,
         "seconds_per_update": seconds | {"all": sum(seconds.values())} if updates else {},
-        **{key: results[key] for key in (*kept, "versions")},
+        "data": results.data,
+        "num_data": results.num_data,
+        "seconds": results.seconds,
+        "weight_decay": to_json(results)["weight_decay"],
+        **asdict(results.environment),
     }
 
 

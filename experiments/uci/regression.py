@@ -261,10 +261,11 @@ def metrics_of(found: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:
     variance = found.variance * std**2
     prediction = Prediction(found.mean * std + mean, variance, torch.zeros_like(variance))
     metrics = compute_metrics(prediction, y * std + mean, "regression")
+    assert metrics.nll is not None and metrics.rmse is not None and metrics.coverage90 is not None
     return {
-        "log_likelihood": -metrics["reg/NLL"],
-        "rmse": metrics["reg/RMSE"],
-        "coverage90": metrics["cal/coverage90"],
+        "log_likelihood": -metrics.nll,
+        "rmse": metrics.rmse,
+        "coverage90": metrics.coverage90,
         "seconds": found.seconds,
         "trainings": found.trainings,
     }

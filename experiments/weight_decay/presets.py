@@ -18,10 +18,11 @@ import torch
 
 from experiments.studies import markdown, mean_with_error, metric_of, study
 from marglik.cli import main as marglik
+from marglik.records import to_json
 from marglik.storage.provenance import environment
-from marglik.storage.run_folder import RESULTS, read_record
+from marglik.storage.run_folder import read_results
 
-NLL = "test/cls/NLL"
+NLL = "nll"
 PRESETS = Path(__file__).parents[1] / "presets"
 NAMES = {
     "vit_cifar10": "VisionTransformer, CIFAR-10 (JPEG)",
@@ -54,18 +55,12 @@ def run(config: Config) -> dict[str, Any]:
     options = ["--seed", str(config.seed), "--output", config.folder, "--resume", "--no_progress"]
     if status := marglik(["train", "--config", preset, *options]):
         raise RuntimeError(f"marglik train --config {preset} ended with status {status}.")
-    found = read_record(Path(config.folder) / RESULTS)
-    kept = (
-        "num_data",
-        "held_out",
-        "calibration",
-        "metrics",
-        "evidence",
-        "weight_decay",
-        "threads",
-        "seconds",
-    )
-    results = {key: found[key] for key in kept}
+    found = read_results(Path(config.folder))
+    assert found is not None  # the command has written it
+    names = ("num_data", "held_out", "calibration", "evidence", "weight_decay", "seconds")
+    record = to_json(found)
+    results = {name: record[name] for name in names if name in record}
+    results["metrics"] = {name: to_json(scores.metrics) for name, scores in found.scores.items()}
     return {"config": asdict(config), **results, **environment(torch.device("cpu"))}
 
 
@@ -87,7 +82,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
                     _pair(own, "MAP", NLL, "{:.3f}"),
                     mean_with_error(gains, "{:+.3f}"),
                     f"{sum(gain < 0 for gain in gains)} of {len(gains)}",
-                    _pair(own, "MAP", "test/cls/accuracy", "{:.1%}").replace("%", " %"),
+                    _pair(own, "MAP", "accuracy", "{:.1%}").replace("%", " %"),
                     _pair(own, "MAP, temperature-scaled", NLL, "{:.3f}"),
                     _pair(own, "Laplace", NLL, "{:.3f}"),
                     f"{statistics.mean(r['seconds'] for r in own) / 60:.0f}",

@@ -64,8 +64,9 @@ from experiments.weight_decay.training import (
     with_wrong_labels,
 )
 from marglik.models import LeNet
+from marglik.posterior.posterior import Layers
 from marglik.prediction.calibration import calibrate
-from marglik.prediction.predictive import Layers, PredictiveConfig, laplace_predictive
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 
 DEFAULT = 5e-4
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

@@ -258,8 +258,8 @@ def compute_eigenvalues(
     # A corrected block knows them: they are its own.
     blocks = [b for b in blocks if type(b) is KroneckerBlock and b._remembered("_known") is None]
     solved = _solved(blocks, ranks, device, vectors=False)
-    for block, known in zip(blocks, solved, strict=True):
-        block._remember("_known", known)
+    for block, eigenvalues in zip(blocks, solved, strict=True):
+        block._remember("_known", eigenvalues)
 
 
 def decompose(

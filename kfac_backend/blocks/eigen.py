@@ -163,14 +163,15 @@ def _solve_group(
     n = matrices[0].shape[-1]
     if len(matrices) > 1 and n:
         stacked = torch.cat([M.reshape(-1, n, n) for M in matrices])
-        if (found := _attempt(stacked if vectors else stacked.double(), vectors)) is not None:
+        solution = _attempt(stacked if vectors else stacked.double(), vectors)
+        if solution is not None:
             counts = [M.shape[:-2].numel() for M in matrices]
             return [
                 (values.view(M.shape[:-1]), Q.view(M.shape) if vectors else Q)
                 for M, values, Q in zip(
                     matrices,
-                    found[0].split(counts),
-                    found[1].split(counts) if vectors else [found[1]] * len(counts),
+                    solution[0].split(counts),
+                    solution[1].split(counts) if vectors else [solution[1]] * len(counts),
                     strict=True,
                 )
             ]
@@ -188,8 +189,8 @@ def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
         return matrix.new_empty(matrix.shape[:-1], dtype=dtype), matrix
     for device in dict.fromkeys((matrix.device, torch.device("cpu"))):
         for dtype in dict.fromkeys((matrix.dtype, torch.float64) if vectors else (torch.float64,)):
-            if (found := _attempt(matrix.to(device, dtype), vectors)) is not None:
-                values, Q = found
+            if (solution := _attempt(matrix.to(device, dtype), vectors)) is not None:
+                values, Q = solution
                 return values.to(matrix.device), Q.to(matrix.device)
     raise torch.linalg.LinAlgError(
         f"No solver converges for the curvature factor of '{name}', {tuple(matrix.shape)} with "

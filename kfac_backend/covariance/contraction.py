@@ -36,7 +36,7 @@ def covariance_part(
         q: examples in a set; 1 gives each example's covariance (N, C, C).
         variance_only: return the diagonals (N, C), which take no products of different outputs.
     """
-    joined, s = gradients.joined(), gradients.spectrum
+    concatenated, s = gradients.concatenated_uses(), gradients.spectrum
 
     def paired(left: Float[Tensor, "N C P"], right: Float[Tensor, "N C P"]) -> Tensor:
         if variance_only:
@@ -44,13 +44,13 @@ def covariance_part(
         left, right = (t.unflatten(0, (-1, q)).flatten(1, 2) for t in (left, right))
         return left @ right.mT
 
-    if joined is None:  # no common factors
+    if concatenated is None:  # no common factors
         products = []
         for part in gradients.dense_in_basis(product_bytes, q):
             scaled = (part * s.rsqrt()).flatten(2)
             products.append(paired(scaled, scaled))
         return torch.cat(products)
-    (b, a), transposed, block = *joined, gradients.block
+    (b, a), transposed, block = *concatenated, gradients.block
     if a is None or block.Q_A is None:
         # A bias: its gradient is Σ_r b, so that one rotation and one product are all.
         b = _without_input(b, block)
@@ -93,12 +93,13 @@ def covariance_part(
 
 def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> None:
     """Add Σ_n Σ_v (Qᵀ g_nv)² to the spectrum, in place; arguments as of `covariance_part`."""
-    joined, moments, block = gradients.joined(), gradients.spectrum, gradients.block
-    if joined is None:
+    moments, block = gradients.spectrum, gradients.block
+    concatenated = gradients.concatenated_uses()
+    if concatenated is None:
         for part in gradients.dense_in_basis(product_bytes):
             moments += part.square().sum((0, 1))
         return
-    (b, a), transposed = joined
+    (b, a), transposed = concatenated
     if a is None or block.Q_A is None:
         moments += _without_input(b, block).square().sum((0, 1)).view_as(moments)
         return

@@ -15,7 +15,7 @@ from kfac_backend.layers.rule import dense_gradients
 PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
 """Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
 (..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
-Seen = tuple[TrackedLayer, Use, Tensor]
+LayerUse = tuple[TrackedLayer, Use, Tensor]
 """A layer's use, and its `Rule.position_gradients` for C outputs or vectors (M, R, C, d_out)."""
 
 
@@ -30,7 +30,7 @@ class ParameterGradients(NamedTuple):
     uses: list[tuple[ExampleGradients, bool]]
     """Each use's gradients, and whether the parameter is stored inputs first there."""
 
-    def joined(self) -> tuple[ExampleGradients, bool] | None:
+    def concatenated_uses(self) -> tuple[ExampleGradients, bool] | None:
         """The uses' positions concatenated, and whether the parameter is stored inputs first.
 
         None if it is used in both orientations, so that the gradients have no common factors.
@@ -86,18 +86,21 @@ class LayerGradients:
         self._tied = {place for place in places if places.count(place) > 1}
 
     def by_parameter(
-        self, seen: Iterable[Seen], uses: Mapping[TrackedLayer, int], most_bytes: int | None
+        self,
+        layer_uses: Iterable[LayerUse],
+        uses: Mapping[TrackedLayer, int],
+        most_bytes: int | None,
     ) -> Iterator[tuple[slice, ParameterGradients]]:
         """The gradients in one parameter after the other, and the examples that they are of.
 
         Args:
-            seen: the uses, each of which is dropped before the next one is asked for.
+            layer_uses: the uses, each of which is dropped before the next one is asked for.
             uses: how often each layer ran.
             most_bytes: that a use's inputs and gradients may take at once; None: all examples
                 together.
         """
         tied = []
-        for tracked, use, rows in seen:
+        for tracked, use, rows in layer_uses:
             # No other use contributes to the gradients in this layer's parameters, so that they can
             # be squared, and dropped, before the next layer's are formed.
             alone = uses[tracked] == 1 and not self._tied.intersection(_places(tracked))
@@ -110,11 +113,13 @@ class LayerGradients:
         for gradients in self._of_uses(tied):
             yield slice(None), gradients
 
-    def _some_examples(self, seen: Seen, most_bytes: int) -> Iterator[tuple[slice, Seen]]:
+    def _some_examples(
+        self, layer_use: LayerUse, most_bytes: int
+    ) -> Iterator[tuple[slice, LayerUse]]:
         """Parts of a use whose inputs and gradients take some bytes, but at least one example."""
-        tracked, use, rows = seen
+        tracked, use, rows = layer_use
         if use.rows is not None:  # rows of several examples have no slices
-            yield slice(None), seen
+            yield slice(None), layer_use
             return
         _, R, C, d_out = rows.shape
         entries = max(self.spectra[name][0].numel for name in tracked.parameters.values())
@@ -125,10 +130,10 @@ class LayerGradients:
             chunk = slice(start, start + size)
             yield chunk, (tracked, Use(use.a[chunk]), rows[chunk])
 
-    def _of_uses(self, seen: list[Seen]) -> Iterator[ParameterGradients]:
+    def _of_uses(self, layer_uses: list[LayerUse]) -> Iterator[ParameterGradients]:
         """Each parameter's gradients, summed over the given uses."""
         uses: dict[tuple[str, tuple[int, int]], list[tuple[ExampleGradients, bool]]] = {}
-        for tracked, use, rows in seen:
+        for tracked, use, rows in layer_uses:
             rule = self.rules[tracked]
             for local, gradients in rule.example_gradients(use.a, rows).items():
                 place = tracked.parameters[local], tracked.slots.get(local, (0, 1))

@@ -98,9 +98,9 @@ class LastLayerCovariance:
             x = detached(x, next(self._model.parameters()).device)
             check_not_empty(x)
             with preserve_state(self._model):
-                seen = self._run(x)
-            if seen is not None:
-                return self._of_linear(*seen, positions, classes, variance_only)
+                outputs = self._run(x)
+            if outputs is not None:
+                return self._of_linear(*outputs, positions, classes, variance_only)
         if self._is_tied:
             raise NotImplementedError(
                 f"The outputs of {type(self._model).__name__} are not those of its last layer "
@@ -202,8 +202,8 @@ class LastLayerCovariance:
             inputs = rule.inputs(a[start : start + examples])[0][some]  # (m, d_in)
             for now in inputs.to(wide.dtype).split(size):
                 of_now = slice(done, done + len(now))
-                wanted = None if columns is None else columns[of_now]
-                result[of_now] = self._some(now, wanted, C, rule.transposed, variance_only)
+                of_rows = None if columns is None else columns[of_now]
+                result[of_now] = self._some(now, of_rows, C, rule.transposed, variance_only)
                 done += len(now)
         return f.unflatten(0, shape), result.unflatten(0, shape)
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
 from kfac_backend.covariance.gradients import (
     LayerGradients,
+    LayerUse,
     ParameterGradients,
     PosteriorPrecision,
-    Seen,
 )
 from kfac_backend.engine.batches import (
     Plan,
@@ -149,7 +149,7 @@ class _HeldGradients(Sink):
         """Go on to the next vector."""
         self._vector += 1
 
-    def take(self) -> Iterator[Seen]:
+    def take(self) -> Iterator[LayerUse]:
         """All that is held, each use dropped before the next one."""
         while self.held:
             (tracked, use), rows = self.held.popitem()
@@ -219,7 +219,7 @@ class OutputCovariance:
             NotImplementedError: outputs that are not (N, ..., C); a layer that hooks cannot follow.
             ValueError: no examples; positions or classes that the outputs do not have.
         """
-        with self._restored():
+        with self._preserved_model():
             x = detached(x, self._device)
             check_not_empty(x)
             self._prove(x)
@@ -270,19 +270,19 @@ class OutputCovariance:
                 f"x has shape {tuple(x.shape)}; sets of inputs (T, q, ...) are needed, with at "
                 "least one input: x[None] for a single set."
             )
-        with self._restored(), plain_attention():
+        with self._preserved_model(), plain_attention():
             q, differentiable = x.shape[1], torch.is_grad_enabled() and x.requires_grad
             flat = (x.clone() if x.is_inference() else x).flatten(0, 1)
             flat = flat if differentiable else flat.detach()
             self._prove(flat.detach())
-            wanted = None if classes is None else torch.tensor(classes, device=x.device)
+            columns = None if classes is None else torch.tensor(classes, device=x.device)
             all_of_them = torch.arange(len(flat), device=x.device)
             part = _Part(flat, torch.zeros_like(all_of_them), None, all_of_them)
-            f, covariance = self._part(part, wanted, q=q, differentiable=differentiable)
+            f, covariance = self._part(part, columns, q=q, differentiable=differentiable)
         return f.unflatten(0, x.shape[:2]), covariance
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _preserved_model(self) -> Iterator[None]:
         """A context in which the model runs in full precision, and stays as it was."""
         layers = (tracked.layer for tracked in self._proof.assignment.layers)
         # Inference mode would record no graph for the backward passes.

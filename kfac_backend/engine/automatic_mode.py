@@ -24,7 +24,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import examples
 from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
@@ -32,6 +34,7 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
+from kfac_backend.ranks import Ranks
 
 EXAMPLES = 8
 """Examples of the first batch that decide."""
@@ -43,6 +46,33 @@ MOST_VECTORS = 16
 def automatic_mode(num_dimensions: int) -> Mode:
     """The mode of a network by its outputs' axes: expand for (N, ..., C), reduce for (N, C)."""
     return "expand" if num_dimensions > 2 else "reduce"
+
+
+def mode_of_first_batches(
+    model: nn.Module,
+    proof: Proof,
+    likelihood: Likelihood,
+    ranks: Ranks,
+    x: Any = None,
+    y: Tensor | None = None,
+) -> KfacApprox:
+    """The mode by the first batch of each rank, None of a rank without data; collective.
+
+    "auto" if no rank has data.
+    """
+    decision = None
+    if y is not None:
+        mode, traces = automatic_mode(proof.output_dim), {}
+        if mode == "reduce":
+            # All of them where the model needs a whole batch, of which the first decide, too.
+            some = (examples(x, slice(EXAMPLES)), y[:EXAMPLES]) if proof.plan.splits else (x, y)
+            traces = block_traces(model, proof.assignment, likelihood, *some)
+        decision = mode, traces
+    decisions = [of_rank for of_rank in ranks.gather(decision) if of_rank]
+    if not decisions:
+        return "auto"
+    mode = decisions[0][0]
+    return nearest_modes([traces for _, traces in decisions]) if mode == "reduce" else mode
 
 
 class BlockTraces(Sink):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +147,6 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
             sizes.append(output.nbytes)
 
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    handles = [module.register_forward_hook(hook) for module in modules]
 
     def trial() -> Plan:
         ends = first_and_last(x)
@@ -156,10 +156,17 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
             # in the place of a batch. The largest activation of one tells how many fit into the
             # cache.
             ones = (examples(ends, slice(k, k + 1)) for k in range(min(N, 2)))
-            alone = [call_with(model, {}, one) for one in ones]
+            with ExitStack() as handles:
+                for module in modules:
+                    handles.callback(module.register_forward_hook(hook).remove)
+                alone = [call_with(model, {}, one) for one in ones]
             by_example = max(sizes, default=0)
             both = call_with(model, {}, ends)
-            channels_last = is_alone and _takes_channels_last(model, ends, both)
+            weights = in_channels_last(model) if is_alone else {}
+            channels_last = False
+            if weights:
+                f = attempt(lambda: call_with(model, weights, ends))
+                channels_last = not isinstance(f, Exception) and close(both, f)
         splits = (
             len(alone) == len(both) == 2
             and by_example > 0
@@ -168,18 +175,6 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
         size = max(1, LARGEST_ACTIVATION // by_example) if splits and is_alone else None
         return Plan(size, channels_last, splits)
 
-    try:
-        plan = attempt(trial)
-    finally:
-        for handle in handles:
-            handle.remove()
+    plan = attempt(trial)
     # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.
     return Plan() if isinstance(plan, Exception) else plan
-
-
-def _takes_channels_last(model: nn.Module, x: Any, f: Tensor) -> bool:
-    weights = in_channels_last(model)
-    if not weights:
-        return False
-    g = attempt(lambda: call_with(model, weights, x))
-    return not isinstance(g, Exception) and close(f, g)

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.checks import check_dtypes, check_output, is_out_of_memory
 from kfac_backend.engine.rule_assignment import RuleAssignment
-from kfac_backend.precision import temporary_setting
 from kfac_backend.sharding import is_sharded, named_tensors, reshard, substituted
 
 T = TypeVar("T")
@@ -188,16 +187,19 @@ def _called(
                 state[path + local] = buffer.clone()
     # PyTorch's fused inference path would run a transformer's layers without hooks.
     mha = torch.backends.mha
-    fused = mha.get_fastpath_enabled, mha.set_fastpath_enabled
-    with temporary_setting(*fused, False), uncompiled():
-        try:
+    is_fused = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        with uncompiled():
             if is_sharded(model):
                 with substituted(model, state):
                     return model(*args, **kwargs)
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-        except (RuntimeError, ValueError) as error:
-            check_dtypes(model, (*args, kwargs), error)
-            raise
+    except (RuntimeError, ValueError) as error:
+        check_dtypes(model, (*args, kwargs), error)
+        raise
+    finally:
+        mha.set_fastpath_enabled(is_fused)
 
 
 def _copied(value: Any) -> Any:
@@ -330,16 +332,22 @@ def plain_attention() -> AbstractContextManager[object]:
 
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Relative errors up to which two results in a dtype are the same, see `close`."""
 OTHER_TOLERANCE = 0.1
+"""The same for all other dtypes, in half precision or coarser."""
 
 
 class DtypesInUse(TorchFunctionMode):
-    """A context that records the coarsest dtype of all results, since a layer may cast inside."""
+    """A context that records the dtypes of all results, since a layer may cast inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tolerance = 0.0
+        self.dtypes: set[torch.dtype] = set()
+
+    @property
+    def tolerance(self) -> float:
         """The tolerance of the coarsest dtype so far."""
+        return max((TOLERANCES.get(d, OTHER_TOLERANCE) for d in self.dtypes), default=0.0)
 
     def __torch_function__(
         self,
@@ -350,26 +358,26 @@ class DtypesInUse(TorchFunctionMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if isinstance(output, Tensor) and output.is_floating_point():
-            self.tolerance = max(self.tolerance, _tolerance(output))
+            self.dtypes.add(output.dtype)
         return output
 
 
-def close(should: Tensor, does: Tensor, tolerance: float = 0.0) -> bool:
-    """Whether ‖should − does‖ ≤ tolerance · ‖should‖; also True if NaN or infinity is expected.
+def close(expected: Tensor, actual: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether ‖expected − actual‖ ≤ tolerance · ‖expected‖; True if NaN or infinity is expected.
 
     ``tolerance`` is that of a coarser dtype in which they were computed (`DtypesInUse`). It or
-    that of ``does`` counts, whichever is larger.
+    that of ``actual`` counts, whichever is larger.
     """
-    if should.shape != does.shape:
+    if expected.shape != actual.shape:
         return False
-    if should.is_sparse or does.is_sparse:
-        should, does = should.to_dense(), does.to_dense()
-    if not torch.isfinite(should).all():
+    if expected.is_sparse or actual.is_sparse:
+        expected, actual = expected.to_dense(), actual.to_dense()
+    if not torch.isfinite(expected).all():
         return True  # reported with the model's output
     # By norms and not entry by entry: a small entry of a gradient may be the difference of large
     # terms, whose rounding is as large as it is.
-    tolerance = max(tolerance, _tolerance(does))
-    return bool((should - does).norm() <= tolerance * should.norm())
+    tolerance = max(tolerance, TOLERANCES.get(actual.dtype, OTHER_TOLERANCE))
+    return bool((expected - actual).norm() <= tolerance * expected.norm())
 
 
 def noise_like(x: Tensor) -> Tensor:
@@ -377,7 +385,3 @@ def noise_like(x: Tensor) -> Tensor:
     # Drawn on the CPU, so that a proof is the same on all devices.
     generator = torch.Generator().manual_seed(0)
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
-
-
-def _tolerance(x: Tensor) -> float:
-    return TOLERANCES.get(x.dtype, OTHER_TOLERANCE)

@@ -5,12 +5,11 @@ which become leaves that require a gradient (the *sources*). So no weight gradie
 and no backward pass goes further than these layers. A `Sink` is handed each layer's input in the
 forward pass, and the gradient in its output in each backward pass.
 
-Life cycle. A `Capture` is a context: entering it registers the hooks, leaving it removes them and
-drops the graph. Inside, `forward` runs the model and hands over the input of each run of a layer.
-Then `backward` propagates vectors back, one after the other, and hands over the gradient of each
-run that a vector reaches. Last, `check_runs` compares the runs that were reached with those of the
-proof. What belongs to one forward pass (sources, counts of runs, expressions) is kept until the
-next `forward` clears it.
+Life cycle. A `Capture` is a context for one forward pass: entering it registers the hooks, leaving
+it removes them and drops the graph. Inside, `forward` runs the model and hands over the input of
+each run of a layer. Then `backward` propagates vectors back, one after the other, and hands over
+the gradient of each run that a vector reaches. Last, `check_runs` compares the runs that were
+reached with those of the proof.
 
 A step of training shows its own forward pass instead (``in_training``). `begin` and `end` take the
 place of `forward`: the training runs the model between them, the hooks are removed after it, and
@@ -21,7 +20,7 @@ autograd leaves the weights' gradients out.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -29,19 +28,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.engine.calls import call_with, explicit_forwards, num_examples
-from kfac_backend.engine.rule_assignment import LayerRun, RuleAssignment, TrackedLayer
-from kfac_backend.layers import FunctionalLayer, Use
-from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
-from kfac_backend.precision import at_least_float32
 from kfac_backend.sharding import detached_parameters, is_sharded
 
 if TYPE_CHECKING:
-    from kfac_backend.engine.operations.follower import Expression, Follower
+    from kfac_backend.engine.operations.copies import Copies
+    from kfac_backend.engine.operations.follower import Follower
 
 
 class Sink:
@@ -150,56 +147,73 @@ class Capture:
         follower: "Callable[..., Follower] | None" = None,
     ) -> None:
         self._model = model
-        self._assignment = assignment
-        self._sink = Sink() if sink is None else sink
-        self._arithmetic = arithmetic
+        self.assignment = assignment
+        self.sink = Sink() if sink is None else sink
+        self.arithmetic = arithmetic
         self._constants = dict(constants or {})
         self._in_training = in_training
         self._make_follower = follower
         self.follower: "Follower | None" = None
-        """What sees the operations of the present forward pass; None if nothing is followed."""
-        self._handles: list[RemovableHandle] = []
-        self._reset()
+        """What sees the operations on followed parameters; None if nothing is followed."""
+        self._copies: "Copies | None" = None
+        self._hooks = ExitStack()
+        self.has_row_groups = False
+        """Whether rows were taken for several of each example."""
+        self.not_divisible: list[TrackedLayer] = []
+        """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+        self.masked: set[TrackedLayer] = set()
+        """Layers of whose rows a mask of positions hides some."""
+        self.listens = False
+        """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
+        the graph, which the training's own backward pass uses, too."""
+        # Leaves, or edges of a graph that is kept, at which the backward passes end.
+        self.sources: list[Any] = []
+        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
+        # whether a tensor depends on a source: see `_reached_output`.
+        self._nodes: set[Node] = set()
+        self.num_examples: int | None = None
+        self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
+        self._number: dict[TrackedLayer, int] = {}  # runs so far
+        self._examples_of: dict[TrackedLayer, set[int]] = {}  # whose rows the runs so far had
+        self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
 
     def __enter__(self) -> Self:
-        for tracked in self._assignment.layers:
-            before, after = partial(self._before, tracked), partial(self._after, tracked)
-            layer = tracked.layer
-            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
+        self._hooks = layer_hooks(self.assignment, self._before, self._after)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         if not self._in_training:  # there the backward passes are still to come
             self.forget()
 
     def forget(self) -> None:
         """Drop the graph, and report nothing from now on."""
-        self._reset()
+        self.listens = False
         # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
         # holds the output would close a circle that Python's garbage collector cannot see.
-        self._sink = Sink()
-        self.follower = self._make_follower = None
+        self.sink = Sink()
+        self.sources, self._nodes = [], set()
+        self.follower = self._make_follower = self._copies = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
-        with torch.enable_grad(), explicit_forwards(self._assignment):
+        with torch.enable_grad(), explicit_forwards(self.assignment):
             # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
             # others are constants, so that no graph leads to them.
             copies = self.begin(x)
-            operations, runs = self._assignment.operations, self._assignment.runs.items()
+            operations, runs = self.assignment.operations, self.assignment.runs.items()
             once = {layer for layer, kinds in runs if "followed" in kinds}
             if operations.names or once:
                 # Loaded only where there is something to follow.
+                from kfac_backend.engine.operations.copies import Copies
                 from kfac_backend.engine.operations.follower import Follower
 
                 values = detached_parameters(self._model) if operations.names else {}
                 leaves = {name: values[name].requires_grad_() for name in operations.names}
                 make = self._make_follower or Follower
-                self.follower = make(operations, leaves, self._copies, self._report_input, once)
+                self._copies = Copies(self)
+                ran = self._function_ran
+                self.follower = make(operations, leaves, self._copies.for_rows, ran, once)
             follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
@@ -208,31 +222,46 @@ class Capture:
         return f
 
     def begin(self, x: Any) -> dict[str, Tensor]:
-        """Prepare for a forward pass at x; returns the copies of own parameters that it must use.
+        """Prepare for the forward pass at x; returns the copies of own parameters that it must use.
 
-        These are name -> (N, ...), one copy for each example, so that the examples' gradients are
-        not added up.
+        These are name -> (N, ...), one copy for each example. The gradient in a copy is one
+        example's; in the parameter itself autograd would add the examples' gradients up.
         """
-        self._reset()
-        self.has_row_groups = any(
-            divided.by_parts.has_row_groups for divided in self._assignment.divided
-        )
-        self._num_examples = num_examples(x)
-        for divided in self._assignment.divided:
-            divided.by_parts.num_examples = self._num_examples
-            divided.by_parts.differentiable = self._sink.differentiable
-        return self._copies_of_own_parameters(x)
+        self.num_examples = N = num_examples(x)
+        for divided in self.assignment.divided:
+            divided.by_parts.num_examples = N
+            divided.by_parts.differentiable = self.sink.differentiable
+            self.has_row_groups = self.has_row_groups or divided.by_parts.has_row_groups
+        copies = {}
+        for tracked in self.assignment.own_parameters:
+            if N is None:
+                raise NotImplementedError(
+                    f"Parameter '{tracked.name}' needs a copy for each example, whose number "
+                    f"cannot be told from an input of type {type(x).__name__}. Pass a tensor or a "
+                    "mapping of tensors, examples first, or give the type a __len__."
+                )
+            layer: Any = tracked.layer
+            (name,) = tracked.parameters.values()
+            if is_sharded(self._model):  # a source without values yet, which nothing may read
+                copy = layer.copies(detached_parameters(self._model)[name], N).requires_grad_()
+                self.sources.append(copy)
+            else:
+                copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
+            use = Use(copy.new_zeros(N, 0))  # there is no input, only a number of examples
+            self.hand_input(tracked, use)
+            copies[name] = self._with_hook(copy, tracked, use)
+        return copies
 
     def end(self) -> None:
-        """Check, after a forward pass, the number of runs of layers with runs of several kinds.
-
-        The kinds are assigned to the runs by their order, so that one more or less would shift it.
-        """
-        for tracked in self._assignment.layers if self._assignment.runs else []:
-            runs = self._assignment.runs.get(tracked.layer, ())
+        """Check the runs of a forward pass, and tell the sink that all inputs have come."""
+        # Kinds are assigned to a layer's runs by their order: one more or less would shift it.
+        for tracked in self.assignment.layers if self.assignment.runs else []:
+            runs = self.assignment.runs.get(tracked.layer, ())
             number = self._number.get(tracked, 0)
             if len(set(runs)) > 1 and number != len(runs):
                 raise _other_runs(tracked, f"{number} times instead of {len(runs)}")
+        with self.arithmetic():
+            self.sink.forward_done()
 
     def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
@@ -244,18 +273,15 @@ class Capture:
         for vector in vectors if f.requires_grad else ():
             torch.autograd.grad(
                 f,
-                self._sources,
+                self.sources,
                 vector.to(f.dtype),
                 retain_graph=True,
-                create_graph=self._sink.differentiable,
+                create_graph=self.sink.differentiable,
                 allow_unused=True,
             )
             # The gradients of followed outputs are complete now.
-            for run, gradients in self._waiting.items():
-                use, shape = self._followed[run]
+            for run in () if self._copies is None else self._copies.vector_done():
                 self._reached[run.tracked, run.number] = True
-                self._hand_gradient(run.tracked, use, gradients.unflatten(1, shape))
-            self._waiting.clear()
             self.end_vector()
         # What is propagated back later is no vector: a training's own gradients, or those of what
         # was computed from these gradients.
@@ -263,18 +289,15 @@ class Capture:
 
     def end_vector(self) -> None:
         """Tell the sink that all gradients of a vector have come."""
-        with self._arithmetic():
-            self._sink.vector_done()
+        with self.arithmetic():
+            self.sink.vector_done()
 
-    def _hand_input(self, tracked: TrackedLayer, use: Use) -> None:
+    def hand_input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Hand a use's input to the sink, and note how many examples its rows belong to."""
         number = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
         self._examples_of.setdefault(tracked, set()).add(number if use.a.dim() else 0)
-        with self._arithmetic():
-            self._sink.input(tracked, use)
-
-    def _hand_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        with self._arithmetic():
-            self._sink.gradient(tracked, use, b)
+        with self.arithmetic():
+            self.sink.input(tracked, use)
 
     def check_examples(self, N: int, hides: bool) -> None:
         """Raise an error where each of N examples' rows are needed and not known.
@@ -284,38 +307,10 @@ class Capture:
         """
         for tracked, numbers in self._examples_of.items():
             wrong = numbers - {N}
-            if wrong and (hides or self._sink.needs_examples(tracked)):
+            if wrong and (hides or self.sink.needs_examples(tracked)):
                 error = unknown_examples(tracked, wrong.pop(), N)
                 way_out = " Or let all positions count (dict_key_mask=None)." if hides else ""
                 raise NotImplementedError(f"{error}{way_out}")
-
-    def _reset(self) -> None:
-        """Forget the forward pass so far, and its backward passes."""
-        self.has_row_groups = False
-        """Whether rows of the last forward pass were taken for several of each example."""
-        self.not_divisible: list[TrackedLayer] = []
-        """Layers with several rows for each example by the proof, but no multiple of N rows now."""
-        self.masked: set[TrackedLayer] = set()
-        """Layers of whose rows a mask of positions hides some."""
-        self.listens = False
-        """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
-        the graph, which the training's own backward pass uses, too."""
-        # Leaves, or edges of a graph that is kept, at which the backward passes end.
-        self._sources: list[Any] = []
-        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
-        # whether a tensor depends on a source: see `_is_reached`.
-        self._nodes: set[Node] = set()
-        self._num_examples: int | None = None
-        self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
-        self._number: dict[TrackedLayer, int] = {}  # runs so far
-        self._examples_of: dict[TrackedLayer, set[int]] = {}  # whose rows the runs so far had
-        self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
-        # Runs on what all examples share, whose outputs are followed: the use to report their
-        # gradients for, and the output's shape.
-        self._followed: dict[LayerRun, tuple[Use, torch.Size]] = {}
-        # One vector's gradients of such outputs. They may meet the examples at several places,
-        # which autograd reaches one by one, so that the sum is reported when the vector is done.
-        self._waiting: dict[LayerRun, Tensor] = {}
 
     @property
     def runs(self) -> dict[TrackedLayer, list[Run]]:
@@ -347,118 +342,34 @@ class Capture:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
 
-    def _copies(self, expression: "Expression", M: int) -> Tensor:
-        """A copy (M, ...) of an expression for each row; reports its parameters' gradients.
-
-        A copy is a source: backward passes end there, and the expression's own graph takes each
-        example's gradient on to the parameters.
-        """
-        N, parameters = self._num_examples, self._assignment.operations.own
-        rows, fold = current_rows(), 0
-        if rows is not None and not (rows.of_positions or len(rows.index) == M):
-            rows = None  # given for the rows of another tensor
-        if rows is not None:
-            rows = rows.on(expression.value.device)
-        if rows is None or rows.of_positions:
-            rows, fold = None, M // N if N else 0
-            if not N or M % N:
-                raise NotImplementedError(
-                    f"Parameters {', '.join(map(repr, expression.leaves))} meet {M} rows of {N} "
-                    "examples; say which example each row belongs to (examples_of_rows), or freeze "
-                    "them (requires_grad_(False))."
-                )
-        self.has_row_groups = self.has_row_groups or fold > 1
-        # The copies are a leaf of their own: in the expression autograd would sum the gradient over
-        # all rows; in the copies row m has its own.
-        # Expanded, not copied: one piece of memory serves all rows.
-        source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
-        self._sources.append(source)
-        examples = M // fold if rows is None else rows.num_examples
-        uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
-        for leaf, use in uses.items():
-            if isinstance(leaf, str):
-                self._hand_input(parameters[leaf], use)
-
-        def on_gradient(b: Tensor) -> None:
-            b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
-            # An example's gradient in the expression is the sum over its rows; from there the
-            # expression's graph leads to the parameters, example by example.
-            if rows is not None:
-                b = rows.sums(b)
-            elif fold > 1:
-                b = at_least_float32(b).unflatten(0, (-1, fold)).sum(1)
-            for leaf, gradients in expression.gradients(b).items():
-                if isinstance(leaf, str):
-                    self._hand_gradient(parameters[leaf], uses[leaf], gradients)
-                else:  # other parts of its gradient may still come
-                    earlier = self._waiting.get(leaf)
-                    self._waiting[leaf] = gradients if earlier is None else earlier + gradients
-
-        source.register_hook(on_gradient)
-        return source
-
-    def _copies_of_own_parameters(self, x: Any) -> dict[str, Tensor]:
-        """Name -> a copy of the parameter for each example, (N, ...).
-
-        The gradient in a copy is one example's. In the parameter itself autograd would add the
-        examples' gradients up.
-        """
-        copies = {}
-        for tracked in self._assignment.own_parameters:
-            N = self._num_examples
-            if N is None:
-                raise NotImplementedError(
-                    f"Parameter '{tracked.name}' needs a copy for each example, whose number "
-                    f"cannot be told from an input of type {type(x).__name__}. Pass a tensor or a "
-                    "mapping of tensors, examples first, or give the type a __len__."
-                )
-            layer: Any = tracked.layer
-            (name,) = tracked.parameters.values()
-            if is_sharded(self._model):  # without values yet, so that nothing may be cloned
-                value = detached_parameters(self._model)[next(iter(tracked.parameters.values()))]
-                source = layer.copies(value, N).requires_grad_()
-                self._sources.append(source)
-            else:
-                value = layer.value if self._in_training else layer.value.detach()
-                source = self._as_source(layer.copies(value, N))
-            use = Use(source.new_zeros(N, 0))  # there is no input, only a number of examples
-            self._hand_input(tracked, use)
-            copies[name] = self._with_hook(source, tracked, use)
-        return copies
-
-    def _as_source(self, output: Tensor) -> Tensor:
-        """The same values as a source, where backward passes end."""
-        if self._in_training or (self._sink.differentiable and output.requires_grad):
-            # The graph in front of the output is still needed: stop at its edge, do not cut it.
-            self._sources.append(get_gradient_edge(output))
+    def _reached_output(self, output: Tensor) -> Tensor:
+        """An output that a backward pass to the sources reaches; it may become a source itself."""
+        keeps_graph = self._in_training or self.sink.differentiable
+        if not keeps_graph and output.requires_grad:  # all other graphs are cut
             return output
-        source = output.detach().requires_grad_()
-        self._sources.append(source)
-        # A clone, since an activation may work in place, which autograd forbids on a leaf.
-        return source.clone()
-
-    def _is_reached(self, output: Tensor) -> bool:
-        """Whether a backward pass to the sources so far passes through a layer's output.
-
-        If not, the output must become a source itself.
-        """
-        if not (self._in_training or self._sink.differentiable):
-            return output.requires_grad  # all other graphs are cut
-        # Here a graph may lead to parameters without a rule, or to the model's input, and to no
+        # A kept graph may lead to parameters without a rule, or to the model's input, and to no
         # tracked layer. So search it for a tracked output.
-        ahead, visited = [output.grad_fn], set()
+        ahead, visited = [output.grad_fn] if keeps_graph else [], set()
         while ahead:
             node = ahead.pop()
             if node in self._nodes:
-                return True
+                return output
             if node is not None and node not in visited:
                 visited.add(node)
                 ahead += [before for before, _ in node.next_functions]
-        return False
+        if self._in_training or (self.sink.differentiable and output.requires_grad):
+            # The graph in front of the output is still needed: stop at its edge, do not cut it.
+            self.sources.append(get_gradient_edge(output))
+            return output
+        source = output.detach().requires_grad_()
+        self.sources.append(source)
+        # A clone, since an activation may work in place, which autograd forbids on a leaf.
+        return source.clone()
 
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook before a layer runs."""
-        self._check(tracked, tracked.rule.input_of(args, kwargs))
+        a = tracked.rule.input_of(args, kwargs)
+        check_run(self._model, tracked, a, in_backward=self._runs_backward)
         if self.follower is not None:
             self.follower.inside.append(tracked)
 
@@ -468,120 +379,70 @@ class Capture:
         """The hook after it; what it returns takes the place of the layer's output."""
         if self.follower is not None:
             self.follower.inside.remove(tracked)
-        return self._report_input(tracked, tracked.rule.input_of(args, kwargs), output)
-
-    def _check(self, tracked: TrackedLayer, a: Tensor) -> None:
-        """Raise an error if the hooks cannot follow a layer that is about to run.
-
-        Raises:
-            TypeError: an input of integers for a layer that takes none, or the other way round.
-            NotImplementedError: a layer that runs without gradients, or again in a backward pass.
-        """
-        if self._runs_backward:
-            raise NotImplementedError(
-                f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
-                "where it would be counted twice. Checkpoint in train mode alone (if "
-                "self.training), with the curvature in eval mode; switch checkpointing off; or "
-                "freeze it (requires_grad_(False))."
-            )
-        if a.is_floating_point() == tracked.rule.takes_integers:
-            dtype = next(self._model.parameters()).dtype
-            needs = f"floating point, as the model's parameters ({dtype})"
-            way_out = "x.float() / 255 for images in uint8"
-            if tracked.rule.takes_integers:
-                needs, way_out = "integers", "tokens.long() for tokens' numbers"
-            raise TypeError(
-                f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-                f"Convert the data, for example {way_out}."
-            )
-        if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
-            raise NotImplementedError(
-                f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks "
-                "see one example or none. Call it on the whole batch, or freeze it "
-                "(requires_grad_(False))."
-            )
-        if not torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"Layer {tracked} runs without gradients (under torch.no_grad, or in a reentrant "
-                "checkpoint). Let gradients through (checkpoint with use_reentrant=False, in train "
-                "mode alone), or freeze it (requires_grad_(False))."
-            )
-
-    def _report_input(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-        """Report a layer's input; returns the layer's output, which will report its gradients."""
-        if isinstance(tracked.layer, FunctionalLayer):  # it has no hook before it runs
-            self._check(tracked, a)
-        if not self._sink.differentiable:
+        a = tracked.rule.input_of(args, kwargs)
+        if not self.sink.differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
         # layer may run more often than on the first batch.
         number = self._number.get(tracked, 0)
         self._number[tracked] = number + 1
-        runs = self._assignment.runs.get(tracked.layer, ("examples",))
+        runs = self.assignment.runs.get(tracked.layer, ("examples",))
         run = runs[min(number, len(runs) - 1)]
-        N = self._num_examples
-        if run == "followed" and self.follower is not None and N is not None:
+        N = self.num_examples
+        if run == "followed" and self.follower and self._copies and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
-            return self._start_expression(tracked, number, a.expand(N, *a.shape), output)
+            use = Use(a.expand(N, *a.shape))
+            self.hand_input(tracked, use)
+            self._reached[tracked, number] = False
+            if not (self.sink.needs_inputs or tracked.rule.needs_input):
+                use = Use(a.new_empty(0))
+            return self._copies.start(self.follower, tracked, number, use, output)
         if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
             a, output = run.for_each_example(a, N), run.for_each_example(output, N)
         # Step 2: whose example each row is, if row n is not example n.
-        rows = rows_of(tracked, a)
+        declared = current_rows()
+        rows = None if declared is None else rows_of(tracked, a, declared)
         if rows is not None and rows.of_positions and not rows.all_count:
             self.masked.add(tracked)
         # Not within a mask of positions: it would have to be grouped in the same way.
-        if run == "several" and current_rows() is None and N:
+        if run == "several" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
             self.has_row_groups = True
             if len(a) % N:
                 self.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.
-        seen = Use(a if rows is None else rows.flatten(a), rows)
+        use = Use(a if rows is None else rows.flatten(a), rows)
         if run != "constant":
-            self._hand_input(tracked, seen)
+            self.hand_input(tracked, use)
             # An empty output, as of a graph without edges, gets no gradient, and is no constant.
             if output.numel():
                 self._reached[tracked, number] = False
-        if self._sink.needs_inputs or tracked.rule.needs_input:
-            use = seen
-        else:
+        if not (self.sink.needs_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
-        # Step 4: a first layer's output becomes a source; later ones are reached through the graph.
-        if not self._is_reached(output):
-            output = self._as_source(output)
+        return self._with_hook(output, tracked, use, number, is_constant=run == "constant")
 
-        def on_reached() -> None:
-            if run == "constant":
-                raise _other_runs(tracked, f"without a constant output in run {number + 1}")
-            self._reached[tracked, number] = True
-
-        return self._with_hook(output, tracked, use, on_reached)
-
-    def _start_expression(
-        self, tracked: TrackedLayer, number: int, a: Tensor, output: Tensor
-    ) -> Tensor:
-        """The output of a run on what all examples share, followed to where it meets them."""
-        assert self.follower is not None
-        run = LayerRun(tracked, number)
-        use = Use(a)
-        self._hand_input(tracked, use)
-        self._reached[tracked, number] = False
-        if not (self._sink.needs_inputs or tracked.rule.needs_input):
-            use = Use(a.new_empty(0))
-        self._followed[run] = use, output.shape
-        return self.follower.begin(run, output)
+    def _function_ran(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+        """The output of a function that is a layer's run, such as ``F.linear(a, weight)``."""
+        self._before(tracked, tracked.layer, (a,), {})
+        return self._after(tracked, tracked.layer, (a,), {}, output)
 
     def _with_hook(
         self,
         output: Tensor,
         tracked: TrackedLayer,
         use: Use,
-        on_reached: Callable[[], None] = lambda: None,
+        number: int | None = None,
+        *,
+        is_constant: bool = False,
     ) -> Tensor:
-        """The output, whose gradients are handed to the sink."""
-        keeps_graph = self._in_training or self._sink.differentiable
-        if keeps_graph and output.grad_fn is not None:
+        """The output, whose gradients are handed to the sink.
+
+        ``number`` is that of the layer's run; own parameters, which do not run, have none.
+        """
+        # A first layer's output becomes a source; later ones are reached through the graph.
+        output = self._reached_output(output)
+        if (self._in_training or self.sink.differentiable) and output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.
@@ -592,7 +453,10 @@ class Capture:
                 return
             if self._in_training:  # whose gradients may have a graph
                 b = b.detach()
-            on_reached()
+            if is_constant:
+                raise _other_runs(tracked, f"without a constant output in run {(number or 0) + 1}")
+            if number is not None:
+                self._reached[tracked, number] = True
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
                 raise NotImplementedError(
                     f"The input of layer {tracked} was modified in place after the layer had "
@@ -603,10 +467,70 @@ class Capture:
             axes = 1 if use.rows is None else len(use.rows.axes)
             if axes > 1:
                 b = b.flatten(0, axes - 1)
-            self._hand_gradient(tracked, use, b)
+            with self.arithmetic():
+                self.sink.gradient(tracked, use, b)
 
         output.register_hook(on_gradient)
         return output
+
+
+def layer_hooks(
+    assignment: RuleAssignment,
+    before: Callable[..., object],
+    after: Callable[..., object] | None = None,
+) -> ExitStack:
+    """A context in which functions are called before and after each run of the tracked layers.
+
+    They get the tracked layer, and then what torch gives hooks with keyword arguments.
+    """
+    handles = ExitStack()
+    for tracked in assignment.layers:
+        layer, hook = tracked.layer, partial(before, tracked)
+        handles.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if after is not None:
+            hook = partial(after, tracked)
+            handles.callback(layer.register_forward_hook(hook, with_kwargs=True).remove)
+    return handles
+
+
+def check_run(
+    model: nn.Module, tracked: TrackedLayer, a: Tensor, *, in_backward: bool = False
+) -> None:
+    """Raise an error if the hooks cannot follow a layer that is about to run.
+
+    Raises:
+        TypeError: an input of integers for a layer that takes none, or the other way round.
+        NotImplementedError: a layer that runs without gradients, or again in a backward pass.
+    """
+    if in_backward:
+        raise NotImplementedError(
+            f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
+            "where it would be counted twice. Checkpoint in train mode alone (if "
+            "self.training), with the curvature in eval mode; switch checkpointing off; or "
+            "freeze it (requires_grad_(False))."
+        )
+    if a.is_floating_point() == tracked.rule.takes_integers:
+        dtype = next(model.parameters()).dtype
+        needs = f"floating point, as the model's parameters ({dtype})"
+        way_out = "x.float() / 255 for images in uint8"
+        if tracked.rule.takes_integers:
+            needs, way_out = "integers", "tokens.long() for tokens' numbers"
+        raise TypeError(
+            f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
+            f"Convert the data, for example {way_out}."
+        )
+    if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
+        raise NotImplementedError(
+            f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks "
+            "see one example or none. Call it on the whole batch, or freeze it "
+            "(requires_grad_(False))."
+        )
+    if not torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"Layer {tracked} runs without gradients (under torch.no_grad, or in a reentrant "
+            "checkpoint). Let gradients through (checkpoint with use_reentrant=False, in train "
+            "mode alone), or freeze it (requires_grad_(False))."
+        )
 
 
 def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
@@ -629,8 +553,8 @@ def unknown_examples(
     )
 
 
-def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
-    """The examples of a layer's rows, where `examples_of_rows` or `counted_positions` gives them.
+def rows_of(tracked: TrackedLayer, a: Tensor, rows: Rows) -> Rows | None:
+    """The examples of a layer's rows, by what `examples_of_rows` or `counted_positions` declares.
 
     A mask of positions (`counted_positions`) may enclose a whole model; it is ignored by layers
     whose input has other axes. An index of rows (`examples_of_rows`) must fit each layer inside.
@@ -638,9 +562,6 @@ def rows_of(tracked: TrackedLayer, a: Tensor) -> Rows | None:
     Raises:
         ValueError: an index that does not fit the layer's input.
     """
-    rows = None if isinstance(tracked.layer, OwnParameter) else current_rows()
-    if rows is None:
-        return None
     rows = rows.on(a.device)
     features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)
     fits = tuple(a.shape[: len(rows.axes)]) == rows.axes

@@ -10,13 +10,13 @@ A sink's sums begin with the first batch and not earlier: only the proof decides
 derived layers, and only the first batch decides kfac_approx="auto".
 
 A step of training makes its own forward pass (`optimizer.training_pass`), and calls what `Driver`
-does to a part one by one: `begin_part`, `capture`, `propagate`, `count`.
+does to a part one by one: `capture`, `propagate`, `count`.
 """
 
-import logging
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,20 +41,14 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.loss import IGNORED, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
-    FASTER,
-    LARGEST_ERROR,
     LONG_PASS,
-    TRIED_EXAMPLES,
     BackwardPrecision,
     backward_arithmetic,
     check_precision,
-    exact_arithmetic,
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
 from kfac_backend.sharding import is_sharded, ranks_of_model, reshard
-
-_logger = logging.getLogger(__name__)
 
 
 class Driver:
@@ -100,11 +94,6 @@ class Driver:
         self.kfac_approx: KfacApprox = options.kfac_approx
         """The layers' mode; if it is "auto", the first batch decides it for all passes."""
         self.start(Sink())
-
-    @property
-    def assignment(self) -> RuleAssignment:
-        """The tracked layers, as far as the proof has completed them."""
-        return self.proof.assignment
 
     def start(self, sink: Sink) -> None:
         """Begin a pass; batches seen so far, and any failure, are forgotten."""
@@ -195,7 +184,7 @@ class Driver:
             blocks, others, self.kfac_approx,
             num_outputs=self._num_outputs, num_data=self.num_data,
             num_loss_terms=int(self._num_loss_terms), loss=self._loss.item(),
-            padding=self.assignment.padding,
+            padding=self.proof.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": str(self.likelihood), "the options": repr(self.options)}
         sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
@@ -215,31 +204,22 @@ class Driver:
 
     # ---- One part of a batch, step by step.
 
-    def begin_part(self) -> None:
-        """Let the sink start, with the first part of a pass."""
-        if not self._has_started:
-            self.sink.start(self.assignment, self.kfac_approx)
-            self._has_started = True
-
     def capture(self, *, in_training: bool = False) -> Capture:
-        """A context that hands the sink what the layers see."""
+        """A context that hands the sink what the layers see of one part of a batch.
+
+        The sink starts with the first part of a pass.
+        """
+        if not self._has_started:
+            self.sink.start(self.proof.assignment, self.kfac_approx)
+            self._has_started = True
         if self._weights is None:
             in_format = self.proof.plan.channels_last and not in_training
             self._weights = in_channels_last(self.model) if in_format else {}
-        arithmetic = self._training_arithmetic if in_training else self._sink_arithmetic
         return Capture(
-            self.model, self.assignment, self.sink,
-            constants=self._weights, in_training=in_training, arithmetic=arithmetic,
+            self.model, self.proof.assignment, self.sink,
+            constants=self._weights, in_training=in_training,
+            arithmetic=partial(self._arithmetic, in_training),
         )  # fmt: skip
-
-    def forward_done(self, *, in_training: bool = False) -> None:
-        """Tell the sink that all inputs of a part have come.
-
-        Sums over several uses of a tensor are complete only after the whole forward pass. Gradients
-        need them: under reduce √R_n over all uses divides both sums.
-        """
-        with self._training_arithmetic() if in_training else self._sink_arithmetic():
-            self.sink.forward_done()
 
     def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:
         """Propagate the Fisher's vectors back from the outputs of a capture."""
@@ -268,7 +248,6 @@ class Driver:
 
     def _part(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
-        self.begin_part()
         mask = self.task.mask(x)
         capture = self.capture()
         with self.sink.part():
@@ -287,14 +266,13 @@ class Driver:
                 if not self.num_data:
                     warn_of_many_passes(self.fisher, self.likelihood, f)
                 capture.check_examples(len(f), hides=mask is not None)
-                self.forward_done()
                 self.propagate(capture, f, y)
                 capture.check_runs()
                 masked = capture.masked
             self._prove_masked(masked, x, y)
             with self._no_autocast():
                 self.sink.part_done(f, y)
-        if self.assignment.diagonal and self.sink.takes_example_gradients:
+        if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
             self._add_example_gradients(x, y)
         # Counted last: a part that failed must not count.
         self.count(f, y)
@@ -309,7 +287,7 @@ class Driver:
             f = call_with(self.model, {}, x)
         vectors = torch.stack(list(self.vectors(f, y)), 1)  # (N, V, ..., C)
         for _, by_name in gradients_of_examples(
-            self.model, self.assignment.diagonal, x, f, vectors.__getitem__, vectors.shape[1]
+            self.model, self.proof.assignment.diagonal, x, f, vectors.__getitem__, vectors.shape[1]
         ):
             for name, g in by_name.items():
                 self.sink.example_gradients(name, g)
@@ -317,16 +295,20 @@ class Driver:
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, enabled=False)
 
-    def _sink_arithmetic(self) -> AbstractContextManager[object]:
-        """Float32 sums in full precision, also within a model's autocast or a faster backward."""
-        exact = exact_arithmetic(self.precision)
-        if not torch.is_autocast_enabled(self.device.type):
-            return exact
-        return _together(self._no_autocast(), exact)
+    def _arithmetic(self, in_training: bool) -> AbstractContextManager[object]:
+        """The context of a sink's work: float32 in full precision, without autocast.
 
-    def _training_arithmetic(self) -> AbstractContextManager[object]:
-        """The same within a training's own forward and backward pass."""
-        return _together(torch.no_grad(), self._no_autocast(), full_float32())
+        In a training's own forward and backward pass also without gradients.
+        """
+        is_full = not in_training and self.precision in ("auto", "float32")
+        if is_full and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()  # the pass as a whole has full precision
+        stack = ExitStack()
+        if in_training:
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(self._no_autocast())
+        stack.enter_context(full_float32())
+        return stack
 
     # ---- What is decided before a batch is added.
 
@@ -339,36 +321,26 @@ class Driver:
             else:
                 self._prepare(x, y)
             y = self.task.targets(None if self.is_sharded else self.model, x, y)
-            size = self._part_size
-            if size is None or not self._may_split(x, y, size):
-                self._part(x, y)
-            else:
-                for part in parts(x, y, size):
+            # Parts of a batch must give what the batch gives, up to rounding. Only of one tensor of
+            # inputs can that be known: the rows of a mapping's layers depend on its mask or its
+            # lengths. Ranks that share a model run whole batches, one each.
+            plan = self.proof.plan
+            sizes = [s for s in (plan.part_size, self.sink.most_examples) if s is not None]
+            is_large = plan.splits and bool(sizes) and len(y) > min(sizes)
+            is_large = is_large and not self.is_sharded
+            is_tensor = isinstance(x, Tensor) and splits_by_example(x, y)
+            if is_large and is_tensor and self.proof.same_in_parts(x):
+                for part in parts(x, y, min(sizes)):
                     with self.proof.part(len(part[1])):
                         self._part(*part)
+            else:
+                self._part(x, y)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             # No error leaves here: its traceback would keep the memory that the next try needs.
             return False
         return True
-
-    @property
-    def _part_size(self) -> int | None:
-        """How many examples of a batch at once; None: batches stay whole."""
-        plan = self.proof.plan
-        sizes = [size for size in (plan.part_size, self.sink.most_examples) if size is not None]
-        splits = plan.splits and not self.is_sharded  # as many parts as on other ranks: one
-        return min(sizes) if sizes and splits else plan.part_size
-
-    def _may_split(self, x: Any, y: Any, size: int) -> bool:
-        """Whether parts of a batch give what the batch gives, up to rounding.
-
-        Only of one tensor of inputs can that be known. The rows of a mapping's layers depend on its
-        mask or its lengths.
-        """
-        is_tensor = isinstance(x, Tensor) and splits_by_example(x, y) and len(y) > size
-        return is_tensor and self.proof.same_in_parts(x)
 
     def _fitting_size(self, x: Any, y: Any) -> int | None:
         """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
@@ -404,9 +376,9 @@ class Driver:
         for batch in self.examples_of_ranks((x, y, mask) if misses else None):
             self._common = self._common or batch
             self._prepare(*batch)
-        if self.assignment.diagonal:
+        if self.proof.assignment.diagonal:
             raise NotImplementedError(
-                f"Parameter '{self.assignment.diagonal[0]}' has no K-FAC rule, and the exact "
+                f"Parameter '{self.proof.assignment.diagonal[0]}' has no K-FAC rule, and the exact "
                 "diagonal of its block (unsupported='diagonal') needs whole models; this one is "
                 "under fully_shard. Freeze it (requires_grad_(False)), or use "
                 "DistributedDataParallel."
@@ -433,7 +405,7 @@ class Driver:
         self._prepare_together()
         assert self._common is not None
         x, y = self._common
-        with full_float32(), Capture(self.model, self.assignment) as capture:
+        with full_float32(), Capture(self.model, self.proof.assignment) as capture:
             f = capture.forward(x)
             nothing = self.ranks.in_step((), self.device)
             capture.backward(f, (torch.zeros_like(f) for _ in nothing))
@@ -476,88 +448,45 @@ class Driver:
         return None if counted is None else ~counted
 
     def _decide_mode(self, x: Any = None, y: Any = None) -> None:
-        """Decide kfac_approx="auto" by the first batch of each rank; collective.
-
-        Called without data at the end of a pass that had none.
-        """
+        """Decide kfac_approx="auto", by the first batch or without any; collective."""
         # Loaded only where the mode is not given.
-        from kfac_backend.engine.automatic_mode import (
-            EXAMPLES,
-            automatic_mode,
-            block_traces,
-            nearest_modes,
-        )
+        from kfac_backend.engine.automatic_mode import mode_of_first_batches
 
-        decision = None
-        if y is not None:
-            mode, traces = automatic_mode(self.proof.output_dim), {}
-            if mode == "reduce":
-                # All of them where the model needs a whole batch, of which the first decide, too.
-                splits = self.proof.plan.splits
-                some = (examples(x, slice(EXAMPLES)), y[:EXAMPLES]) if splits else (x, y)
-                # Dropout that is on must not use up the user's random numbers.
-                with forked_random_numbers(self.model), self._no_autocast():
-                    traces = block_traces(self.model, self.assignment, self.likelihood, *some)
-            decision = mode, traces
-        decisions = [of_rank for of_rank in self.ranks.gather(decision) if of_rank]
-        if decisions:
-            mode = decisions[0][0]
-            by_trace = nearest_modes([traces for _, traces in decisions])
-            self.kfac_approx = by_trace if mode == "reduce" else mode
+        # Dropout that is on must not use up the user's random numbers.
+        with forked_random_numbers(self.model), self._no_autocast():
+            self.kfac_approx = mode_of_first_batches(
+                self.model, self.proof, self.likelihood, self.ranks, x, y
+            )
 
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:
-        """The device's faster precision if B of some examples is the same up to `LARGEST_ERROR`."""
-        faster = FASTER.get(self.device.type)
+        """The precision of the rest of a long pass, for backward_precision="auto"."""
+        # Loaded only where a pass is long.
+        from kfac_backend.engine.automatic_precision import EXAMPLES, fitting_precision
+
         # Passes that keep inputs or graphs sum up no factors, by which a precision is judged.
-        if faster is None or self.sink.needs_inputs or self.sink.differentiable:
+        if self.sink.needs_inputs or self.sink.differentiable:
             return "float32"
         # A trial holds the factors twice more. Whether they fit is asked of the device's memory as
         # a whole: what happens to be free must not decide.
         memory = total_memory(self.device)
         if memory is not None and 3 * self.sink.num_bytes() > memory:
             return "float32"
-        x, y = detached(x, self.device), detached(y, self.device)
-        y = self.task.targets(self.model, x, y)
-        if self.proof.plan.splits:
-            x, y = examples(x, slice(TRIED_EXAMPLES)), y[:TRIED_EXAMPLES]
 
-        # Twice the same examples, with the same labels if these are drawn. Only B is kept.
+        # The same examples each time, with the same labels if these are drawn. Only B is kept.
         def B_in(precision: BackwardPrecision) -> dict[str, list[Tensor]]:
+            inputs, labels = detached(x, self.device), detached(y, self.device)
+            labels = self.task.targets(self.model, inputs, labels)
+            if self.proof.plan.splits:
+                inputs, labels = examples(inputs, slice(EXAMPLES)), labels[:EXAMPLES]
             trial = copy(self)
             trial._generator = torch.Generator(self.device).manual_seed(0)
             trial.start(copy(self.sink))
             trial.precision = precision
             with full_float32(), forked_random_numbers(self.model):
-                trial._part(x, y)
+                trial._part(inputs, labels)
             return {name: [use.B for use in uses] for name, uses in trial.sink.sums()[0].items()}
 
-        try:
-            exact, rounded = B_in("float32"), B_in(faster)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise torch.OutOfMemoryError(
-                f"Out of memory on {self.device} where backward_precision='auto' tries "
-                f"{faster!r}, which takes the factors' memory twice more. Choose one of "
-                f"backward_precision='float32' and {faster!r}."
-            ) from error
-        errors = {
-            name: max(
-                float((low - B).norm() / B.norm())
-                for low, B in zip(rounded[name], of_name, strict=True)
-            )
-            for name, of_name in exact.items()
-            if all(B.any() for B in of_name)
-        }
-        if not errors:  # nothing to judge by
-            return "float32"
-        worst = max(errors, key=lambda name: errors[name])
-        fits = errors[worst] <= LARGEST_ERROR
-        _logger.info(
-            "backward_precision='auto' takes %s: in %s, B of '%s' differs by %.2g (up to %g is "
-            "taken)", faster if fits else "float32", faster, worst, errors[worst], LARGEST_ERROR,
-        )  # fmt: skip
-        return faster if fits else "float32"
+        return fitting_precision(self.device, B_in)
 
     def _common_generator(self) -> torch.Generator:
         if self._generator is not None:
@@ -565,11 +494,3 @@ class Driver:
         if self.device.type == "cuda":
             return torch.cuda.default_generators[self.device.index or 0]
         return torch.default_generator
-
-
-def _together(*contexts: AbstractContextManager[object]) -> ExitStack:
-    """Contexts that have been entered, and are left together."""
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack

@@ -81,7 +81,7 @@ class FactorSums(Sink):
 
     def num_bytes(self) -> int:
         """The memory that the factors take."""
-        return bytes_of_factors(self.rules)
+        return sum(entries * itemsize for entries, _, itemsize in _sizes(self.rules).values())
 
     def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """The sums of each layer by its parameters' names, and of diagonals."""
@@ -133,7 +133,8 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
     # in both modes.
     auto = options.kfac_approx == "auto"
     rules = make_rules(assignment, "expand" if auto else options.kfac_approx, options)
-    memory, sizes, total = total_memory(device), _sizes(rules), bytes_of_factors(rules)
+    memory, sizes = total_memory(device), _sizes(rules)
+    total = sum(entries * itemsize for entries, _, itemsize in sizes.values())
     if memory is None or not sizes:
         return
     largest = max(sizes, key=lambda name: sizes[name][0])
@@ -149,11 +150,6 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
         f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), or freeze "
         "the layer (requires_grad_(False))."
     )
-
-
-def bytes_of_factors(rules: Mapping[TrackedLayer, Rule]) -> int:
-    """The memory that the factors of all rules take."""
-    return sum(entries * itemsize for entries, _, itemsize in _sizes(rules).values())
 
 
 def _sizes(rules: Mapping[TrackedLayer, Rule]) -> dict[str, tuple[int, int, int]]:
@@ -175,7 +171,13 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
 
     A is a mean over its terms.
     """
-    blocks = {name: _block(name, of_name) for name, of_name in sums.blocks.items()}
+    blocks = {}
+    for name, uses in sums.blocks.items():
+        if len(uses) > 1 and uses[0].slot[1] > 1:
+            blocks[name] = _packed(name, uses)
+            continue
+        of_uses = [_one_block(name, use) for use in uses]
+        blocks[name] = of_uses[0] if len(of_uses) == 1 else nearest_kronecker(of_uses)
     blocks |= {name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()}
     # The names are those of the blocks, not of this rank's assignment: a rank without data has
     # made no proof, and the other ranks may have given parameters up.
@@ -235,14 +237,6 @@ def _kind(rule: Rule, local: str) -> tuple:
     if isinstance(rule, ExactRule):
         return ("exact",)
     return (type(rule), local)
-
-
-def _block(name: str, of_uses: list[BlockSums]) -> KroneckerBlock:
-    """The block of a parameter, from all its slots or from both ways in which it is used."""
-    if len(of_uses) > 1 and of_uses[0].slot[1] > 1:
-        return _packed(name, of_uses)
-    blocks = [_one_block(name, sums) for sums in of_uses]
-    return blocks[0] if len(blocks) == 1 else nearest_kronecker(blocks)
 
 
 def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:

@@ -23,10 +23,9 @@ which runs of a layer work on an input that all examples share or on several row
 
 import warnings
 from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from kfac_backend.engine.calls import (
     num_examples,
     preserve_state,
 )
-from kfac_backend.engine.capture import Capture, Sink, rows_of
+from kfac_backend.engine.capture import Capture, Sink, check_run, layer_hooks, rows_of
 from kfac_backend.engine.checks import check_inputs, is_out_of_memory
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import counting
@@ -52,7 +51,6 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows
 from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.precision import temporary_setting
 from kfac_backend.sharding import detached_parameters, reshard
 
 MOST_EXAMPLES = 8
@@ -194,10 +192,10 @@ class Proof:
             NotImplementedError: its examples have other rows than those of the first batch. Then
                 the rows depend on the examples' values, and the whole batch's are not known.
         """
-        known = self._in_parts and self._in_parts[1]
+        of_first_batch = self._in_parts and self._in_parts[1]
         with rows_of_runs(self.assignment, N) as rows:
             yield
-        if rows != known:
+        if rows != of_first_batch:
             raise NotImplementedError(
                 "A layer has another number of rows per example in a part of this batch than in "
                 "the first batch: it depends on the values of the examples that are together, so "
@@ -375,15 +373,8 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
         else:
             all_rows.append((tracked.name, len(a) / N, a.shape[1:]))
 
-    handles = [
-        tracked.layer.register_forward_pre_hook(partial(record, tracked), with_kwargs=True)
-        for tracked in assignment.layers
-    ]
-    try:
+    with layer_hooks(assignment, before=record):
         yield all_rows
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Mixed(NotImplementedError):
@@ -412,78 +403,13 @@ def _without_folds(assignment: RuleAssignment, mixed: _Mixed) -> RuleAssignment:
     return replace(assignment, runs=runs)
 
 
-class _Uses(Capture):
-    """The hooks of `verify_uses`: each detaches its layer's output.
-
-    So a graph that reaches the next layer's input, or the model's output, leads to a parameter that
-    was used in between.
-    """
-
-    def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
-        super().__init__(model, assignment)
-        names = {name for t in assignment.layers for name in t.parameters.values()}
-        self._parameters = {
-            name: p.requires_grad_()
-            for name, p in detached_parameters(model).items()
-            if name in names
-        }
-        self.rules: dict[TrackedLayer, list[type[Rule]]] = {}
-        """The rules that match all runs of a layer so far; empty if none does."""
-        self.outside: dict[str, str] = {}
-        """The parameters that are used outside of their layer's forward -> the message."""
-        self.dtypes = DtypesInUse()
-        """Sees the dtypes in the forward pass: a derived layer may compute in a coarser one."""
-
-    def begin(self, x: Any) -> dict[str, Tensor]:
-        """The parameters, which must require a gradient."""
-        return self._parameters
-
-    def end(self) -> None:
-        """Expect nothing: the runs of layers are found later."""
-
-    def found_outside(self, value: Tensor, where: str) -> None:
-        """Remember the parameters that a value depends on although it should on none."""
-        leaves = list(self._parameters.values())
-        grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
-        for name, g in zip(self._parameters, grads, strict=True):
-            if g is not None:
-                self.outside[name] = (
-                    f"'{name}' reached {where} outside of the forward of its own layer (used "
-                    "functionally, by a layer without a rule, or in a compiled model), where hooks "
-                    "cannot see it. Call the layer itself, pass the model before torch.compile, or "
-                    "freeze the parameter (requires_grad_(False))."
-                )
-
-    def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        try:
-            self._check(tracked, tracked.rule.input_of(args, kwargs))
-        except TypeError:
-            if type(layer) is tracked.layer_type:
-                raise
-            self.rules[tracked] = []  # a derived class that takes other arguments
-
-    def _after(
-        self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
-    ) -> Tensor:
-        a = tracked.rule.input_of(args, kwargs)
-        # The outputs of all tracked layers before were detached: a graph at this input can only
-        # lead to parameters that something else has used since.
-        if a.requires_grad:
-            self.found_outside(a, f"the input of layer {tracked}")
-        parameters = {local: self._parameters[name] for local, name in tracked.parameters.items()}
-        candidates = self.rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
-        if candidates:  # one rule must match all runs of the layer
-            tolerance = self.dtypes.tolerance
-            self.rules[tracked] = _matching_rules(
-                tracked, candidates, parameters, a, output, tolerance
-            )
-        return output.detach()
-
-
 def verify_uses(
     model: nn.Module, assignment: RuleAssignment, x: Any
 ) -> tuple[Tensor, RuleAssignment, dict[str, str]]:
     """Prove with a forward pass which parameters act through their own layer alone.
+
+    Hooks detach each tracked layer's output. So a graph that reaches the next layer's input, or the
+    model's output, leads to a parameter that was used in between.
 
     Returns:
         The model's output, the assignment with the rules that derived layers match, and the
@@ -491,13 +417,74 @@ def verify_uses(
         that fails. A parameter is among them if it is used outside of its layer's forward, if its
         layer computes something other than its rule assumes, or if it has no rule.
     """
-    with _Uses(model, assignment) as uses, uses.dtypes:
-        f = uses.forward(x)
-    # All tracked outputs were detached: a graph at the end is that of a parameter used elsewhere.
+    # Step 1: layers whose output only the code of the rule's class can have made. That code is what
+    # we know, so that their rules are right. Of all others (an overridden forward, a user's rule)
+    # the rules are tried.
+    hooks = nn.modules.module
+    has_hooks = bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+    plain = {
+        t
+        for t in assignment.layers
+        if t.built_in
+        and type(t.layer) is t.layer_type
+        and "forward" not in vars(t.layer)
+        and not (has_hooks or t.layer._forward_hooks or t.layer._forward_pre_hooks)
+    }
+    # Step 2: a forward pass, in which each layer's output is detached.
+    names = {name for t in assignment.layers for name in t.parameters.values()}
+    values = detached_parameters(model)
+    leaves = {name: p.requires_grad_() for name, p in values.items() if name in names}
+    # The rules that match all runs of a layer so far; empty if none does.
+    rules: dict[TrackedLayer, list[type[Rule]]] = {}
+    # The parameters that are used outside of their layer's forward -> the message.
+    outside: dict[str, str] = {}
+
+    def note_uses_outside(value: Tensor, where: str) -> None:
+        """Note the parameters that a value depends on although it should on none."""
+        grads = torch.autograd.grad(
+            value.sum(), list(leaves.values()), retain_graph=True, allow_unused=True
+        )
+        for name, g in zip(leaves, grads, strict=True):
+            if g is not None:
+                outside[name] = (
+                    f"'{name}' reached {where} outside of the forward of its own layer (used "
+                    "functionally, by a layer without a rule, or in a compiled model), where hooks "
+                    "cannot see it. Call the layer itself, pass the model before torch.compile, or "
+                    "freeze the parameter (requires_grad_(False))."
+                )
+
+    def before(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        try:
+            check_run(model, tracked, tracked.rule.input_of(args, kwargs))
+        except TypeError:
+            if type(layer) is tracked.layer_type:
+                raise
+            rules[tracked] = []  # a derived class that takes other arguments
+
+    def after(
+        tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> Tensor:
+        a = tracked.rule.input_of(args, kwargs)
+        if a.requires_grad:
+            note_uses_outside(a, f"the input of layer {tracked}")
+        if tracked in plain:
+            rules[tracked] = [tracked.rule]
+            return output.detach()
+        candidates = rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
+        if candidates:  # one rule must match all runs of the layer
+            parameters = {local: leaves[name] for local, name in tracked.parameters.items()}
+            rules[tracked] = _matching_rules(
+                tracked, candidates, parameters, a, output, dtypes.tolerance
+            )
+        return output.detach()
+
+    dtypes = DtypesInUse()  # a derived layer may compute in a coarser one
+    with layer_hooks(assignment, before, after), torch.enable_grad(), explicit_forwards(assignment):
+        with nullcontext() if len(plain) == len(assignment.layers) else dtypes:
+            f = call_with(model, leaves, x)
     if f.requires_grad:
-        uses.found_outside(f, "the model's output")
+        note_uses_outside(f, "the model's output")
         f = f.detach()
-    rules, outside = uses.rules, uses.outside
     candidates, layers, unused = dict(assignment.unknown), [], []
     for t in assignment.layers:
         if t not in rules:
@@ -539,18 +526,15 @@ def _matching_rules(
 ) -> list[type[Rule]]:
     """Those of the rules whose gradients in the layer's own parameters equal autograd's.
 
-    Where only the code of the rule's class can have made the output, the rule is right: that code
-    is what we know. For an overridden forward, or a user's rule, the rule itself is tried: it
-    computes the parameters' gradients from the layer's input and a random gradient of its output,
-    and autograd computes them from the graph.
+    A rule computes them from the layer's input and a random gradient of its output, and autograd
+    from the graph.
     """
     layer = tracked.layer
     if not isinstance(output, Tensor):
         return []
-    if _runs_its_class(tracked):
-        return [tracked.rule]
     a, u = a.detach(), noise_like(output)
-    rows = rows_of(tracked, a)
+    declared = current_rows()
+    rows = None if declared is None else rows_of(tracked, a, declared)
     if rows is not None:
         a, u = rows.flatten(a), rows.flatten(u)
     if not (a.dim() and u.dim() and len(a) == len(u)):
@@ -559,42 +543,26 @@ def _matching_rules(
     # elsewhere, autograd's gradient is that of these two rows, too.
     some = slice(2 if tracked.built_in else len(a))
     u[some.stop :] = 0.0
-    should = torch.autograd.grad(
+    expected = torch.autograd.grad(
         output, list(parameters.values()), u.view_as(output), retain_graph=True, allow_unused=True
     )
-    if None in should:
+    if None in expected:
         return []
 
     def obeys(kind: type[Rule]) -> bool:
         try:
             rule = kind(layer, "expand", tracked.parameters)
-            does = summed_gradients(rule, Use(a[some], rows), u[some])
+            gradients = summed_gradients(rule, Use(a[some], rows), u[some])
         except (RuntimeError, ValueError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
             return False  # the rule is not for such inputs
         return all(
-            close(gradient.flatten(), does[local].to(gradient), tolerance)
-            for local, gradient in zip(parameters, should, strict=True)
+            close(gradient.flatten(), gradients[local].to(gradient), tolerance)
+            for local, gradient in zip(parameters, expected, strict=True)
         )
 
     return [kind for kind in rules if obeys(kind)]
-
-
-def _runs_its_class(tracked: TrackedLayer) -> bool:
-    """Whether nothing but the code of the rule's class can have made a layer's output."""
-    layer, of_all = tracked.layer, nn.modules.module
-    hooks = (
-        # One hook of each kind is the proof's own.
-        len(layer._forward_hooks) > 1 or len(layer._forward_pre_hooks) > 1,
-        of_all._global_forward_hooks or of_all._global_forward_pre_hooks,
-    )
-    return (
-        tracked.built_in
-        and type(layer) is tracked.layer_type
-        and "forward" not in vars(layer)
-        and not any(hooks)
-    )
 
 
 class _ReachedRows(Sink):
@@ -868,10 +836,15 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
     return attempt(trial) is True  # a forward may fail in any way on a tensor of another shape
 
 
-def _without_cudnn() -> AbstractContextManager[None]:
-    """CuDNN off: its recurrent layers have no derivative in eval mode."""
-    cudnn = torch.backends.cudnn
-    return temporary_setting(lambda: cudnn.enabled, lambda on: setattr(cudnn, "enabled", on), False)
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """A context with cuDNN off: its recurrent layers have no derivative in eval mode."""
+    cudnn: Any = torch.backends.cudnn
+    before, cudnn.enabled = cudnn.enabled, False
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
@@ -881,6 +854,8 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
         Refusal: parts that compute something else, by the layer's name.
     """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
+    if not divided:
+        return
     names = {id(p): name for name, p in model.named_parameters()}
     of_rules = {name for t in assignment.all for name in t.parameters.values()}  # by rules
     messages = {
@@ -983,11 +958,11 @@ def verify_gradients(
             raise equal
         if isinstance(equal, Exception):
             raise Refusal(messages) from equal
-        should = [None] * len(leaves)
+        by_autograd: Sequence[Tensor | None] = [None] * len(leaves)
         if f.requires_grad:
-            should = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
+            by_autograd = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
     wrong = {}
-    for (name, leaf), gradient in zip(leaves.items(), should, strict=True):
+    for (name, leaf), gradient in zip(leaves.items(), by_autograd, strict=True):
         expected = torch.zeros_like(leaf) if gradient is None else gradient
         if not equal or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
             wrong[name] = messages[name]

@@ -53,10 +53,10 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
         return (args[0] if len(args) == 1 and not kwargs else arguments), y
     if isinstance(batch, Mapping):
         names, x = options.dict_key_x, batch
-        asked: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
+        keys_of: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
         if names is not None:
-            asked["dict_key_x"] = (names,) if isinstance(names, str) else names
-        for option, keys in asked.items():
+            keys_of["dict_key_x"] = (names,) if isinstance(names, str) else names
+        for option, keys in keys_of.items():
             for key in keys:
                 if key not in batch:
                     raise KeyError(

@@ -318,7 +318,7 @@ def _missed(window: Window, lag: int) -> list[tuple[int | None, Entries]]:
     partnered = range(max(0, -shift), max(0, size - max(0, shift)))
     found: list[tuple[int | None, Entries]] = [(None, partnered)]
     for offset in _paired(window, lag):
-        seen = window.seen(offset)
+        seen = window.entries_at(offset)
         missed = tuple(v for v in partnered if v + window.content.start not in seen)
         found += [(offset, missed)] if missed else []
     return found

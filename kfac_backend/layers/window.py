@@ -52,7 +52,7 @@ class Window:
             return range(self.before, self.before + self.size)
         return range(self.padded)
 
-    def seen(self, offset: int) -> range:
+    def entries_at(self, offset: int) -> range:
         """The padded entries that one offset of the kernel meets, in the order of the positions."""
         start = offset * self.dilation
         return range(start, start + self.stride * self.positions, self.stride)
@@ -159,6 +159,6 @@ def _counts(window: Window, dtype: torch.dtype, device: torch.device) -> Tensor:
         source = F.pad(source[None], widths, mode=window.padding_mode)[0]
     counts = torch.zeros(window.kernel, window.size)
     for offset in range(window.kernel):
-        met = source[torch.tensor(window.seen(offset))].long()
+        met = source[torch.tensor(window.entries_at(offset))].long()
         counts[offset] = torch.bincount(met[met >= 0], minlength=window.size)
     return counts.to(device, dtype)

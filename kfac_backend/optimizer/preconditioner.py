@@ -429,8 +429,8 @@ class KfacPreconditioner:
             _check_has_all(damping, list(blocks))
         dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
         with torch.no_grad():
-            found = damped_inverses(own, dampings, on, once)
-        by_name = {block.name: inverse for block, inverse in zip(own, found, strict=True)}
+            of_own = damped_inverses(own, dampings, on, once)
+        by_name = {block.name: inverse for block, inverse in zip(own, of_own, strict=True)}
         inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
         self.ranks.exchange_(
             (t, owners[n]) for n, inverse in inverses.items() for t in inverse.values()

@@ -109,7 +109,7 @@ class TrainingPass:
             assignment=self._assign(),
         )
         self._driver.task.may_ignore = True  # which ones do not count, gradients will show
-        check_memory(self._driver.assignment, options, self._driver.device)
+        check_memory(self._driver.proof.assignment, options, self._driver.device)
         self.reset()
         self.covered = self._assigned
         """The parameters that were trained when factors were last made."""
@@ -155,7 +155,7 @@ class TrainingPass:
     @property
     def names(self) -> list[str]:
         """The parameters that get a block, in the model's order."""
-        return self._driver.assignment.names
+        return self._driver.proof.assignment.names
 
     @property
     def ranks(self) -> Ranks:
@@ -259,15 +259,14 @@ class TrainingPass:
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
-        driver.begin_part()
         forward = _Forward(driver.capture(in_training=True), mask, x)
-        stack.enter_context(explicit_forwards(driver.assignment))
+        stack.enter_context(explicit_forwards(driver.proof.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if driver.fisher.is_loss_gradient:
             forward.capture.listens = True
-        for tracked in driver.assignment.own_parameters:
+        for tracked in driver.proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
@@ -300,7 +299,6 @@ class TrainingPass:
         if is_new:
             self._prove(forward.x, forward.mask)
         forward.x = None
-        self._driver.forward_done(in_training=True)
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
         forward.f = f
@@ -413,7 +411,7 @@ class TrainingPass:
 
         Of a sharded model also own parameters, whose copies FSDP would undo when it gathers.
         """
-        assignment = self._driver.assignment
+        assignment = self._driver.proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         if self._driver.is_sharded:
             own = assignment.own_parameters

@@ -123,17 +123,6 @@ def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
     return sum(of_one in seen for of_one in _sums_of(splits.test))
 
 
-def seen_in_words(evaluation: dict[str, Any]) -> str:
-    """What "num_seen" of an evaluation says, in a sentence; empty if it says nothing."""
-    if not evaluation.get("num_seen"):
-        return ""
-    return (
-        f"{evaluation['num_seen']:,} of the {evaluation['num_test']:,} test examples have inputs "
-        "that the network was trained on or calibrated with: metrics on them are not those of new "
-        "data."
-    )
-
-
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
     """Whether there is a validation set on which the network was certainly not trained.
 

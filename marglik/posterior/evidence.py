@@ -149,9 +149,20 @@ def log_marginal_likelihood(
     if not terms.likelihood.has_sigma and sigma != 1:
         raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
 
-    delta, ratio = _precision_and_ratio(terms, prior_precision, sigma, T)
+    return evidence_of(terms, _precision(terms, prior_precision), sigma, T)
+
+
+def evidence_of(terms: EvidenceTerms, delta: Tensor, sigma: Tensor, T: Tensor | float) -> Tensor:
+    """`log_marginal_likelihood` of arguments that are checked, for many steps over them.
+
+    Args:
+        terms: the fitted network.
+        delta: δ per block (B,), float64, on the terms' device.
+        sigma: σ, a float64 scalar there.
+        T: the temperature.
+    """
     # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
-    log_det_ratio = terms.spectra.log_det_ratio(ratio).sum()
+    log_det_ratio = terms.spectra.log_det_ratio(1 / (sigma.square() * T) / delta).sum()
     scatter = (delta * terms.squared_norms).sum()
     likelihood = log_likelihood(terms.loss, terms.num_targets, terms.likelihood, sigma, T)
     evidence = likelihood - 0.5 * (log_det_ratio + scatter)
@@ -170,8 +181,8 @@ def effective_parameters(
 
     Source: MacKay 1992, "Bayesian interpolation".
     """
-    _, ratio = _precision_and_ratio(terms, prior_precision, sigma_noise, temperature)
-    return terms.spectra.effective(ratio)
+    sigma, T = _float64(sigma_noise, terms), _float64(temperature, terms)
+    return terms.spectra.effective(1 / (sigma.square() * T) / _precision(terms, prior_precision))
 
 
 def derivatives_in_factors(
@@ -220,17 +231,10 @@ def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64).to(terms.squared_norms.device).squeeze()
 
 
-def _precision_and_ratio(
-    terms: EvidenceTerms,
-    prior_precision: Tensor | float,
-    sigma_noise: Tensor | float,
-    temperature: Tensor | float,
-) -> tuple[Tensor, Tensor]:
-    """δ per block, checked, and 1/(σ²Tδ): what makes an eigenvalue at σ = 1 λ/δ; both (B,)."""
+def _precision(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
+    """δ per block, checked, (B,)."""
     blocks = len(terms.squared_norms)
-    delta = checked_precision(prior_precision, blocks).to(terms.squared_norms).expand(blocks)
-    curvature_factor = 1 / (_float64(sigma_noise, terms).square() * _float64(temperature, terms))
-    return delta, curvature_factor / delta
+    return checked_precision(prior_precision, blocks).to(terms.squared_norms).expand(blocks)
 
 
 def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.checks import check_module
 from kfac_backend.options import check_keys, check_option, check_positive
+from marglik.posterior.evidence import evidence_of
 from marglik.posterior.posterior import Posterior
 
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
@@ -224,27 +225,38 @@ class Hyperparameters:
         Raises:
             FloatingPointError: the evidence is not finite.
         """
-        evidences = []
+        evidences, T = [], posterior.temperature
+        terms = posterior.evidence_terms  # checks once that it is of the network as it is
+        device, fixed = terms.squared_norms.device, posterior.sigma_noise.double()
+
+        def evidence() -> Tensor:
+            delta = posterior.of_blocks(self.groups.of_tensors(self._log_delta.exp())).to(device)
+            sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
+            return evidence_of(terms, delta, sigma, T)
+
         for _ in range(steps):
             self._adam.zero_grad()
-            evidence = self._evidence(posterior)
+            value = evidence()
             if self.method == "adam":
-                (-evidence).backward()
+                (-value).backward()
                 self._adam.step()
             else:
                 self._fixed_point_step(posterior)
-            evidences.append(evidence.item())
+            evidences.append(value.item())
         with torch.no_grad():
-            evidences.append(self._evidence(posterior).item())
+            evidences.append(evidence().item())
+        self.give_to(posterior)
         return evidences
 
-    def _evidence(self, posterior: Posterior) -> Tensor:
-        delta = self.groups.of_tensors(self._log_delta.exp())
-        sigma = self._log_sigma.exp() if self.learn_sigma_noise else None
-        return posterior.log_marginal_likelihood(delta, sigma)
+    def give_to(self, posterior: Posterior) -> None:
+        """Make these the hyperparameters of a posterior."""
+        posterior.prior_precision = self.groups.of_tensors(self.prior_precision)
+        if self.learn_sigma_noise:
+            posterior.sigma_noise = self.sigma_noise
 
     @torch.no_grad()
     def _fixed_point_step(self, posterior: Posterior) -> None:
+        self.give_to(posterior)
         terms, gamma = posterior.evidence_terms, posterior.effective_parameters()
         norms = self.groups.sum_over_tensors(posterior.sum_over_blocks(terms.squared_norms))
         tiny = torch.finfo(norms.dtype).tiny  # of zero parameters: no 0/0

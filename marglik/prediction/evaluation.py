@@ -1,11 +1,11 @@
-"""The results of an evaluation as plain data: the content of ``evaluation.json``."""
+"""Evaluates predictives on test and out-of-distribution data: makes ``evaluation.json``."""
 
 import base64
 import io
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -41,12 +41,22 @@ from marglik.prediction.predictive import (
     predict_all,
     remembered_calibration,
 )
+from marglik.records import (
+    Against,
+    Environment,
+    Evaluation,
+    Metrics,
+    OutOfDistribution,
+    PredictiveRecord,
+    Uncertain,
+    UncertainImage,
+)
 from marglik.storage.provenance import environment
 
 _logger = logging.getLogger(__name__)
 
-Scores = dict[str, dict[str, Tensor]]
-"""Predictive -> name of a metric -> its value for each test example, (N,)."""
+ExampleScores = dict[str, Metrics[Tensor]]
+"""Predictive -> its metrics for each test example, (N,)."""
 SHOWN_NOISE = 0.01
 """Share ε of labels drawn at random from which the NLLs of both kinds of labels are shown."""
 MOST_UNCERTAIN = 12
@@ -64,7 +74,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
-) -> tuple[dict[str, Any], Scores]:
+) -> tuple[Evaluation, ExampleScores]:
     """Evaluate predictives on test and out-of-distribution data.
 
     Args:
@@ -81,13 +91,9 @@ def evaluate(
             for seconds.
 
     Returns:
-        The record, and `Scores`, by which `compared` compares two networks on the same examples.
-        The record has for each predictive the metrics, under keys such as ``test/cls/NLL``,
-        ``test/cal/ECE`` and ``ood/AUROC``; intervals of the test metrics, and their differences
-        from those of the first predictive (see `marglik.prediction.intervals`); reliability,
-        risk-coverage and ROC curves; errors by class; its calibration; and the seconds for the test
-        set. For sequences, all of these are about positions (tokens) that count, and the record has
-        their number; intervals are given only if all sequences have the same number of them.
+        The record, and the scores of each example, by which `differences` compares two networks.
+        For sequences, all metrics and curves are about positions (tokens) that count, and intervals
+        are given only if all sequences have the same number of them.
     """
     likelihood = likelihood_of(likelihood)
     *_, y = tensors_in(splits.test)
@@ -98,8 +104,8 @@ def evaluate(
         batches = Batches(pixels, no_labels, batch_size, ranks=ranks, **options)
         return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
 
-    scores: Scores = {}
-    entries: dict[str, dict[str, Any]] = {}
+    scores: ExampleScores = {}
+    records: dict[str, PredictiveRecord] = {}
     uncertain = num_positions = None
     for label, predict in predictives.items():
         _logger.info("evaluating %s on %s", label, splits.name)
@@ -114,46 +120,46 @@ def evaluate(
         num_positions = (
             len(targets) if likelihood.has_labels and y.dim() > 1 else None
         )  # those that count
-        entry = _entry_of_test(prediction, targets, likelihood)
-        entry["metrics"] |= _of_test(_of_other_labels(predict, prediction, targets, labels))
+        metrics = compute_metrics(prediction, targets, likelihood)
+        record = PredictiveRecord(
+            metrics | _of_other_labels(predict, prediction, targets, labels),
+            seconds=seconds,
+            reliability=reliability_curve(prediction, targets, likelihood),
+            seconds_of_training=predict.seconds if isinstance(predict, Ensemble) else None,
+        )
+        if likelihood.kind == "classes":
+            observed, *_ = likelihood.observed(targets, prediction.mean)
+            record = replace(
+                record,
+                risk_coverage=risk_coverage_curve(prediction.mean, observed),
+                classes=errors_by_class(prediction.mean, observed),
+            )
+        if (calibration := getattr(predict, "calibration", None)) is not None:
+            record = replace(record, calibration=asdict(calibration))
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
-            scores[label] = {name: of_examples(row, positions) for name, row in of_rows.items()}
-            ends = {name: list(pair) for name, pair in intervals(scores[label]).items()}
-            entry["intervals"] = _of_test(ends)
+            scores[label] = of_rows.map(lambda row, n=positions: of_examples(row, n))
+            record = replace(record, intervals=intervals(scores[label]))
             if (first := next(iter(scores))) != label:
-                found = compared(scores[label], scores[first])
-                entry["against"] = {"predictive": first, "differences": found}
+                changes = differences(scores[label], scores[first])
+                record = replace(record, against=Against(first, changes))
         if ood is not None:
-            _add_ood(entry, prediction, predict_images(ood.images, predict), likelihood)
+            outside = predict_images(ood.images, predict)
+            record = _with_ood(record, prediction, outside)
         if splits.are_images and likelihood.kind == "classes" and y.dim() == 1:
-            examples = _most_uncertain(prediction, splits)
-            uncertain = {"predictive": label, "examples": examples}
-        if (calibration := getattr(predict, "calibration", None)) is not None:
-            entry["calibration"] = asdict(calibration)
-        if isinstance(predict, Ensemble):
-            entry["seconds_of_training"] = predict.seconds
-        entries[label] = entry | {"seconds": seconds}
-
-    record = {
-        "data": splits.name,
-        "likelihood": str(likelihood),
-        "classes": None if splits.classes is None else list(splits.classes),
-        "num_test": len(y),
-        "num_positions": num_positions,
-        "predictives": entries,
-        "ood": None
-        if ood is None
-        else {
-            "name": ood.name,
-            "num_examples": len(ood.images),
-            "score": "entropy",
-            "note": ood.note,
-        },
-        "uncertain": uncertain,
-        **environment(torch.device(device)),
-    }
-    return record, scores
+            uncertain = Uncertain(label, _most_uncertain(prediction, splits))
+        records[label] = record
+    return Evaluation(
+        data=splits.name,
+        likelihood=str(likelihood),
+        num_test=len(y),
+        predictives=records,
+        environment=Environment(**environment(torch.device(device))),
+        num_positions=num_positions,
+        classes=None if splits.classes is None else list(splits.classes),
+        ood=ood and OutOfDistribution(ood.name, len(ood.images), "entropy", ood.note),
+        uncertain=uncertain,
+    ), scores
 
 
 def predictives_of(
@@ -199,14 +205,6 @@ def predictives_of(
     return found
 
 
-def compared(
-    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
-) -> dict[str, list[float]]:
-    """`differences` of test metrics as plain data, under keys such as ``test/cls/NLL``."""
-    found = differences(scores, reference).items()
-    return _of_test({name: list(values) for name, values in found})
-
-
 def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
     """Rows of predictions per test example; None if the number differs between examples.
 
@@ -218,79 +216,57 @@ def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
     return rows // len(y) if alike else None
 
 
-def _entry_of_test(
-    prediction: Prediction, targets: Tensor, likelihood: Likelihood
-) -> dict[str, Any]:
-    """Metrics and curves of the test set."""
-    entry: dict[str, Any] = {
-        "metrics": _of_test(compute_metrics(prediction, targets, likelihood)),
-        "intervals": {},
-        "reliability": reliability_curve(prediction, targets, likelihood),
-    }
-    if likelihood.kind == "classes":
-        labels, *_ = likelihood.observed(targets, prediction.mean)
-        entry["risk_coverage"] = risk_coverage_curve(prediction.mean, labels)
-        entry["classes"] = errors_by_class(prediction.mean, labels)
-    return entry
-
-
 def _of_other_labels(
     predict: Predictive, prediction: Prediction, targets: Tensor, labels: Labels
-) -> dict[str, float]:
+) -> Metrics[float]:
     """The NLL as if the test labels were of the other kind, if there is noise to speak of."""
     likelihood = likelihood_of(getattr(predict, "likelihood", "classification"))
     noise = label_noise_of(likelihood, getattr(predict, "calibration", None))
     if likelihood.kind != "classes" or noise <= SHOWN_NOISE:
-        return {}
+        return Metrics()
     p, (y, *_) = prediction.mean, likelihood.observed(targets, prediction.mean)
     drawn = noise / p.shape[-1]
     other = (1 - noise) * p + drawn if labels == "true" else (p - drawn) / (1 - noise)
     own = other.gather(1, y.long()[:, None]).clamp(min=torch.finfo(p.dtype).tiny)
-    kind = "recorded_labels" if labels == "true" else "true_class"
-    return {f"cls/NLL_{kind}": -own.log().mean().item()}
+    nll = -own.log().mean().item()
+    return Metrics(**{"nll_recorded_labels" if labels == "true" else "nll_true_class": nll})
 
 
-def _add_ood(
-    entry: dict[str, Any], inside: Prediction, outside: Prediction, likelihood: Likelihood
-) -> None:
+def _with_ood(
+    record: PredictiveRecord, inside: Prediction, outside: Prediction
+) -> PredictiveRecord:
     """Add how well the entropy tells out-of-distribution data from the test set.
 
     And, as one number, how well the epistemic part does, where there is one.
     """
     sides = inside, outside
     scores = [p.entropy.reshape(len(p.entropy), -1).sum(1) for p in sides]
-    entry["metrics"] |= out_of_distribution_metrics(*scores)
-    entry["roc"] = roc_curve(*scores)
-    if ends := area_interval(*scores):
-        entry["intervals"]["ood/AUROC"] = list(ends)
+    metrics = record.metrics | out_of_distribution_metrics(*scores)
     epistemic = [p.epistemic.reshape(len(p.epistemic), -1).sum(1) for p in sides]
     if any(part.any() for part in epistemic):
-        found = out_of_distribution_metrics(*epistemic)
-        entry["metrics"]["ood/AUROC_epistemic"] = found["ood/AUROC"]
+        metrics |= Metrics(auroc_epistemic=out_of_distribution_metrics(*epistemic).auroc)
+    ends = record.intervals | Metrics(auroc=area_interval(*scores))
+    return replace(record, metrics=metrics, intervals=ends, roc=roc_curve(*scores))
 
 
-def _of_test(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"test/{key}": value for key, value in values.items()}
-
-
-def _most_uncertain(prediction: Prediction, splits: Splits) -> list[dict[str, Any]]:
+def _most_uncertain(prediction: Prediction, splits: Splits) -> list[UncertainImage]:
     images, labels = tensors_in(splits.test)
     classes = splits.classes or range(prediction.mean.shape[-1])
     entropy = prediction.entropy
-    indices: Iterable[int] = entropy.argsort(descending=True, stable=True).tolist()
+    most: Sequence[int] = entropy.argsort(descending=True, stable=True)[:MOST_UNCERTAIN].tolist()
     probability, predicted = prediction.mean.max(dim=-1)
     return [
-        {
-            "index": i,
-            "label": str(classes[int(labels[i])]),
-            "predicted": str(classes[int(predicted[i])]),
-            "probability": probability[i].item(),
-            "entropy": entropy[i].item(),
-            "aleatoric": prediction.aleatoric[i].item(),
-            "epistemic": prediction.epistemic[i].item(),
-            "image": data_uri(images[i]),
-        }
-        for i in list(indices)[:MOST_UNCERTAIN]
+        UncertainImage(
+            index=i,
+            label=str(classes[int(labels[i])]),
+            predicted=str(classes[int(predicted[i])]),
+            probability=probability[i].item(),
+            entropy=entropy[i].item(),
+            aleatoric=prediction.aleatoric[i].item(),
+            epistemic=prediction.epistemic[i].item(),
+            image=data_uri(images[i]),
+        )
+        for i in most
     ]
 
 

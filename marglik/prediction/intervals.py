@@ -10,17 +10,15 @@ the same bias again: if the ECE is 0, no bootstrap interval contains it. The int
 accuracies in the reliability diagram show instead which bins are off by more than chance.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
 from marglik.prediction.metrics import SHARES
+from marglik.records import Difference, Interval, Metrics
 
 __all__ = [
     "LEVEL",
-    "Interval",
     "area_interval",
     "differences",
     "intervals",
@@ -29,9 +27,6 @@ __all__ = [
 ]
 
 LEVEL = 0.95
-
-Interval = tuple[float, float]
-"""Lower and upper end."""
 
 
 def share_interval(successes: int, trials: int) -> Interval:
@@ -77,30 +72,28 @@ def of_examples(scores: Tensor, positions: int = 1) -> Tensor:
     return scores.reshape(len(scores) // positions, -1).mean(dim=1)
 
 
-def intervals(scores: Mapping[str, Tensor]) -> dict[str, Interval]:
+def intervals(scores: Metrics[Tensor]) -> Metrics[Interval]:
     """Intervals of the metrics that are means: Wilson's for shares of examples, else Student's.
 
     Args:
-        scores: metric -> value of each example (N,), see `of_examples`.
+        scores: of each example (N,), see `of_examples`.
 
     Returns:
-        Name -> interval, of the metrics that have one. That of "reg/RMSE" is the root of the
-        interval of the mean square.
+        The interval of each metric that has one. That of the RMSE is the root of the interval of
+        the mean square.
     """
-    found = {
+    ends = {
         name: share_interval(int(values.sum().item()), len(values))
         if name in SHARES and bool(((values == 0) | (values == 1)).all())
         else mean_interval(values)
         for name, values in scores.items()
     }
-    if ends := found.get("reg/RMSE"):
-        found["reg/RMSE"] = max(ends[0], 0.0) ** 0.5, ends[1] ** 0.5
-    return {name: ends for name, ends in found.items() if ends is not None}
+    if squares := ends.get("rmse"):
+        ends["rmse"] = max(squares[0], 0.0) ** 0.5, squares[1] ** 0.5
+    return Metrics(**ends)
 
 
-def differences(
-    scores: Mapping[str, Tensor], reference: Mapping[str, Tensor]
-) -> dict[str, tuple[float, float, float]]:
+def differences(scores: Metrics[Tensor], reference: Metrics[Tensor]) -> Metrics[Difference]:
     """Differences d of metrics from a reference's on the same examples, with intervals.
 
     They are paired differences, whose intervals are much narrower than two separate intervals
@@ -114,19 +107,21 @@ def differences(
         reference: the scores of another predictive.
 
     Returns:
-        Name -> (d, low, high), of the metrics that are means; without "reg/RMSE", a root of one.
+        (d, low, high) of the metrics that are means; without the RMSE, a root of one.
     """
-    found = {}
-    for name in scores.keys() & reference.keys() - {"reg/RMSE"}:
-        d = scores[name] - reference[name]
+    changes, others = {}, dict(reference.items())
+    for name, values in scores.items():
+        if name == "rmse" or name not in others:
+            continue
+        d = values - others[name]
         if not d.any():
-            found[name] = 0.0, 0.0, 0.0
+            changes[name] = 0.0, 0.0, 0.0
             continue
         is_share = name in SHARES and bool(torch.isin(d, d.new_tensor([-1, 0, 1])).all())
         ends = _interval_of_paired_shares(d) if is_share else mean_interval(d)
         if ends is not None:
-            found[name] = d.mean().item(), *ends
-    return dict(sorted(found.items()))
+            changes[name] = d.mean().item(), *ends
+    return Metrics(**changes)
 
 
 def _interval_of_paired_shares(differences: Tensor) -> Interval:
@@ -141,7 +136,7 @@ def _interval_of_paired_shares(differences: Tensor) -> Interval:
 
 
 def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
-    """The interval of "ood/AUROC": DeLong's variance, on the logit scale.
+    """The interval of the AUROC: DeLong's variance, on the logit scale.
 
     None if the scores of the two sides do not overlap, or a side has fewer than two examples.
 

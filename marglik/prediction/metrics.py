@@ -1,9 +1,8 @@
 """Metrics of predictions, and the curves beside them in the report.
 
 Accuracy, likelihood, calibration, out-of-distribution detection. Each function takes a whole data
-set, on any device, computes in float64 on the CPU, and returns plain numbers and lists. Names of
-metrics begin with "cls/" (classification), "reg/" (regression), "cal/" (calibration) or "ood/"
-(out-of-distribution detection). Risk-coverage and ROC curves have at most `POINTS` points.
+set, on any device, computes in float64 on the CPU, and returns records of plain numbers and lists.
+Risk-coverage and ROC curves have at most `POINTS` points.
 """
 
 import math
@@ -16,6 +15,7 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.prediction.links import Prediction
+from marglik.records import Bins, ClassErrors, Coverage, Curve, Metrics
 
 __all__ = [
     "SHARES",
@@ -26,8 +26,8 @@ __all__ = [
     "reliability_curve",
 ]
 
-COVERAGE_LEVELS = {"cal/coverage50": 0.5, "cal/coverage90": 0.9, "cal/coverage95": 0.95}
-SHARES = frozenset({"cls/accuracy", *COVERAGE_LEVELS})
+COVERAGE_LEVELS = {"coverage50": 0.5, "coverage90": 0.9, "coverage95": 0.95}
+SHARES = frozenset({"accuracy", *COVERAGE_LEVELS})
 """Metrics that are shares: of correct predictions, or of targets inside an interval."""
 LEVELS = tuple(k / 20 for k in range(1, 20))
 """Of coverage curves: 0.05, 0.10, ..., 0.95."""
@@ -39,32 +39,32 @@ MOST_CLASSES = 20
 
 def compute_metrics(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
-) -> dict[str, float]:
-    """The metrics of a prediction, by name.
+) -> Metrics[float]:
+    """The metrics of a prediction; those of other likelihoods are None.
 
     Classification; the prediction is the first of the most probable classes:
 
-    - "cls/NLL": −log p_y (nats), mean over examples. A probability below the smallest normal
+    - ``nll``: −log p_y (nats), mean over examples. A probability below the smallest normal
       number of the dtype that it comes in counts as that number: 87 nats in float32.
-    - "cls/accuracy": share of right predictions.
-    - "cls/Brier": Σ_c (p_c − y_c)², mean over examples, in 0..2 (Brier 1950).
-    - "cls/AURC": area under the risk-coverage curve (Geifman et al. 2019, arXiv:1805.08206).
-    - "cal/ECE": expected calibration error of the top probability, 15 bins of equal width (Guo et
+    - ``accuracy``: share of right predictions.
+    - ``brier``: Σ_c (p_c − y_c)², mean over examples, in 0..2 (Brier 1950).
+    - ``aurc``: area under the risk-coverage curve (Geifman et al. 2019, arXiv:1805.08206).
+    - ``ece``: expected calibration error of the top probability, 15 bins of equal width (Guo et
       al. 2017, arXiv:1706.04599, eq. 3).
 
     Bernoulli; the prediction of each output is 1 where p > 0.5:
 
-    - "cls/NLL": −Σ_c log p(y_c) (nats), summed over outputs, mean over examples; clamped as above.
-    - "cls/accuracy", "cls/Brier" = (p − y)²: means over all outputs, in 0..1.
-    - "cal/ECE": over all outputs, of the predicted side's probability max(p, 1 − p).
+    - ``nll``: −Σ_c log p(y_c) (nats), summed over outputs, mean over examples; clamped as above.
+    - ``accuracy``, ``brier`` = (p − y)²: means over all outputs, in 0..1.
+    - ``ece``: over all outputs, of the predicted side's probability max(p, 1 − p).
 
     Regression:
 
-    - "reg/NLL": −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over
+    - ``nll``: −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over
       examples; of other likelihoods of numbers by their `log_score`.
-    - "reg/RMSE": √ of the mean of (y − mean)² over all targets, in the targets' unit. A censored
+    - ``rmse``: √ of the mean of (y − mean)² over all targets, in the targets' unit. A censored
       number counts only where it is above the mean.
-    - "cal/coverage50", "cal/coverage90", "cal/coverage95": share of all targets within the central
+    - ``coverage50``, ``coverage90``, ``coverage95``: share of all targets within the central
       interval of that level; calibrated predictives have 0.5, 0.9 and 0.95. Of counts and censored
       numbers, the share of their `ranks` that lies inside.
 
@@ -80,25 +80,26 @@ def compute_metrics(
     """
     likelihood = likelihood_of(likelihood)
     scores = example_scores(prediction, targets, likelihood)
-    means = {name: values.mean().item() for name, values in scores.items()}
-    kind = likelihood.kind
-    if kind == "continuous":
-        return means | {"reg/RMSE": means["reg/RMSE"] ** 0.5}
-    if kind == "classes":
+    means = scores.map(lambda values: values.mean().item())
+    if means.rmse is not None:
+        return means | Metrics(rmse=means.rmse**0.5)
+    if likelihood.kind == "classes":
         confidence = prediction.mean.detach().cpu().double().amax(1)
-        risk = _risk_by_coverage(confidence, scores["cls/accuracy"].bool())
-        means["cls/AURC"] = risk.mean().item()
-    error = _calibration_error(reliability_curve(prediction, targets, likelihood))
-    return means | {"cal/ECE": error}
+        right: Any = scores.accuracy
+        risk = _risk_by_coverage(confidence, right.bool())
+        means |= Metrics(aurc=risk.mean().item())
+    return means | Metrics(
+        ece=_calibration_error(reliability_curve(prediction, targets, likelihood))
+    )
 
 
 def example_scores(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
-) -> dict[str, Tensor]:
-    """Each example's contribution to the metrics that are means: name -> (N,), or (N, C).
+) -> Metrics[Any]:
+    """Each example's contribution to the metrics that are means: tensors (N,), or (N, C).
 
     Their means are those of `compute_metrics`, whose arguments and errors these are; the square of
-    "reg/RMSE" is the mean of what stands under its name here.
+    its ``rmse`` is the mean of what stands under that name here.
     """
     likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
@@ -110,50 +111,48 @@ def example_scores(
         inside = _inside_intervals(
             *likelihood.ranks(y, mean, variance), [*COVERAGE_LEVELS.values()]
         )
-        return {
-            "reg/NLL": -likelihood.log_score(y, mean, variance).sum(dim=1),
-            "reg/RMSE": residual.square(),
+        return Metrics(
+            nll=-likelihood.log_score(y, mean, variance).sum(dim=1),
+            rmse=residual.square(),
             **dict(zip(COVERAGE_LEVELS, inside, strict=True)),
-        }
+        )
     tiny = torch.finfo(prediction.mean.dtype).tiny
     if likelihood.kind == "binary":
-        return {
-            "cls/NLL": -torch.where(y == 1, mean, 1 - mean).clamp(min=tiny).log().sum(dim=1),
-            "cls/accuracy": ((mean > 0.5) == (y == 1)).double(),
-            "cls/Brier": (mean - y).square(),
-        }
+        return Metrics(
+            nll=-torch.where(y == 1, mean, 1 - mean).clamp(min=tiny).log().sum(dim=1),
+            accuracy=((mean > 0.5) == (y == 1)).double(),
+            brier=(mean - y).square(),
+        )
     labels = y[:, None]  # (N, 1)
     residual = mean.scatter_add(1, labels, mean.new_full(labels.shape, -1.0))  # (N, C)
-    return {
-        "cls/NLL": -mean.gather(1, labels).squeeze(1).clamp(min=tiny).log(),
-        "cls/accuracy": (mean.argmax(dim=1) == y).double(),
-        "cls/Brier": residual.square().sum(dim=1),
-    }
+    return Metrics(
+        nll=-mean.gather(1, labels).squeeze(1).clamp(min=tiny).log(),
+        accuracy=(mean.argmax(dim=1) == y).double(),
+        brier=residual.square().sum(dim=1),
+    )
 
 
 def reliability_curve(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
-) -> dict[str, Any]:
-    """The data of a reliability diagram as plain lists.
+) -> Bins | Coverage:
+    """The data of a reliability diagram.
 
     For classification, confidence and accuracy in `BINS` bins of the confidence, of equal width on
-    [0, 1]: "edges", one more than bins; "counts"; the means "confidence" and "accuracy" of each
-    bin, None where it is empty. For Bernoulli outputs, too, over all outputs, with the confidence
-    max(p, 1 − p). For regression, the share of all N·C targets ("coverage") within the central
-    interval of each level ("levels"), and their number ("count").
+    [0, 1]. For Bernoulli outputs, too, over all outputs, with the confidence max(p, 1 − p). For
+    regression, the share of all N·C targets within the central interval of each level.
     """
     likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
     if likelihood.kind == "continuous":
         shares = _inside_intervals(*likelihood.ranks(y, mean, variance), LEVELS).mean(dim=(1, 2))
-        return {"levels": list(LEVELS), "coverage": shares.tolist(), "count": mean.numel()}
+        return Coverage(list(LEVELS), shares.tolist(), mean.numel())
     if likelihood.kind == "classes":
         confidence, predicted = mean.max(dim=1)
         return _bins(confidence, predicted == y)
     return _bins(torch.maximum(mean, 1 - mean).flatten(), ((mean > 0.5) == (y == 1)).flatten())
 
 
-def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> dict[str, list[Any]]:
+def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> Bins:
     """See `reliability_curve`; of confidences (N,) and whether each prediction is right, (N,).
 
     Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so that
@@ -168,18 +167,13 @@ def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> dict[str
         sums = index.bincount(weights=values.double(), minlength=num_bins).tolist()
         return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
 
-    return {
-        "edges": edges.tolist(),
-        "counts": counts,
-        "confidence": means(confidence),
-        "accuracy": means(correct),
-    }
+    return Bins(edges.tolist(), counts, means(confidence), means(correct))
 
 
-def _calibration_error(bins: dict[str, list[Any]]) -> float:
+def _calibration_error(bins: Any) -> float:
     """Σ_m (n_m / N) |accuracy_m − confidence_m| over bins with examples (Guo et al., eq. 3)."""
-    columns = zip(bins["counts"], bins["confidence"], bins["accuracy"], strict=True)
-    return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins["counts"])
+    columns = zip(bins.counts, bins.confidence, bins.accuracy, strict=True)
+    return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins.counts)
 
 
 def _inside_intervals(low: Tensor, high: Tensor, levels: Sequence[float]) -> Tensor:
@@ -206,8 +200,8 @@ def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
     return errors.cumsum(0) / torch.arange(1, len(errors) + 1)
 
 
-def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:
-    """The error rate ("risk") among the most confident predictions, over their share ("coverage").
+def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> Curve:
+    """The error rate (risk) among the most confident predictions, over their share (coverage).
 
     Args:
         probabilities: (N, C).
@@ -216,8 +210,8 @@ def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> dict[str, list
     confidence, predicted = probabilities.max(dim=1)
     risk = _risk_by_coverage(confidence, predicted == labels)
     number = min(len(risk), POINTS)  # evenly spaced, with the first and last
-    kept = torch.linspace(0, len(risk) - 1, number, dtype=torch.float64).round().long()
-    return {"coverage": _plain((kept + 1) / len(risk)), "risk": _plain(risk[kept])}
+    ranks = torch.linspace(0, len(risk) - 1, number, dtype=torch.float64).round().long()
+    return Curve(_plain((ranks + 1) / len(risk)), _plain(risk[ranks]))
 
 
 def confidence_threshold(
@@ -262,32 +256,27 @@ def confidence_threshold(
     return threshold
 
 
-def errors_by_class(probabilities: Tensor, labels: Tensor) -> dict[str, list[Any]]:
-    """The number of examples ("counts") and of correct predictions ("right") of each class.
-
-    With at most `MOST_CLASSES` classes also the "confusion" matrix, with labels in rows and
-    predictions in columns.
+def errors_by_class(probabilities: Tensor, labels: Tensor) -> ClassErrors:
+    """What is taken for what; the whole matrix with at most `MOST_CLASSES` classes.
 
     Args:
         probabilities: (N, C).
         labels: (N,).
     """
     C, predicted = probabilities.shape[1], probabilities.argmax(dim=1)
-    found: dict[str, list[Any]] = {
-        "counts": labels.bincount(minlength=C).tolist(),
-        "right": labels[predicted == labels].bincount(minlength=C).tolist(),
-    }
+    confusion = None
     if C <= MOST_CLASSES:
-        found["confusion"] = (C * labels + predicted).bincount(minlength=C * C).view(C, C).tolist()
-    return found
+        confusion = (C * labels + predicted).bincount(minlength=C * C).view(C, C).tolist()
+    right = labels[predicted == labels].bincount(minlength=C)
+    return ClassErrors(labels.bincount(minlength=C).tolist(), right.tolist(), confusion)
 
 
-def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, float]:
+def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[float]:
     """How well a score tells out-of-distribution (OOD) data from our own; it is larger for OOD.
 
-    - "ood/AUROC": probability that an OOD example scores higher than ours; equal scores count half.
-    - "ood/AUPR": average precision with OOD as the positive class; chance is M / (N + M).
-    - "ood/FPR95": share of our own examples that are flagged at the largest threshold (score >=
+    - ``auroc``: probability that an OOD example scores higher than ours; equal scores count half.
+    - ``aupr``: average precision with OOD as the positive class; chance is M / (N + M).
+    - ``fpr95``: share of our own examples that are flagged at the largest threshold (score >=
       threshold) that flags at least 95 % of the OOD examples.
 
     Source: Hendrycks, Mazeika & Dietterich 2019 (arXiv:1812.04606); OOD is the positive class
@@ -313,15 +302,15 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> dict[str, fl
     is_ood = [0] * len(inside) + [1] * len(outside)
     # Dropped points of the curve could be the first that reaches 95 %.
     fpr, tpr, _ = metrics.roc_curve(is_ood, scores, drop_intermediate=False)
-    return {
-        "ood/AUROC": float(metrics.roc_auc_score(is_ood, scores)),
-        "ood/AUPR": float(metrics.average_precision_score(is_ood, scores)),
-        "ood/FPR95": float(fpr[(tpr >= 0.95).argmax()]),
-    }
+    return Metrics(
+        auroc=float(metrics.roc_auc_score(is_ood, scores)),
+        aupr=float(metrics.average_precision_score(is_ood, scores)),
+        fpr95=float(fpr[(tpr >= 0.95).argmax()]),
+    )
 
 
-def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
-    """Share of out-of-distribution examples flagged ("tpr") over that of in-distribution ("fpr").
+def roc_curve(inside: Tensor, outside: Tensor) -> Curve:
+    """Share of out-of-distribution examples that are flagged over that of our own.
 
     At the same shares for all predictives. The arguments are those of
     `out_of_distribution_metrics`.
@@ -333,7 +322,7 @@ def roc_curve(inside: Tensor, outside: Tensor) -> dict[str, list[float]]:
     fpr, tpr, _ = metrics.roc_curve(is_ood, torch.cat([inside, outside]).numpy())
     shares = torch.linspace(0, 1, POINTS, dtype=torch.float64)
     at = torch.searchsorted(torch.from_numpy(fpr), shares, right=True) - 1
-    return {"fpr": _plain(shares), "tpr": _plain(torch.from_numpy(tpr)[at])}
+    return Curve(_plain(shares), _plain(torch.from_numpy(tpr)[at]))
 
 
 def _plain(values: Tensor) -> list[float]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from marglik.data.splits import Pair
-from marglik.prediction.evaluation import compared
-from marglik.prediction.intervals import intervals, of_examples
+from marglik.prediction.intervals import differences, intervals, of_examples
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import compute_metrics, example_scores
+from marglik.records import Difference, Metrics, Scores
 
 LINEAR, TREES = "linear model", "gradient-boosted trees"
 FOLDS = 5
@@ -71,47 +71,41 @@ def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, 
 
 
 def evaluate_simple_models(
-    train: Pair, test: Pair, likelihood: Likelihood, network: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Metrics and intervals of both, as in an evaluation, and differences of the network's NLL.
+    train: Pair, test: Pair, likelihood: Likelihood, network: Metrics[Tensor]
+) -> tuple[dict[str, Scores], dict[str, Difference]]:
+    """Scores of both, and differences of the network's NLL.
 
     Args:
         train: see `simple_models`.
         test: the test rows.
         likelihood: of the network.
-        network: the scores of the network's predictive, see `marglik.prediction.evaluation.Scores`.
+        network: the scores of the network's predictive for each test row.
 
     Returns:
-        Name -> {"metrics", "intervals"}; name -> the network's NLL minus this model's, and the ends
-        of its 95 % interval over the choice of test rows.
+        Name -> scores; name -> the network's NLL minus this model's, and the ends of its 95 %
+        interval over the choice of test rows.
     """
-    entries, differences = {}, {}
+    scores, changes = {}, {}
     for name, prediction in simple_models(train, test, likelihood).items():
-        of_rows = example_scores(prediction, test[1], likelihood)
-        scores = {key: of_examples(row) for key, row in of_rows.items()}
+        of_rows = example_scores(prediction, test[1], likelihood).map(of_examples)
         metrics = compute_metrics(prediction, test[1], likelihood)
-        ends = {key: list(pair) for key, pair in intervals(scores).items()}
-        entries[name] = {
-            "metrics": {f"test/{key}": value for key, value in metrics.items()},
-            "intervals": {f"test/{key}": pair for key, pair in ends.items()},
-        }
-        (nll,) = (v for key, v in compared(network, scores).items() if key.endswith("NLL"))
-        differences[name] = nll
-    return entries, differences
+        scores[name] = Scores(metrics, intervals(of_rows))
+        changes[name] = differences(network, of_rows).nll
+    return scores, changes
 
 
 def simple_models_in_words(
-    metrics: Mapping[str, Mapping[str, float]], differences: Mapping[str, list[float]]
+    scores: Mapping[str, Scores], differences: Mapping[str, Difference]
 ) -> str:
     """What a user of a table wants to know: whether these models predict it better.
 
     Args:
-        metrics: of each model.
+        scores: of each model.
         differences: name -> the network's NLL minus the model's, lower end, upper end.
     """
     phrases, better = [], []
     for name, (change, low, high) in differences.items():
-        nll = next(value for key, value in metrics[name].items() if key.endswith("NLL"))
+        nll = scores[name].metrics.nll
         phrases.append(
             f"{name} {nll:.3f} (the network {change:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
         )

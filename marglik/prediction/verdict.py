@@ -6,7 +6,7 @@ parameters. Both are compared at their parameters, temperature-scaled on the sam
 where it is given, so that calibration counts for neither.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,13 +18,10 @@ from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import differences, of_examples
 from marglik.prediction.metrics import compute_metrics, example_scores
 from marglik.prediction.predictive import predict_all
+from marglik.records import METRICS, Difference, Metrics
 
-# Metric -> its name, the factor to show it with, the unit of a difference, the sign of a gain.
-MEASURES = {
-    "test/cls/NLL": ("NLL", 1, "", -1),
-    "test/reg/NLL": ("NLL", 1, "", -1),
-    "test/cls/accuracy": ("accuracy", 100, " points", 1),
-}
+MEASURES = ("nll", "accuracy")
+"""The metrics that a verdict is about."""
 
 
 def verdict(
@@ -67,44 +64,47 @@ def verdict(
         if held_out:
             alone.calibrate(held_out, targets=targets)
         p, y = predict_all(alone, batches, targets=targets)
-        metrics.append({f"test/{n}": v for n, v in compute_metrics(p, y, likelihood).items()})
+        metrics.append(compute_metrics(p, y, likelihood))
         scores.append(example_scores(p, y, likelihood))
     # Positions of one example are not independent: they are averaged first. Where not all count,
     # the rows do not say which example they belong to.
     ys = [split_batch(batch, targets)[1] for batch in batches]
     own_axes = not likelihood.has_labels
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
-    changes = {}
-    if rows == len(next(iter(scores[0].values()))):
+    changes: Metrics[Difference] = Metrics()
+    if rows == len(scores[0].nll):
         positions = rows // sum(map(len, ys))
-        of_all = [{n: of_examples(row, positions) for n, row in of.items()} for of in scores]
-        changes = {f"test/{name}": found for name, found in differences(*of_all).items()}
+        changes = differences(*(s.map(lambda row: of_examples(row, positions)) for s in scores))
     return in_one_sentence(changes, metrics[0], metrics[1], learned)
 
 
 def in_one_sentence(
-    differences: Mapping[str, Sequence[float]],
-    metrics: Mapping[str, float],
-    of_plain: Mapping[str, float],
+    differences: Metrics[Difference],
+    metrics: Metrics[float],
+    of_plain: Metrics[float],
     learned: Sequence[str] = ("learned weight decays",),
 ) -> str:
     """The verdict.
 
     Args:
-        differences: metric -> (difference from the plain network, lower end, upper end).
+        differences: from the plain network.
         metrics: of the learned network.
         of_plain: of the plain network.
         learned: what was learned.
     """
     better, worse, shown = [], [], []
-    for key, (name, factor, unit, sign) in MEASURES.items():
-        if key not in differences:
+    for field in MEASURES:
+        if getattr(differences, field) is None:
             continue
-        change, low, high = (factor * value for value in differences[key])
+        metric = METRICS[field]
+        name, is_share = metric.short, metric.unit == "%"
+        factor, decimals, unit, percent = (100, 1, " points", " %") if is_share else (1, 3, "", "")
+        change, low, high = (factor * value for value in getattr(differences, field))
         if not low <= 0 <= high:
-            (better if sign * change > 0 else worse).append(name)
-        decimals, percent = (1, " %") if unit else (3, "")
-        here, there = (f"{factor * of[key]:.{decimals}f}{percent}" for of in (metrics, of_plain))
+            (better if (change > 0) == (metric.better == "higher") else worse).append(name)
+        here, there = (
+            f"{factor * getattr(one, field):.{decimals}f}{percent}" for one in (metrics, of_plain)
+        )
         ends = f"95 % interval {low:+.{decimals}f} to {high:+.{decimals}f}"
         shown.append(f"{name} {here} instead of {there} ({change:+.{decimals}f}{unit}, {ends})")
     who = _listed(learned)

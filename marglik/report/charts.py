@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from marglik.prediction.intervals import share_interval
+from marglik.records import Coverage, Curve, Range
 from marglik.report.contents import Predictive, Run
 from marglik.report.tables import NOTHING, Row, Table, interval, number, percentage
 
@@ -152,20 +153,21 @@ def _diagonal(name: str) -> Trace:
 
 
 def evidence_chart(runs: Sequence[Run]) -> Chart:
-    """Log marginal likelihood per example at each update; a star is the state that was kept."""
+    """Log marginal likelihood per example at each update; a star is the final state."""
     curves, unit = [], "nats per example"
     for run in runs:
-        epochs = [update["epoch"] for update in run.updates]
-        values = [update["evidence_per_example"] for update in run.updates]
+        epochs = [update.epoch for update in run.updates]
+        values = [update.evidence_per_example for update in run.updates]
         # The update whose state the run ended with is a star.
-        kept = [epoch == run.results.get("evidence", {}).get("epoch") for epoch in epochs]
-        sizes = [15 if is_kept else 6 for is_kept in kept]
+        last = run.results and run.results.evidence.epoch
+        is_final = [epoch == last for epoch in epochs]
+        sizes = [15 if final else 6 for final in is_final]
         curve = _curve(run.label or "evidence", epochs, values, run.style, size=sizes)
         symbol = curve["marker"]["symbol"]
-        curve["marker"]["symbol"] = ["star" if is_kept else symbol for is_kept in kept]
+        curve["marker"]["symbol"] = ["star" if final else symbol for final in is_final]
         curves.append(curve)
-        seen = [update.get("num_examples", 0) for update in run.updates]
-        if min(seen, default=0) < max(seen, default=0):
+        numbers = [update.num_examples for update in run.updates]
+        if min(numbers, default=0) < max(numbers, default=0):
             unit = "nats per example; before the last an estimate from a sample"
     return _over_epochs("Log marginal likelihood", unit, curves)
 
@@ -174,15 +176,14 @@ def loss_chart(runs: Sequence[Run]) -> Chart:
     """Training loss per example over epochs; of a single run also the objective."""
     curves = []
     for run in runs:
-        epochs = [record["epoch"] for record in run.epochs]
+        epochs = [record.epoch for record in run.epochs]
         names = (
             {"loss": run.label} if run.label else {"loss": "loss", "objective": "with weight decay"}
         )
         for style, (key, name) in enumerate(names.items()):
-            if all(key in record for record in run.epochs):
-                look: Any = {"mode": "lines", "dash": DASHES[2 * style]}
-                values = [record[key] for record in run.epochs]
-                curves.append(_curve(name, epochs, values, run.style + style, **look))
+            look: Any = {"mode": "lines", "dash": DASHES[2 * style]}
+            values = [getattr(record, key) for record in run.epochs]
+            curves.append(_curve(name, epochs, values, run.style + style, **look))
     positive = all(value > 0 for curve in curves for value in curve["y"])
     axis = {"type": "log", "tickformat": "~g", "dtick": "D2"} if positive else {}
     return _over_epochs("Training loss", "nats per example", curves, yaxis=axis)
@@ -211,14 +212,15 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _weight_decays(run: Run) -> list[Trace]:
-    groups = [*run.updates[0]["weight_decay"]]
-    start = [row["initial"] for row in run.layers.values()][:1]
-    epochs = [0] * len(start) + [update["epoch"] for update in run.updates]
+    groups = [*run.updates[0].weight_decay]
+    tensors = run.results.weight_decay if run.results else {}
+    start = [tensor.initial for tensor in tensors.values()][:1]
+    epochs = [0] * len(start) + [update.epoch for update in run.updates]
     return [
         _curve(
             group,
             epochs,
-            start + [update["weight_decay"].get(group) for update in run.updates],
+            start + [update.weight_decay.get(group) for update in run.updates],
             run.style,
             color=DEPTH[round((len(DEPTH) - 1) * position / max(len(groups) - 1, 1))],
             dash="dot" if group.endswith("bias") else "solid",
@@ -229,14 +231,14 @@ def _weight_decays(run: Run) -> list[Trace]:
     ]
 
 
-def ranges_chart(run: Run, ranges: Mapping[str, Mapping[str, float]]) -> Chart:
+def ranges_chart(run: Run, ranges: Mapping[str, Range]) -> Chart:
     """Each range of a learned augmentation over epochs, as a share of its largest value."""
-    updates = [update for update in run.updates if "ranges" in update]
-    epochs, curves = [0, *(update["epoch"] for update in updates)], []
-    for style, (name, of) in enumerate(ranges.items()):
-        values = [of["initial"], *(update["ranges"][name] for update in updates)]
+    updates = [(update.epoch, update.ranges) for update in run.updates if update.ranges]
+    epochs, curves = [0, *(epoch for epoch, _ in updates)], []
+    for style, (name, one) in enumerate(ranges.items()):
+        values = [one.initial, *(values[name] for _, values in updates)]
         dash = DASHES[style // len(SERIES) % len(DASHES)]
-        shares = [value / of["largest"] for value in values]
+        shares = [value / one.largest for value in values]
         curves.append(_curve(name, epochs, shares, style, dash=dash, size=4))
     title, axis = run.titled("Ranges over epochs"), {"range": [-0.02, 1.02]}
     return _over_epochs(title, "share of the largest", curves, wide=not run.label, yaxis=axis)
@@ -263,15 +265,17 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
     """
     axes, traces, keys = ("confidence", "accuracy"), [_diagonal("calibrated")], []
     for one in series:
-        found = one.content["reliability"]
-        if "levels" in found:
-            x, y, look = found["levels"], found["coverage"], {}
+        data = one.record.reliability
+        if data is None:
+            continue
+        if isinstance(data, Coverage):
+            x, y, look = data.levels, data.coverage, {}
             axes, keys = ("nominal level", "share of targets inside"), [f"{p:.2f}" for p in x]
-            counts = [found["count"]] * len(x)
+            counts = [data.count] * len(x)
         else:
-            x, y, counts = (found[key] for key in ("confidence", "accuracy", "counts"))
-            keys, all_of = _spans(found["edges"], 3), max(sum(counts), 1)
-            sizes = [4 + 9 * (n / all_of) ** 0.5 for n in counts]
+            x, y, counts = data.confidence, data.accuracy, data.counts
+            keys, number_of_all = _spans(data.edges, 3), max(sum(counts), 1)
+            sizes = [4 + 9 * (n / number_of_all) ** 0.5 for n in counts]
             look: Any = {"mode": "markers", "size": sizes, "cliponaxis": False}
         # Wilson's interval of each share; of an empty bin none, and no whisker.
         bins = [*zip([share or 0.0 for share in y], counts, strict=True)]
@@ -299,23 +303,36 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
     )
 
 
-def share_chart(title: str, series: Sequence[Predictive], part: str) -> Chart:
-    """A curve of shares for each predictive.
+def risk_coverage_chart(title: str, series: Sequence[Predictive]) -> Chart:
+    """The error rate among the most confident predictions, over their share."""
+    curves = [(one, one.record.risk_coverage) for one in series]
+    hover = "coverage %{x:.1%}<br>error rate %{y:.2%}"
+    return _share_chart(title, curves, ("coverage", "error rate"), hover, [])
 
-    Args:
-        title: of the chart.
-        series: the predictives.
-        part: "risk_coverage" for the error rate among the most confident over their share, "roc"
-            for the share of out-of-distribution examples that are flagged over that of our own.
-    """
-    keys, axes = ("coverage", "risk"), ("coverage", "error rate")
-    hover, traces = "coverage %{x:.1%}<br>error rate %{y:.2%}", []
-    if part == "roc":
-        keys, axes = ("fpr", "tpr"), ("flagged of the test set", "flagged of the others")
-        hover, traces = "%{y:.1%} of the others,<br>%{x:.1%} of its own", [_diagonal("chance")]
-    for one in series:
-        x, y = (one.content[part][key] for key in keys)
-        traces.append(_curve(one.label, x, y, one.style, mode="lines", hovertemplate=hover))
+
+def roc_chart(title: str, series: Sequence[Predictive]) -> Chart:
+    """The share of out-of-distribution examples that are flagged, over that of our own."""
+    curves = [(one, one.record.roc) for one in series]
+    hover = "%{y:.1%} of the others,<br>%{x:.1%} of its own"
+    axes = ("flagged of the test set", "flagged of the others")
+    return _share_chart(title, curves, axes, hover, [_diagonal("chance")])
+
+
+def _share_chart(
+    title: str,
+    curves: Sequence[tuple[Predictive, Curve | None]],
+    axes: tuple[str, str],
+    hover: str,
+    references: Sequence[Trace],
+) -> Chart:
+    traces = [
+        *references,
+        *(
+            _curve(one.label, curve.x, curve.y, one.style, mode="lines", hovertemplate=hover)
+            for one, curve in curves
+            if curve is not None
+        ),
+    ]
     axis: Any = {"range": [0, 1], "tickformat": ".0%"}
     y_axis = {"rangemode": "tozero", "tickformat": "~%"}
     return _chart(title, traces, axes, show=percentage, xaxis=axis, yaxis=y_axis)

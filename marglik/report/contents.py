@@ -1,33 +1,36 @@
-"""Runs as a page needs them: their folders read into plain data.
-
-All that the page relies on in a run's files. They may hold more, and lack what is in brackets:
-
-- results.json: data, model, num_data, seconds, evidence {kept, epoch}, weight_decay {tensor:
-  {parameters, initial, learned, effective_parameters}}, [target_scale, metrics {predictive: {key:
-  value}}, intervals, verdict, differences, calibration, suspicious_labels {unknown} or {judged,
-  number, agreement, examples [{index, label, predicted, score, [image]}]}, augmentation {ranges
-  {name: {initial, learned, largest}}, copies, examples [[image and its copies]]}, device,
-  threads, ranks, python, versions]
-- log.jsonl: records of kind "epoch" with epoch, loss, seconds, [objective]; of kind "update" with
-  epoch, evidence_per_example, weight_decay, seconds {part: value}
-- evaluation.json: what `marglik.prediction.evaluation.evaluate` returns
-- config.yaml: options
-"""
+"""Runs as a page needs them: their folders read into the records of `marglik.records`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kfac_backend.extras import extra
+from marglik.records import (
+    EpochRecord,
+    Evaluation,
+    PredictiveRecord,
+    Results,
+    UpdateRecord,
+    from_json,
+)
 from marglik.storage.checkpoint import leaves
 from marglik.storage.provenance import check_yaml
-from marglik.storage.run_folder import CONFIG, EVALUATION, LOG, RESULTS, read_log, read_record
+from marglik.storage.run_folder import (
+    CONFIG,
+    EVALUATION,
+    LOG,
+    RESULTS,
+    read_evaluation,
+    read_log,
+    read_results,
+)
 
 with extra("report"):
     import yaml
 
+Line = TypeVar("Line")
 MAIN_NAMES = (RESULTS, LOG, EVALUATION)
 """A folder with one of these files is a run; the first of them that exists gives its date."""
 
@@ -39,15 +42,15 @@ WITHOUT_EFFECT = {"output", "overwrite", "progress", "config"}
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run folder; parts that do not exist are empty."""
+    """The content of a run folder."""
 
     folder: Path
-    results: dict[str, Any]
-    epochs: list[dict[str, Any]]
+    results: Results | None
+    epochs: list[EpochRecord]
     """The log's epochs; none of a posterior that was fitted to a trained network."""
-    updates: list[dict[str, Any]]
+    updates: list[UpdateRecord]
     """The log's updates of the hyperparameters."""
-    evaluation: dict[str, Any]
+    evaluation: Evaluation | None
     options: dict[str, Any]
     """Dotted name -> value, from config.yaml."""
     date: datetime
@@ -60,29 +63,26 @@ class Run:
     @property
     def data(self) -> str | None:
         """Name of the data."""
-        named = self.results.get("data") or self.evaluation.get("data")
-        return named or _last_part(self.options.get("data.class_path"))
+        record = self.results or self.evaluation
+        return record.data if record else _last_part(self.options.get("data.class_path"))
 
     @property
     def model(self) -> str | None:
         """Class of the network."""
-        return self.results.get("model") or _last_part(self.options.get("model.class_path"))
+        named = _last_part(self.options.get("model.class_path"))
+        return self.results.model if self.results else named
 
     @property
-    def target_scale(self) -> tuple[float, float] | None:
+    def target_scale(self) -> list[float] | None:
         """Mean and standard deviation that targets were standardised by for training, if any."""
-        return self.results.get("target_scale") or self.evaluation.get("target_scale")
+        record = self.results or self.evaluation
+        return record.target_scale if record else None
 
     @property
     def name(self) -> str:
         """Network and data as far as they are known, or else the folder."""
-        known = " on ".join(part for part in (self.model, self.data) if part)
-        return known or self.folder.resolve().name
-
-    @property
-    def layers(self) -> dict[str, dict[str, float]]:
-        """Tensor, from the input to the output -> its row of "weight_decay" in results.json."""
-        return self.results.get("weight_decay", {})
+        names = " on ".join(part for part in (self.model, self.data) if part)
+        return names or self.folder.resolve().name
 
     def titled(self, title: str) -> str:
         """A title that names the run, too, if the page has several."""
@@ -95,8 +95,7 @@ class Predictive:
 
     run: Run
     name: str
-    content: Mapping[str, Any]
-    """Its entry in evaluation.json; of results.json only metrics and intervals."""
+    record: PredictiveRecord
     label: str = ""
     """What tells it apart in its chart."""
     place: int = 0
@@ -113,14 +112,18 @@ class Predictive:
         return self.run.style if self.run.label else self.place
 
 
-def predictives(runs: Sequence[Run], key: str = "metrics") -> list[Predictive]:
-    """The predictives in evaluation.json that have this part."""
-    found = [(run, *item) for run in runs for item in run.evaluation.get("predictives", {}).items()]
-    places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name, _ in found))}
+def predictives(runs: Sequence[Run]) -> list[Predictive]:
+    """The predictives in evaluation.json."""
+    records = [
+        (run, name, record)
+        for run in runs
+        if run.evaluation is not None
+        for name, record in run.evaluation.predictives.items()
+    ]
+    places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name, _ in records))}
     return [
-        Predictive(run, name, content, run.label or name, places[name])
-        for run, name, content in found
-        if content.get(key)
+        Predictive(run, name, record, run.label or name, places[name])
+        for run, name, record in records
     ]
 
 
@@ -152,7 +155,7 @@ def _read_run(folder: Path) -> Run:
             f"{folder} is not the folder of a run: it has none of {', '.join(MAIN_NAMES)}. Pass "
             "the folder that marglik train wrote to (--output)."
         )
-    results, records, config = read_record(folder / RESULTS), read_log(folder), folder / CONFIG
+    results, lines, config = read_results(folder), read_log(folder), folder / CONFIG
     try:
         text = config.read_text("utf-8") if config.is_file() else "{}"
         check_yaml(text)
@@ -163,12 +166,17 @@ def _read_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         results=results,
-        epochs=[record for record in records if record["kind"] == "epoch"],
-        updates=[record for record in records if record["kind"] == "update"],
-        evaluation=read_record(folder / EVALUATION),
+        epochs=_records(EpochRecord, lines, "epoch"),
+        updates=_records(UpdateRecord, lines, "update"),
+        evaluation=read_evaluation(folder),
         options=leaves(options),
         date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
     )
+
+
+def _records(of_type: type[Line], lines: Sequence[dict[str, Any]], kind: str) -> list[Line]:
+    own = [line for line in lines if line["kind"] == kind]
+    return [from_json(of_type, {k: v for k, v in line.items() if k != "kind"}) for line in own]
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -85,32 +85,30 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _facts_of(run: Run) -> dict[str, str]:
-    layers = run.layers.values()
-    total, effective = (
-        sum(layer[key] for layer in layers) for key in ("parameters", "effective_parameters")
-    )
-    N, evidence = run.results.get("num_data"), run.results.get("evidence", {})
-    kept = evidence.get("epoch")
-    last = str(run.epochs[-1]["epoch"]) if run.epochs else NOTHING
-    unfinished = ", unfinished" if run.epochs and not run.results else ""
+    results = run.results
+    tensors = results.weight_decay.values() if results else ()
+    total = sum(tensor.parameters for tensor in tensors)
+    effective = sum(tensor.effective_parameters for tensor in tensors)
+    last = str(run.epochs[-1].epoch) if run.epochs else NOTHING
+    unfinished = ", unfinished" if run.epochs and not results else ""
     return {
         "Network": run.model or NOTHING,
         "Data": run.data or NOTHING,
         "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
-        "Training examples": number(N),
+        "Training examples": number(results and results.num_data),
         "Target": NOTHING
         if run.target_scale is None
         else "standardised for training, by mean {} and standard deviation {}".format(
             *map(number, run.target_scale)
         ),
-        "Epochs": last if kept is None or not run.epochs else f"{last} (kept: {kept})",
-        "Log marginal likelihood": f"{number(evidence['kept'] / N, 4)} nats per example"
-        if N
+        "Epochs": f"{last} (kept: {results.evidence.epoch})" if results and run.epochs else last,
+        "Log marginal likelihood": f"{number(results.evidence.final / results.num_data, 4)} nats "
+        "per example"
+        if results
         else NOTHING,
         "Effective parameters": f"{number(round(effective))} of {number(total)}"
         if total
         else NOTHING,
-        "Time": duration(run.results.get("seconds")),
-        "Ranks": number(run.results.get("ranks")),
+        "Time": duration(results and results.seconds),
         "Folder": str(run.folder),
     }

@@ -6,10 +6,10 @@ tables, notes, confusion matrices and galleries, which page.html.j2 shows each b
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from marglik.data.record import seen_in_words
 from marglik.prediction.links import Calibration
+from marglik.records import Coverage
 from marglik.report import charts
 from marglik.report.contents import MISSING, Run, differing, predictives
 from marglik.report.tables import (
@@ -18,8 +18,8 @@ from marglik.report.tables import (
     Table,
     differences_table,
     duration,
+    evaluated_and_rivals,
     number,
-    of_evaluation_and_results,
     percentage,
     summary_table,
 )
@@ -68,36 +68,40 @@ Blocks = list[str | Gallery | Confusion | Table | list[charts.Chart]]
 
 def _summary(runs: Sequence[Run]) -> Blocks:
     """Metrics, differences on the same examples, and what must be known to read them."""
-    blocks: Blocks = [run.titled(seen) for run in runs if (seen := seen_in_words(run.evaluation))]
-    blocks += [summary_table(runs)] if of_evaluation_and_results(runs) else []
+    blocks: Blocks = [
+        run.titled(run.evaluation.seen_in_words)
+        for run in runs
+        if run.evaluation and run.evaluation.seen_in_words
+    ]
+    blocks += [summary_table(runs)] if evaluated_and_rivals(runs) else []
     for run in runs:
-        title = run.titled("Learned minus plain network, on the same test examples")
-        blocks += differences_table(title, run.results.get("differences", {}))
-        found = {one.name: one.content["against"] for one in predictives([run], "against")}
-        rivals = ", ".join(dict.fromkeys(one["predictive"] for one in found.values()))
+        for network in run.results.networks.values() if run.results else ():
+            title = run.titled("Learned minus plain network, on the same test examples")
+            blocks += differences_table(title, network.differences or {})
+        against = {one.name: one.record.against for one in predictives([run])}
+        rivals = ", ".join(dict.fromkeys(one.predictive for one in against.values() if one))
         title = run.titled(f"Differences from {rivals}, on the same test examples")
-        blocks += differences_table(
-            title, {name: one["differences"] for name, one in found.items()}
-        )
-    for evaluation in [run.evaluation for run in runs]:
-        if positions := evaluation.get("num_positions"):
+        differences = {name: one.differences for name, one in against.items() if one}
+        blocks += differences_table(title, differences)
+    for evaluation in [run.evaluation for run in runs if run.evaluation]:
+        if positions := evaluation.num_positions:
             blocks.append(
                 f"Metrics are means over {positions:,} positions (tokens), the NLL in nats per "
                 "position; each sequence counts as one example."
             )
-        if ood := evaluation.get("ood"):
-            name = f"{ood['name']} ({ood['num_examples']:,} examples)"
-            parts = [name, ood.get("note"), f"detected by {ood.get('score')}"]
+        if ood := evaluation.ood:
+            name = f"{ood.name} ({ood.num_examples:,} examples)"
+            parts = [name, ood.note, f"detected by {ood.score}"]
             blocks.append(f"Out of distribution: {', '.join(filter(None, parts))}.")
     return blocks
 
 
 def _curves(runs: Sequence[Run]) -> Blocks:
     updated, trained = [r for r in runs if r.updates], [r for r in runs if r.epochs]
-    found = [charts.evidence_chart(updated)] if updated else []
-    found += [charts.loss_chart(trained)] if trained else []
-    blocks: Blocks = [found]
-    if found and any(run.target_scale for run in runs):
+    shown = [charts.evidence_chart(updated)] if updated else []
+    shown += [charts.loss_chart(trained)] if trained else []
+    blocks: Blocks = [shown]
+    if shown and any(run.target_scale for run in runs):
         blocks.append(
             "Evidence and loss are of the target as it was standardised for training; metrics are "
             "in its own unit."
@@ -107,18 +111,22 @@ def _curves(runs: Sequence[Run]) -> Blocks:
 
 def _weight_decay(runs: Sequence[Run]) -> Blocks:
     """Over epochs, and for each tensor at the end, beside its effective parameters."""
-    updated, final = [run for run in runs if run.updates], [run for run in runs if run.layers]
-    keys, rows = ("learned", "effective_parameters", "parameters"), []
-    for name in dict.fromkeys(name for run in final for name in run.layers):
-        layers = [run.layers.get(name, {}) for run in final]
-        cells = [number(layer.get(key)) for layer in layers for key in keys]
-        shares = [
-            percentage(layer["effective_parameters"] / layer["parameters"], 1) if layer else ""
-            for layer in layers
-        ]
-        rows.append(Row(name, cells, small=[t for share in shares for t in ("", share, "")]))
+    updated = [run for run in runs if run.updates]
+    final = [(run, run.results.weight_decay) for run in runs if run.results]
+    rows = []
+    for name in dict.fromkeys(name for _, tensors in final for name in tensors):
+        cells, shares = [], []
+        for tensor in (tensors.get(name) for _, tensors in final):
+            if tensor is None:
+                cells += [NOTHING] * 3
+                shares += [""] * 3
+                continue
+            gamma, parameters = tensor.effective_parameters, tensor.parameters
+            cells += [number(tensor.learned), number(gamma), number(parameters)]
+            shares += ["", percentage(gamma / parameters, 1), ""]
+        rows.append(Row(name, cells, small=shares))
     heads = ("weight decay", "effective parameters", "parameters")
-    columns = ["Tensor", *(run.titled(head) for run in final for head in heads)]
+    columns = ["Tensor", *(run.titled(head) for run, _ in final for head in heads)]
     table = Table("Each tensor at the end", columns, rows, summary="Each tensor at the end")
     charts_of = charts.weight_decay_charts(updated)
     return [*([charts_of] if updated else []), *([table] if rows else [])]
@@ -126,16 +134,18 @@ def _weight_decay(runs: Sequence[Run]) -> Blocks:
 
 def _augmentation(runs: Sequence[Run]) -> Blocks:
     blocks: Blocks = []
-    for run in [run for run in runs if run.results.get("augmentation")]:
-        found = run.results["augmentation"]
-        blocks.append([charts.ranges_chart(run, found["ranges"])])
-        ends = ("initial", "learned", "largest")
+    for run, augmentation in [(run, run.results.augmentation) for run in runs if run.results]:
+        if augmentation is None:
+            continue
+        blocks.append([charts.ranges_chart(run, augmentation.ranges)])
         rows = [
-            Row(name, [number(of[key], 3) for key in ends]) for name, of in found["ranges"].items()
+            Row(name, [number(value, 3) for value in (one.initial, one.learned, one.largest)])
+            for name, one in augmentation.ranges.items()
         ]
-        blocks.append(Table(run.titled("Ranges"), ["Range", *ends], rows))
+        columns = ["Range", "initial", "learned", "largest"]
+        blocks.append(Table(run.titled("Ranges"), columns, rows))
         title = run.titled("Training images, and the copies whose outputs are averaged")
-        for i, images in enumerate(found["examples"]):
+        for i, images in enumerate(augmentation.examples):
             names = ["Training image", *(f"Its copy {k}" for k in range(1, len(images)))]
             pictures = [Picture(*pair) for pair in zip(images, names, strict=True)]
             blocks.append(Gallery("" if i else title, pictures, "copies"))
@@ -160,36 +170,36 @@ def _seconds(run: Run) -> dict[str, float]:
     """Name of a part -> seconds spent on it; the last one completes the run's total."""
     # Epochs are in the log, and updates part by part.
     parts: defaultdict[str, float] = defaultdict(float)
-    parts["training steps"] = sum(record["seconds"] for record in run.epochs)
+    parts["training steps"] = sum(record.seconds for record in run.epochs)
     for update in run.updates:
-        for key, seconds in update["seconds"].items():
+        for key, seconds in update.seconds.items():
             parts[PARTS[key] if key in PARTS else key] += seconds
-    rest = run.results.get("seconds", 0.0) - sum(parts.values())
+    rest = (run.results.seconds if run.results else 0.0) - sum(parts.values())
     return parts | {"everything else": rest} if rest > 0 else parts
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:
     # Curves with the same bins or levels share a chart, and a table of its points.
     groups = defaultdict(list)
-    for one in predictives(runs, "reliability"):
-        found = one.content["reliability"]
-        groups[one.chart, tuple(found.get("edges") or found["levels"])].append(one)
-    found = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
-    return [found, *_held_out(runs)]
+    for one in predictives(runs):
+        data = one.record.reliability
+        if data is not None:
+            places = data.levels if isinstance(data, Coverage) else data.edges
+            groups[one.chart, tuple(places)].append(one)
+    shown = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
+    return [shown, *_held_out(runs)]
 
 
 def _held_out(runs: Sequence[Run]) -> list[Table]:
     """A table of the held-out NLLs by which the runs' predictives were calibrated."""
-    names = ("nll", "nll_uncalibrated", "nll_scaled_map", "nll_map")
-    fits = [(run, run.results["calibration"]) for run in runs if run.results.get("calibration")]
-    rows = [
-        Row(
-            run.titled(fit["predictive"]),
-            [*(number(fit[name], 4) for name in names), number(fit["num_terms"])],
-            detail=Calibration(**fit["calibration"]).in_words,
-        )
-        for run, fit in fits
-    ]
+    rows = []
+    for run in runs:
+        if run.results is None or (fit := run.results.calibration) is None:
+            continue
+        values = [fit.nll, fit.nll_uncalibrated, fit.nll_scaled_map, fit.nll_map]
+        cells = [*(number(value, 4) for value in values), number(fit.num_terms)]
+        words = Calibration(**fit.calibration).in_words
+        rows.append(Row(run.titled(fit.predictive), cells, detail=words))
     titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
     title = "NLL of the held-out data used for calibration"
     return [Table(title, ["Predictive", *titles], rows, summary=title)] if rows else []
@@ -198,86 +208,97 @@ def _held_out(runs: Sequence[Run]) -> list[Table]:
 def _errors(runs: Sequence[Run]) -> Blocks:
     """Error rate by coverage; and what is taken for what."""
     risks, matrices = defaultdict(list), []
-    for one in predictives(runs, "risk_coverage"):
-        risks[one.chart].append(one)
+    for one in predictives(runs):
+        if one.record.risk_coverage:
+            risks[one.chart].append(one)
     for run in runs:
         # Predictives with the same class predictions are shown once, with all their names.
         alike = defaultdict(list)
-        for one in predictives([run], "classes"):
-            alike[repr(one.content["classes"])].append(one)
-        for group in alike.values():
-            if counts := group[0].content["classes"].get("confusion"):
-                classes = run.evaluation.get("classes") or [str(i) for i in range(len(counts))]
-                title = run.titled("; ".join(one.name for one in group))
-                matrices.append(Confusion(title, classes, counts))
-    found = [
-        charts.share_chart(f"Error rate by coverage: {title}", group, "risk_coverage")
+        for one in predictives([run]):
+            alike[repr(one.record.classes)].append(one)
+        for first, *others in alike.values():
+            errors = first.record.classes
+            if errors and errors.confusion and run.evaluation:
+                numbers = [str(i) for i in range(len(errors.counts))]
+                title = run.titled("; ".join(one.name for one in (first, *others)))
+                classes = run.evaluation.classes or numbers
+                matrices.append(Confusion(title, classes, errors.confusion))
+    shown = [
+        charts.risk_coverage_chart(f"Error rate by coverage: {title}", group)
         for title, group in risks.items()
     ]
-    return [found, *matrices]
+    return [shown, *matrices]
 
 
 def _ood(runs: Sequence[Run]) -> Blocks:
     curves = defaultdict(list)
-    for one in predictives(runs, "roc"):
-        data = (one.run.evaluation.get("ood") or {}).get("name", "")
-        curves[f"ROC curve: {one.name if one.run.label else data}"].append(one)
-    return [[charts.share_chart(title, group, "roc") for title, group in curves.items()]]
+    for one in predictives(runs):
+        if one.record.roc:
+            evaluation = one.run.evaluation
+            data = evaluation.ood.name if evaluation and evaluation.ood else ""
+            curves[f"ROC curve: {one.name if one.run.label else data}"].append(one)
+    return [[charts.roc_chart(title, group) for title, group in curves.items()]]
 
 
 def _uncertain(runs: Sequence[Run]) -> Blocks:
     galleries: Blocks = []
-    for run in [run for run in runs if run.evaluation.get("uncertain")]:
-        found = run.evaluation["uncertain"]
-        largest = max(e["aleatoric"] + e["epistemic"] for e in found["examples"]) or 1.0
+    for run in runs:
+        if run.evaluation is None or (uncertain := run.evaluation.uncertain) is None:
+            continue
+        largest = max(one.aleatoric + one.epistemic for one in uncertain.examples) or 1.0
         pictures = [
             Picture(
-                e["image"],
-                f"Test image {e['index']}: {e['label']}, predicted as {e['predicted']}",
+                one.image,
+                f"Test image {one.index}: {one.label}, predicted as {one.predicted}",
                 [
-                    ("predicted", f"{e['predicted']} ({100 * e['probability']:.0f} %)"),
-                    ("label", f"{e['label']} {'✓' if e['predicted'] == e['label'] else '✗'}"),
-                    ("entropy", f"{e['entropy']:.2f}"),
-                    ("of it epistemic", f"{e['epistemic']:.2f}"),
-                    ("image", str(e["index"])),
+                    ("predicted", f"{one.predicted} ({100 * one.probability:.0f} %)"),
+                    ("label", f"{one.label} {'✓' if one.predicted == one.label else '✗'}"),
+                    ("entropy", f"{one.entropy:.2f}"),
+                    ("of it epistemic", f"{one.epistemic:.2f}"),
+                    ("image", str(one.index)),
                 ],
-                (e["aleatoric"] / largest, e["epistemic"] / largest),
+                (one.aleatoric / largest, one.epistemic / largest),
             )
-            for e in found["examples"]
+            for one in uncertain.examples
         ]
-        galleries.append(Gallery(run.titled(f"By {found['predictive']}"), pictures))
+        galleries.append(Gallery(run.titled(f"By {uncertain.predictive}"), pictures))
     return galleries
 
 
 def _suspicious(runs: Sequence[Run]) -> Blocks:
     blocks: Blocks = []
-    for run in [run for run in runs if run.results.get("suspicious_labels")]:
-        found = run.results["suspicious_labels"]
-        if "unknown" in found:
-            blocks.append(run.titled(found["unknown"]))
+    for run in [run for run in runs if run.results]:
+        assert run.results is not None
+        labels = run.results.suspicious_labels
+        if labels.unknown is not None:
+            blocks.append(run.titled(labels.unknown))
             continue
         text = (
-            f"{found['number']:,} of {found['judged']:,} labels have a score above 1. The network "
-            f"predicted {percentage(found['agreement'], 1)} of the labels, on average over the "
+            f"{labels.number:,} of {labels.judged:,} labels have a score above 1. The network "
+            f"predicted {percentage(labels.agreement, 1)} of the labels, on average over the "
             "epochs."
         )
         blocks.append(run.titled(text))
-        examples, title = found["examples"], run.titled("The most suspicious")
+        title, columns = (
+            run.titled("The most suspicious"),
+            ("example", "label", "predicted", "score"),
+        )
         cells = [
-            [str(e["index"]), e["label"], e["predicted"], number(e["score"], 2)] for e in examples
+            [str(one.index), one.label, one.predicted, number(one.score, 2)]
+            for one in labels.examples
         ]
-        columns = ("example", "label", "predicted", "score")
-        if examples and "image" in examples[0]:
-            pictures = [
-                Picture(
-                    e["image"],
-                    f"Training image {of[0]}: labelled {of[1]}, predicted as {of[2]}",
-                    [*zip(columns, of, strict=True)],
-                )
-                for e, of in zip(examples, cells, strict=True)
-            ]
+        pictures = [
+            Picture(
+                one.image,
+                f"Training image {row[0]}: labelled {row[1]}, predicted as {row[2]}",
+                [*zip(columns, row, strict=True)],
+            )
+            for one, row in zip(labels.examples, cells, strict=True)
+            if one.image is not None
+        ]
+        if pictures:
             blocks.append(Gallery(title, pictures, "small"))
-        elif examples:
+        elif cells:
             rows = [Row(index, rest) for index, *rest in cells]
             blocks.append(Table(title, ["Training example", *columns[1:]], rows, has_words=True))
     return blocks
@@ -298,12 +319,15 @@ def _options(runs: Sequence[Run]) -> Blocks:
 
 def _versions(runs: Sequence[Run]) -> Blocks:
     """Versions and devices of training (or fit) and evaluation."""
-    names, columns = ("device", "threads", "ranks", "python"), {}
+    columns = {}
     for run in runs:
-        for of, record in (("results", run.results), ("evaluation", run.evaluation)):
+        for name, record in (("results", run.results), ("evaluation", run.evaluation)):
             if record:
-                found = {name: str(record[name]) for name in names if name in record}
-                columns[run.titled(of)] = found | record.get("versions", {})
+                parts = asdict(record.environment)
+                columns[run.titled(name)] = {
+                    **{k: str(v) for k, v in parts.items() if k != "versions"},
+                    **record.environment.versions,
+                }
     rows = [
         Row(name, [column.get(name, NOTHING) for column in columns.values()])
         for name in dict.fromkeys(name for column in columns.values() for name in column)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
 
+from marglik.records import METRICS, Difference, Metric, Metrics, PredictiveRecord
 from marglik.report.contents import Predictive, Run, predictives
 
 NOTHING = "–"
@@ -80,143 +80,105 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-class Metric(NamedTuple):
-    """What a metric is called, and which of its values are better."""
-
-    title: str
-    unit: str = ""
-    """Shares are shown as percentages: their unit is "%"."""
-    better: Literal["lower", "higher"] | float | None = None
-    """A number is the best value itself; None means unknown."""
-    decimals: int | None = 4
-    """None for numbers in a unit of the data's own, which may be large or small."""
-
-    @property
-    def detail(self) -> str:
-        """Unit and direction in words."""
-        if isinstance(self.better, float):
-            return f"{self.unit}, best at {percentage(self.better, 0)}"
-        direction = f"{self.better} is better" if self.better else ""
-        return ", ".join(part for part in (self.unit, direction) if part)
-
-    @property
-    def scale(self) -> float:
-        """What a value is multiplied by to be shown."""
-        return 100 if self.unit == "%" else 1
-
-    def show(self, value: float | None) -> str:
-        """A value as text, without its unit."""
-        if self.unit == "%" and value is not None:
-            return number(100 * value, 2)
-        return number(value, self.decimals if value is not None and abs(value) < 1e4 else None)
-
-    def loss(self, value: float) -> float:
-        """A number that is smallest for the best value."""
-        if isinstance(self.better, float):
-            return abs(value - self.better)
-        return -value if self.better == "higher" else value
+def shown(metric: Metric, value: float | None) -> str:
+    """A metric's value as text, without its unit."""
+    if metric.unit == "%" and value is not None:
+        return number(100 * value, 2)
+    return number(value, metric.decimals if value is not None and abs(value) < 1e4 else None)
 
 
-METRICS = {
-    "cls/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
-    "cls/NLL_recorded_labels": Metric("... if test labels are as wrong", "nats", "lower"),
-    "cls/NLL_true_class": Metric("... of the true class", "nats", "lower"),
-    "cls/accuracy": Metric("Accuracy", "%", "higher"),
-    "cls/Brier": Metric("Brier score", "", "lower"),
-    "cls/AURC": Metric("Area under the risk–coverage curve", "", "lower"),
-    "cal/ECE": Metric("Expected calibration error", "%", "lower"),
-    "reg/NLL": Metric("Negative log-likelihood", "nats per example", "lower"),
-    "reg/RMSE": Metric("Root mean squared error", "unit of the target", "lower", None),
-    "cal/coverage50": Metric("Coverage of the 50 % interval", "%", 0.5),
-    "cal/coverage90": Metric("Coverage of the 90 % interval", "%", 0.9),
-    "cal/coverage95": Metric("Coverage of the 95 % interval", "%", 0.95),
-    "AUROC": Metric("Area under the ROC curve", "", "higher"),
-    "AUROC_epistemic": Metric("Area under the ROC curve, by the epistemic part", "", "higher"),
-    "AUPR": Metric("Area under the precision–recall curve", "", "higher"),
-    "FPR95": Metric("False positives at 95 % true positives", "%", "lower"),
-}
-"""Part of a key after "test/" or "ood/" -> metric."""
-SPLITS = {"test": "Test set", "ood": "Out of distribution"}
+def _detail(metric: Metric) -> str:
+    """Unit and direction in words."""
+    if isinstance(metric.better, float):
+        return f"{metric.unit}, best at {percentage(metric.better, 0)}"
+    direction = f"{metric.better} is better" if metric.better else ""
+    return ", ".join(part for part in (metric.unit, direction) if part)
+
+
+def _loss(metric: Metric, value: float) -> float:
+    """A number that is smallest for the best value."""
+    if isinstance(metric.better, float):
+        return abs(value - metric.better)
+    return -value if metric.better == "higher" else value
+
+
 SECONDS = {
     "seconds": "Time to predict the test set",
     "seconds_of_training": "Time to train its members",
 }
-DIFFERENCES = ("test/cls/NLL", "test/cls/accuracy", "test/cls/Brier", "test/reg/NLL")
+DIFFERENCES = ("nll", "accuracy", "brier")
 
 
-def of_evaluation_and_results(runs: Sequence[Run]) -> list[Predictive]:
+def evaluated_and_rivals(runs: Sequence[Run]) -> list[Predictive]:
     """The predictives in evaluation.json, and those in results.json that it does not have.
 
     `marglik train` evaluates the learned network and perhaps a plain one ("plain, ..."), `marglik
     evaluate` the learned one alone.
     """
-    found, evaluated = [], predictives(runs)
+    columns, evaluated = [], predictives(runs)
     for run in runs:
-        of_run = [one for one in evaluated if one.run is run]
-        intervals = run.results.get("intervals", {})
-        found += of_run + [
-            Predictive(run, name, {"metrics": metrics, "intervals": intervals.get(name)})
-            for name, metrics in run.results.get("metrics", {}).items()
-            if not (of_run and name.startswith(("learned, ", "fixed, ")))
+        own = [one for one in evaluated if one.run is run]
+        rivals = {} if run.results is None else run.results.scores
+        columns += own + [
+            Predictive(run, name, PredictiveRecord(scores.metrics, scores.intervals))
+            for name, scores in rivals.items()
+            if not (own and name.startswith(("learned, ", "fixed, ")))
         ]
-    return found
+    return columns
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
     """Metrics in rows, predictives of all runs in columns; the best for each data set is marked."""
-    columns = of_evaluation_and_results(runs)
-    keys = list(dict.fromkeys(key for one in columns for key in one.content["metrics"]))
+    columns = evaluated_and_rivals(runs)
+    names = {name for one in columns for name, _ in one.record.metrics.items()}
     rows: list[Row] = []
-    for split, title in SPLITS.items():
-        of_split = [key for key in keys if key.split("/", 1)[0] == split]
-        rows += [Row(title)] if of_split else []
-        rows += [_row(key, key.removeprefix(f"{split}/"), columns) for key in of_split]
-    for key, title in SECONDS.items():
-        seconds = [one.content.get(key) for one in columns]
+    for title, is_outside in (("Test set", False), ("Out of distribution", True)):
+        own = [n for n, m in METRICS.items() if n in names and m.out_of_distribution == is_outside]
+        rows += [Row(title)] if own else []
+        rows += [_row(name, columns) for name in own]
+    for field, title in SECONDS.items():
+        seconds = [getattr(one.record, field) for one in columns]
         if any(value is not None for value in seconds):
             rows.append(Row(title, [*map(duration, seconds)]))
     titles = [one.run.titled(one.name) for one in columns]
     return Table("Metrics of every predictive", ["Metric", *titles], rows)
 
 
-def _row(key: str, name: str, columns: Sequence[Predictive]) -> Row:
-    metric = METRICS.get(name, Metric(name))
-    if all(one.run.evaluation.get("num_positions") for one in columns):
-        metric = metric._replace(unit=metric.unit.replace("per example", "per position"))
-    values = [one.content["metrics"].get(key) for one in columns]
-    ends = [(one.content.get("intervals") or {}).get(key) for one in columns]
+def _row(name: str, columns: Sequence[Predictive]) -> Row:
+    metric = METRICS[name]
+    if all(one.run.evaluation and one.run.evaluation.num_positions for one in columns):
+        metric = replace(metric, unit=metric.unit.replace("per example", "per position"))
+    values = [getattr(one.record.metrics, name) for one in columns]
+    ends = [getattr(one.record.intervals, name) for one in columns]
     # The best among the runs on the same data, unless all are the same.
     best: set[int] = set()
     for data in {one.run.data for one in columns} if metric.better is not None else ():
         losses = {
-            i: metric.loss(value)
+            i: _loss(metric, value)
             for i, (value, one) in enumerate(zip(values, columns, strict=True))
             if one.run.data == data and value is not None and math.isfinite(value)
         }
         smallest = {i for i, loss in losses.items() if loss == min(losses.values())}
         best |= smallest if len(smallest) < len(losses) else set()
-    decimals = 2 if metric.unit == "%" else metric.decimals
-    small = [interval(one, decimals, metric.scale) for one in ends]
-    return Row(metric.title, [*map(metric.show, values)], frozenset(best), metric.detail, small)
+    decimals, scale = (2, 100) if metric.unit == "%" else (metric.decimals, 1)
+    small = [interval(one, decimals, scale) for one in ends]
+    cells = [shown(metric, value) for value in values]
+    return Row(metric.title, cells, frozenset(best), _detail(metric), small)
 
 
-def differences_table(
-    title: str, found: Mapping[str, Mapping[str, Sequence[float]]]
-) -> list[Table]:
+def differences_table(title: str, by_predictive: Mapping[str, Metrics[Difference]]) -> list[Table]:
     """A table of differences (value, lower end, upper end) by predictive; none if none is known."""
-    metrics = {
-        key: METRICS[key.removeprefix("test/")]
-        for key in DIFFERENCES
-        if any(key in one for one in found.values())
-    }
+    rows_of = {name: dict(one.items()) for name, one in by_predictive.items()}
+    names = [name for name in DIFFERENCES if any(name in one for one in rows_of.values())]
     rows = []
-    for name, differences in found.items():
+    for predictive, differences in rows_of.items():
         cells, small = [], []
-        for key, metric in metrics.items():
-            value, *ends = differences.get(key, (None,))
-            cells.append(f"{'+' if value and value > 0 else ''}{metric.show(value)}")
-            small.append(" to ".join(map(metric.show, ends)))
-        rows.append(Row(name, cells, small=small))
-    units = [f"{metric.title} ({metric.unit})".replace(" ()", "") for metric in metrics.values()]
+        for name in names:
+            value, *ends = differences.get(name, (None,))
+            sign = "+" if value and value > 0 else ""
+            cells.append(f"{sign}{shown(METRICS[name], value)}")
+            small.append(" to ".join(shown(METRICS[name], end) for end in ends))
+        rows.append(Row(predictive, cells, small=small))
+    units = [f"{METRICS[name].title} ({METRICS[name].unit})".replace(" ()", "") for name in names]
     units = [unit.replace("(%)", "(percentage points)") for unit in units]
-    return [Table(title, ["Predictive", *units], rows, summary=title)] if metrics else []
+    return [Table(title, ["Predictive", *units], rows, summary=title)] if names else []

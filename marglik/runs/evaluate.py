@@ -18,17 +18,17 @@ from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import evaluate, predictives_of
 from marglik.prediction.predictive import PredictiveConfig, PredictiveMethod
+from marglik.records import CalibrationRecord, Evaluation
 from marglik.runs.build import check_model, device_of
 from marglik.runs.config import Accelerator, check_seed
 from marglik.runs.results import calibration_in_units, evaluation_in_units
 from marglik.specification import build_from_spec
 from marglik.storage.run_folder import (
     ENSEMBLE,
-    EVALUATION,
-    RESULTS,
+    read_evaluation,
     read_posterior,
-    read_record,
-    write_record,
+    read_results,
+    write_evaluation,
 )
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def evaluate_run(
     accelerator: Accelerator = "auto",
     seed: int = 0,
     progress: bool = True,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
     A predictive whose calibration is not saved with the posterior is calibrated on the data's
@@ -55,7 +55,7 @@ def evaluate_run(
     with; of the run's own test part there are none.
 
     Returns the content of ``evaluation.json``, which replaces that of an earlier evaluation in the
-    folder; its folder under "output"; and the new calibrations under "calibrated".
+    folder.
 
     Args:
         path: folder that marglik train or save_posterior has written.
@@ -106,14 +106,14 @@ def evaluate_run(
         check_model(network, splits, None, laplace.likelihood, config)
     folder = Path(output or path)
     # Now, since the report at the end would find the same errors only after the work.
-    for name in (RESULTS, EVALUATION):
-        read_record(folder / name)
+    read_results(folder)
+    read_evaluation(folder)
 
     # Step 2: what is not calibrated yet, and the metrics.
-    calibrated = {}
+    calibrated: dict[str, CalibrationRecord] = {}
     if is_held_out(splits, record["data"]):
         calibrated = _calibrate(laplace, configs, splits, progress)
-    found, _ = evaluate(
+    evaluation, _ = evaluate(
         predictives_of(laplace, configs, ensemble, seed=seed),
         splits,
         laplace.likelihood,
@@ -123,14 +123,15 @@ def evaluate_run(
         device=device,
         progress=progress,
     )
-    found = evaluation_in_units(found, splits) | {"num_seen": num_seen(splits, record["data"])}
-    write_record(folder / EVALUATION, found)
-    return found | {"output": str(folder), "calibrated": calibrated}
+    evaluation = evaluation_in_units(evaluation, splits)
+    evaluation = replace(evaluation, num_seen=num_seen(splits, record["data"]))
+    write_evaluation(folder, evaluation)
+    return replace(evaluation, output=str(folder), calibrated=calibrated)
 
 
 def _calibrate(
     laplace: Posterior, configs: list[PredictiveConfig], splits: Splits, progress: bool
-) -> dict[str, Any]:
+) -> dict[str, CalibrationRecord]:
     """Calibrate predictives that the posterior has no calibration of; returns label -> calibration.
 
     On the validation set. The saved posterior is not changed.
@@ -143,11 +144,8 @@ def _calibrate(
             device, size = laplace.mean.device, config.batch_size
             batches = split_batches(splits, "validation", size, device=device)
             calibrations_of(laplace, batches, config, progress=progress)
-    found = laplace.calibrations = laplace.calibrations | remembered
-    return {
-        c.label: {"predictive": c.label} | calibration_in_units(found[c.label], splits)
-        for c in unknown
-    }
+    fits = laplace.calibrations = laplace.calibrations | remembered
+    return {c.label: calibration_in_units(c.label, fits[c.label], splits) for c in unknown}
 
 
 def saved_object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
+from marglik.records import Evaluation
 from marglik.runs.build import check_model, device_of
 from marglik.runs.config import Accelerator, CurvatureConfig, PriorRules, check_seed
 from marglik.runs.evaluate import evaluate_run
@@ -42,7 +42,7 @@ def fit(
     seed: int = 0,
     progress: bool = True,
     provenance: Provenance = Provenance(),  # noqa: B008
-) -> dict[str, Any]:
+) -> Evaluation:
     """Fit a posterior to a trained network, calibrate and save it, and evaluate it.
 
     The prior precision, and the noise of regression, maximise the evidence. The validation split

@@ -7,21 +7,21 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from marglik.records import (
+    METRICS,
+    Augmentation,
+    CalibrationRecord,
+    Evaluation,
+    Results,
+    Scores,
+    SuspiciousLabels,
+    TensorDecay,
+)
 
 LAYERS_SHOWN, SUSPICIOUS_SHOWN = 20, 3
 LONGEST_NAME = 36
 """Longer names of rows lose their middle."""
-METRICS = {
-    "test/cls/NLL": "NLL",
-    "test/cls/accuracy": "accuracy",
-    "test/reg/NLL": "NLL",
-    "test/reg/RMSE": "RMSE",
-    "test/cal/ECE": "ECE",
-    "test/cal/coverage90": "90 % interval covers",
-    "ood/AUROC": "AUROC of ood",
-}
-"""What the terminal shows; the report has all metrics."""
 
 
 def printable(text: str) -> str:
@@ -40,48 +40,40 @@ def say(text: str = "") -> None:
     print(printable(text))
 
 
-def print_results(results: dict[str, Any], report: Path) -> None:
+def print_results(results: Results, report: Path) -> None:
     """Print what `marglik train` found: evidence, weight decays, metrics, the folder."""
-    num_data, evidence = results["num_data"], results["evidence"]
-    if results.get("verdict"):
+    num_data, evidence = results.num_data, results.evidence
+    if results.verdict:
         say()
-        _print_paragraph(results["verdict"])
-    if results.get("simple_models"):
-        _print_paragraph(results["simple_models"])
-    held_out = f", {results['held_out']} held out" if results.get("held_out") else ""
-    seconds = f"{results['seconds']:.0f} s"
-    say(f"\n{results['data']}: {num_data} training examples{held_out}, {seconds}")
+        _print_paragraph(results.verdict)
+    if results.simple_models:
+        _print_paragraph(results.simple_models)
+    held_out = f", {results.held_out} held out" if results.held_out else ""
+    say(f"\n{results.data}: {num_data} training examples{held_out}, {results.seconds:.0f} s")
     _print_paragraph(
-        f"log marginal likelihood per example: {evidence['first'] / num_data:.4f} at the first "
-        f"update, {evidence['kept'] / num_data:.4f} at the kept one (epoch {evidence['epoch']})"
-        f"{', of the standardised target' if results['target_scale'] else ''}"
+        f"log marginal likelihood per example: {evidence.first / num_data:.4f} at the first "
+        f"update, {evidence.final / num_data:.4f} at the kept one (epoch {evidence.epoch})"
+        f"{', of the standardised target' if results.target_scale else ''}"
     )
-    if results.get("sigma_noise") is not None:
-        sigma = results["sigma_noise"]
-        of_outputs = sigma if isinstance(sigma, list) else [sigma]
-        say(f"noise: standard deviation {', '.join(map(_significant, of_outputs))}")
-    _print_weight_decays(results["weight_decay"])
-    _print_metrics(results["metrics"], results["intervals"], results)
-    _print_calibration(results["calibration"])
-    _print_ranges(results.get("augmentation"))
-    _print_suspicious(results.get("suspicious_labels", {}))
-    say(f"\nWritten to {results['output']}; the report is {report}")
+    if results.sigma_noise is not None:
+        say(f"noise: standard deviation {', '.join(map(_significant, results.sigma_noise))}")
+    _print_weight_decays(results.weight_decay)
+    _print_metrics(results.scores, results)
+    _print_calibration(results.calibration)
+    _print_ranges(results.augmentation)
+    _print_suspicious(results.suspicious_labels)
+    say(f"\nWritten to {results.output}; the report is {report}")
 
 
-def print_evaluation(results: dict[str, Any], report: Path) -> None:
+def print_evaluation(evaluation: Evaluation, report: Path) -> None:
     """Print the main metrics of each predictive, and what its calibration found."""
-    from marglik.data.record import seen_in_words  # late: imports torch
-
-    say(f"{results['data']}: {results['num_test']} test examples")
-    if seen := seen_in_words(results):
-        _print_paragraph(seen)
-    entries = results["predictives"]
-    metrics = {name: entry["metrics"] for name, entry in entries.items()}
-    intervals = {name: entry.get("intervals", {}) for name, entry in entries.items()}
-    _print_metrics(metrics, intervals, results)
-    for fit in results["calibrated"].values():
+    say(f"{evaluation.data}: {evaluation.num_test} test examples")
+    if evaluation.seen_in_words:
+        _print_paragraph(evaluation.seen_in_words)
+    _print_metrics(evaluation.predictives, evaluation)
+    for fit in (evaluation.calibrated or {}).values():
         _print_calibration(fit)
-    say(f"\nWritten to {results['output']}; the report is {report}")
+    say(f"\nWritten to {evaluation.output}; the report is {report}")
 
 
 def _significant(value: float) -> str:
@@ -89,50 +81,47 @@ def _significant(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _print_weight_decays(layers: dict[str, dict[str, float]]) -> None:
-    shown = sorted(layers.items(), key=lambda item: -item[1]["parameters"])[:LAYERS_SHOWN]
-    digits = max(len(str(row["parameters"])) for _, row in shown)  # so that slashes are aligned
+def _print_weight_decays(tensors: Mapping[str, TensorDecay]) -> None:
+    shown = sorted(tensors.items(), key=lambda item: -item[1].parameters)[:LAYERS_SHOWN]
+    digits = max(len(str(row.parameters)) for _, row in shown)  # so that slashes are aligned
     rows = [
         [
             name,
-            f"{row['initial']:.1e} -> {row['learned']:.2e}",
-            f"{row['effective_parameters']:.1f} / {row['parameters']:<{digits}}",
+            f"{row.initial:.1e} -> {row.learned:.2e}",
+            f"{row.effective_parameters:.1f} / {row.parameters:<{digits}}",
         ]
         for name, row in shown
     ]
     _print_table(["parameter", "weight decay", "effective / all"], rows)
-    if len(layers) > len(shown):
-        say(f"... and {len(layers) - len(shown)} smaller ones, in results.json")
+    if len(tensors) > len(shown):
+        say(f"... and {len(tensors) - len(shown)} smaller ones, in results.json")
 
 
-def _print_metrics(
-    metrics: Mapping[str, Mapping[str, float]],
-    intervals: Mapping[str, Mapping[str, Sequence[float]]],
-    results: Mapping[str, Any],
-) -> None:
+def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -> None:
     """Print a row per predictive; ± half of the 95 % interval where one is known."""
-    positions = results["num_positions"]
-    keys = [key for key in METRICS if any(key in of for of in metrics.values())]
+    names = {name for one in scores.values() for name, _ in one.metrics.items()}
+    shown = {name: metric for name, metric in METRICS.items() if metric.short and name in names}
 
-    def shown(name: str, key: str) -> str:
-        if key not in metrics[name]:
+    def cell(one: Scores, name: str) -> str:
+        value, ends = getattr(one.metrics, name), getattr(one.intervals, name)
+        if value is None:
             return ""
-        ends = intervals.get(name, {}).get(key)
-        numbers = [metrics[name][key], *([(ends[1] - ends[0]) / 2] if ends else [])]
-        in_unit = key == "test/reg/RMSE"
+        numbers = [value, *([(ends[1] - ends[0]) / 2] if ends else [])]
+        in_unit = shown[name].decimals is None
         return " ± ".join(_significant(v) if in_unit else f"{v:.3f}" for v in numbers)
 
-    rows = [[name, *(shown(name, key) for key in keys)] for name in metrics]
-    _print_table(["", *(METRICS[key] for key in keys)], rows)
+    rows = [[label, *(cell(one, name) for name in shown)] for label, one in scores.items()]
+    _print_table(["", *(metric.short for metric in shown.values())], rows)
+    positions = record.num_positions
     per = f", over {positions} positions (tokens)" if positions is not None else ""
-    unit = " NLL and RMSE are in the unit of the target." if results["target_scale"] else ""
+    unit = " NLL and RMSE are in the unit of the target." if record.target_scale else ""
     _print_paragraph(
         f"Test set{per}; ± half of a 95 % interval over the choice of test examples.{unit} The "
         "report has all metrics."
     )
 
 
-def _print_calibration(fit: dict[str, Any] | None) -> None:
+def _print_calibration(fit: CalibrationRecord | None) -> None:
     """Print what calibration found, or that there was none."""
     say()
     if fit is None:
@@ -145,41 +134,42 @@ def _print_calibration(fit: dict[str, Any] | None) -> None:
     from marglik.prediction.links import Calibration  # late: imports torch
 
     _print_paragraph(
-        f"{fit['predictive']}: calibrated on {fit['num_terms']} held-out loss terms: "
-        f"{Calibration(**fit['calibration']).in_words}. Their NLL: {fit['nll']:.4f}; MAP "
-        f"{fit['nll_map']:.4f}, temperature-scaled {fit['nll_scaled_map']:.4f}; uncalibrated "
-        f"Laplace {fit['nll_uncalibrated']:.4f}."
+        f"{fit.predictive}: calibrated on {fit.num_terms} held-out loss terms: "
+        f"{Calibration(**fit.calibration).in_words}. Their NLL: {fit.nll:.4f}; MAP "
+        f"{fit.nll_map:.4f}, temperature-scaled {fit.nll_scaled_map:.4f}; uncalibrated "
+        f"Laplace {fit.nll_uncalibrated:.4f}."
     )
 
 
-def _print_ranges(found: dict[str, Any] | None) -> None:
+def _print_ranges(augmentation: Augmentation | None) -> None:
     """Print the ranges of a learned augmentation that are not at their smallest."""
-    if found is None:
+    if augmentation is None:
         return
     wide = [
-        f"{name} ±{of['learned']:.2g}"
-        for name, of in found["ranges"].items()
-        if of["learned"] > 0.02 * of["largest"]
+        f"{name} ±{one.learned:.2g}"
+        for name, one in augmentation.ranges.items()
+        if one.learned > 0.02 * one.largest
     ]
     _print_paragraph(
         f"Learned invariances (angles in radians, moves in halves of the image): "
-        f"{', '.join(wide) or 'none'}. The network averages {found['copies']} copies of each image."
+        f"{', '.join(wide) or 'none'}. The network averages {augmentation.copies} copies of each "
+        "image."
     )
 
 
-def _print_suspicious(found: dict[str, Any]) -> None:
+def _print_suspicious(labels: SuspiciousLabels) -> None:
     """Print the first of the labels that may be wrong; nothing if there are none."""
-    if not found.get("number"):
+    if not labels.number:
         return
     say()
     _print_paragraph(
-        f"Training labels to look at, wrong or hard: {found['number']} of {found['judged']} have "
-        f"a score above 1. The network predicted {100 * found['agreement']:.0f} % of all, on "
+        f"Training labels to look at, wrong or hard: {labels.number} of {labels.judged} have "
+        f"a score above 1. The network predicted {100 * labels.agreement:.0f} % of all, on "
         "average over training."
     )
     rows = [
-        [str(e["index"]), e["label"], e["predicted"], f"{e['score']:.1f}"]
-        for e in found["examples"][:SUSPICIOUS_SHOWN]
+        [str(one.index), one.label, one.predicted, f"{one.score:.1f}"]
+        for one in labels.examples[:SUSPICIOUS_SHOWN]
     ]
     _print_table(["example", "label", "predicted", "score"], rows)
 

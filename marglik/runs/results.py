@@ -1,6 +1,7 @@
-"""What results.json holds: evidence and weight decays, metrics, labels to look at, ranges."""
+"""What ``results.json`` says of a posterior and its data, in the units that people know."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,19 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
 from marglik.prediction.suspicious_labels import suspicious_labels
+from marglik.records import (
+    Augmentation,
+    CalibrationRecord,
+    Evaluation,
+    Metrics,
+    PredictiveRecord,
+    Range,
+    SuspiciousLabel,
+    SuspiciousLabels,
+    TensorDecay,
+)
 from marglik.training.loop import OnlineResult
 
-NLL, RMSE = "test/reg/NLL", "test/reg/RMSE"
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Number of suspicious labels at most, and of images that are shown as an augmentation changes
 them."""
@@ -27,33 +38,45 @@ LARGEST_PICTURE = 48
 # y = mean + std·t, so that p(y) = p(t)/std.
 
 
-def evaluation_in_units(evaluation: dict[str, Any], splits: Splits) -> dict[str, Any]:
-    """The content of ``evaluation.json``, from what `evaluate` found for standardised targets.
-
-    Says of the scale what it is, under "target_scale"; None where targets are as they are given.
-    """
-    scale = splits.target_scale
-    evaluation["target_scale"] = None if scale is None else list(scale)
-    if scale is None:
-        return evaluation
-    std, log_std = scale[1], _log_std(splits)
-    for entry in evaluation["predictives"].values():
-        for of, change in {NLL: lambda v: v + log_std, RMSE: lambda v: v * std}.items():
-            entry["metrics"][of] = change(entry["metrics"][of])
-            if of in entry["intervals"]:
-                entry["intervals"][of] = [change(end) for end in entry["intervals"][of]]
-        if "calibration" in entry:
-            entry["calibration"] = _in_units(entry["calibration"], std)
-    return evaluation
-
-
-def calibration_in_units(fit: dict[str, Any], splits: Splits) -> dict[str, Any]:
-    """The same for what a calibration found."""
+def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
+    """An evaluation in units of the targets, from one of standardised targets."""
     if splits.target_scale is None:
-        return fit
-    nll = {name: fit[name] + _log_std(splits) for name in fit if name.startswith("nll")}
-    calibrations = ("calibration", "map_calibration")
-    return fit | nll | {of: _in_units(fit[of], splits.target_scale[1]) for of in calibrations}
+        return evaluation
+    predictives: dict[str, PredictiveRecord] = {
+        name: scores_in_units(record, splits) for name, record in evaluation.predictives.items()
+    }
+    for name, record in predictives.items():
+        if record.calibration is not None:
+            calibration = _in_units(record.calibration, splits.target_scale[1])
+            predictives[name] = replace(record, calibration=calibration)
+    scale = list(splits.target_scale)
+    return replace(evaluation, predictives=predictives, target_scale=scale)
+
+
+def scores_in_units(scores: Any, splits: Splits) -> Any:
+    """The same for `Scores`."""
+    if splits.target_scale is None:
+        return scores
+    std, log_std = splits.target_scale[1], _log_std(splits)
+    metrics, ends = scores.metrics, scores.intervals
+    metrics |= Metrics(nll=metrics.nll + log_std, rmse=metrics.rmse * std)
+    if ends.nll is not None:
+        ends |= Metrics(nll=(ends.nll[0] + log_std, ends.nll[1] + log_std))
+    if ends.rmse is not None:
+        ends |= Metrics(rmse=(ends.rmse[0] * std, ends.rmse[1] * std))
+    return replace(scores, metrics=metrics, intervals=ends)
+
+
+def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
+    """The same for what the calibration of a predictive found."""
+    if splits.target_scale is None:
+        return CalibrationRecord(name, **fit)
+    nll = {key: fit[key] + _log_std(splits) for key in fit if key.startswith("nll")}
+    calibrations: dict[str, Any] = {
+        key: _in_units(fit[key], splits.target_scale[1])
+        for key in ("calibration", "map_calibration")
+    }
+    return CalibrationRecord(name, **fit | nll | calibrations)
 
 
 def _log_std(splits: Splits) -> float:
@@ -68,7 +91,7 @@ def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
 
 
 def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dict[str, Any]:
-    """What a posterior says in the results of a run: noise, and each tensor's weight decay.
+    """What a posterior says in `Results`: noise, and each tensor's weight decay.
 
     Args:
         laplace: the posterior.
@@ -81,79 +104,65 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
     relative = laplace.likelihood.parameters.get("noise", 1.0)  # of each output
     std = 1.0 if splits.target_scale is None else splits.target_scale[1]
-    sigma = (laplace.sigma_noise.double().cpu() * relative * std).tolist()
+    sigma = (laplace.sigma_noise.double().cpu() * relative * std).reshape(-1).tolist()
     return {
         "num_data": laplace.n_data,
         "target_scale": None if splits.target_scale is None else list(splits.target_scale),
         "sigma_noise": sigma if laplace.likelihood.has_sigma else None,
         "weight_decay": {
-            name: {
-                "initial": initial,
-                "learned": learned[i].item(),
-                "effective_parameters": gamma[i].item(),
-                "parameters": int(laplace.evidence_terms.sizes[i]),
-            }
+            name: TensorDecay(
+                initial=initial,
+                learned=learned[i].item(),
+                effective_parameters=gamma[i].item(),
+                parameters=int(laplace.evidence_terms.sizes[i]),
+            )
             for i, name in enumerate(trainable)
         },
     }
 
 
-def metrics_of(label: str, evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Metrics and intervals of each predictive, under names such as "learned, MAP"."""
-    predictives = evaluation["predictives"].items()
-    return {
-        kind: {f"{label}, {name}": predictive[kind] for name, predictive in predictives}
-        for kind in ("metrics", "intervals")
-    }
-
-
-def suspicious_results(
-    learned: OnlineResult, splits: Splits, kept: Tensor, label_noise: float
-) -> dict[str, Any]:
+def suspicious_record(
+    outcome: OnlineResult, splits: Splits, train_indices: Tensor, label_noise: float
+) -> SuspiciousLabels:
     """The training labels that look most wrong; where none can be judged, why.
 
-    With ``label_noise`` each has the probability that its label is wrong.
-    ``kept`` are the positions (N,) of the examples that the network was trained on, in the data.
+    With ``label_noise`` each has the probability that its label is wrong. ``train_indices`` (N,)
+    are those of the examples that the network was trained on, in the data.
     """
     y = tensors_in(splits.train)[-1].cpu()
     try:
-        assert learned.training_probabilities is not None
-        p = learned.training_probabilities.mean().cpu()
+        assert outcome.training_probabilities is not None
+        p = outcome.training_probabilities.mean().cpu()
     except ValueError as error:
-        return {"unknown": str(error)}
+        return SuspiciousLabels(unknown=str(error))
     # Ignored labels have no prediction to compare with; of sequences, each position is judged.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
-    found = suspicious_labels(y[counts], p[counts], label_noise or None)
+    labels = suspicious_labels(y[counts], p[counts], label_noise or None)
     examples = []
-    for i in range(min(found.number, MOST_SUSPICIOUS)):
+    for i in range(min(labels.number, MOST_SUSPICIOUS)):
         # From a place among the judged, to one among the trained on, to one in the data.
-        here = int(counts[found.index[i]])
-        names = [
+        here = int(counts[labels.index[i]])
+        label, predicted = (
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
-            for k in (found.label[i], found.predicted[i])
-        ]
-        example = {"index": int(kept[here]), "label": names[0], "predicted": names[1]}
-        wrong = {} if found.wrong is None else {"wrong": found.wrong[i].item()}
-        examples.append(example | {"score": found.score[i].item()} | wrong)
+            for k in (labels.label[i], labels.predicted[i])
+        )
+        wrong = None if labels.wrong is None else labels.wrong[i].item()
+        image = None
         if splits.are_images:
-            picture = tensors_in(splits.train)[0][here]
-            examples[-1]["image"] = data_uri(picture, LARGEST_PICTURE)
-    return {
-        "judged": len(found.index),
-        "number": found.number,
-        "agreement": found.agreement,
-        "examples": examples,
-    }
+            image = data_uri(tensors_in(splits.train)[0][here], LARGEST_PICTURE)
+        index, score = int(train_indices[here]), labels.score[i].item()
+        examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image))
+    return SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
 
 
 @torch.no_grad()
-def augmentation_results(model: nn.Module, splits: Splits) -> dict[str, Any]:
-    """The learned ranges, and some training images as the network sees them; {} without any."""
+def augmentation_record(model: nn.Module, splits: Splits) -> Augmentation | None:
+    """The learned ranges, and some training images as the network sees them; None without any."""
     if not isinstance(model, LearnedAugmentation):
-        return {}
+        return None
     ranges = {
-        name: {"initial": START * largest, "learned": value, "largest": largest}
+        name: Range(START * largest, value, largest)
         for name, value, largest in zip(
             model.names, model.ranges.tolist(), model.largest.tolist(), strict=True
         )
@@ -167,4 +176,4 @@ def augmentation_results(model: nn.Module, splits: Splits) -> dict[str, Any]:
         [data_uri(picture, LARGEST_PICTURE) for picture in (image, *of_image)]
         for image, of_image in zip(images, copies, strict=True)
     ]
-    return {"augmentation": {"ranges": ranges, "copies": model.copies, "examples": rows}}
+    return Augmentation(ranges, model.copies, rows)

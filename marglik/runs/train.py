@@ -3,12 +3,12 @@
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
-from marglik.prediction.evaluation import Scores, compared, evaluate, predictives_of
+from marglik.prediction.evaluation import ExampleScores, evaluate, predictives_of
+from marglik.prediction.intervals import differences
 from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import (
     Predictive,
@@ -37,6 +38,7 @@ from marglik.prediction.predictive import (
 )
 from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
 from marglik.prediction.verdict import in_one_sentence, instability
+from marglik.records import Environment, Evaluation, Evidence, Metrics, Network, Results
 from marglik.runs.build import (
     build_fabric,
     check_model,
@@ -46,27 +48,26 @@ from marglik.runs.build import (
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.runs.results import (
-    augmentation_results,
+    augmentation_record,
     calibration_in_units,
     evaluation_in_units,
-    metrics_of,
     posterior_results,
-    suspicious_results,
+    scores_in_units,
+    suspicious_record,
 )
 from marglik.specification import build_from_spec
 from marglik.storage.checkpoint import Checkpoints, check_same_run, leaves
 from marglik.storage.provenance import Provenance, environment
 from marglik.storage.run_folder import (
     CHECKPOINT,
-    EVALUATION,
-    RESULTS,
     RunLog,
     begin_run,
+    read_evaluation,
     read_log,
     read_posterior,
-    read_record,
+    read_results,
     remove_states,
-    write_record,
+    write_evaluation,
     write_results,
 )
 from marglik.training.decay_policy import DecayPolicy
@@ -87,6 +88,25 @@ CHEAP_SECONDS, CHEAP_SHARE = 20.0, 0.25
 """A plain network is trained unasked in so many seconds, or in this share of the run so far."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """One of the networks that a run trains.
+
+    Args:
+        name: names its checkpoints.
+        build: makes the network at its initial parameters.
+        seed: of all its random numbers.
+        decays: "learned" by the evidence; "replayed" takes the decays of the learned training,
+            epoch by epoch; "fixed" keeps the initial one, and has neither an average nor a learned
+            noise.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    seed: int
+    decays: Literal["learned", "replayed", "fixed"]
+
+
 def train(
     model: nn.Module,
     data: DataSource,
@@ -98,15 +118,21 @@ def train(
     likelihood: str = "classification",
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
-) -> dict[str, Any]:
+) -> Results:
     """Train a network and its weight decays together: on images, tokens, graphs or tensors.
 
     A sequence is one example with a label, and so a loss term, at each position. The objective sums
     the loss over positions and averages it over examples; metrics are means over positions, so that
-    "cls/NLL" is in nats per token.
+    the NLL is in nats per token.
+
+    A run is a list of trainings. What is evaluated and kept of each:
+
+    - "learned": network and posterior; the MAP, temperature-scaled too, and Laplace predictives.
+    - "member_1", ...: networks, which predict together with the learned one.
+    - "plain": nothing but the metrics of its MAP, and the learned network's differences from them.
 
     Where torchrun has started several processes, they share the work and the first one writes the
-    files. Returns the content of ``results.json``, and the folder under "output".
+    files.
 
     Args:
         model: class of the network, whose outputs are logits, or means for regression. Any
@@ -143,24 +169,14 @@ def train(
     run = replace(run, progress=run.progress and leads)
 
     # Step 1: all that can be wrong with options, data and network is found before any work.
-    gains = ["learned weight decays"] if prior.method != "fixed" else []
-    gains += ["learned invariances"] if run.augmentation == "learned" else []
-    if gains and "noise" in likelihood_of(likelihood).to_learn():
-        gains += ["label noise"]
-    gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
-    if run.baseline and not gains:
-        raise ValueError(
-            "baseline trains with the initial weight decay and no average, and so do prior.method "
-            "fixed and prior.average null; drop one of them."
-        )
+    gains = _gains(likelihood, prior, run)
     if run.members > 1 and provenance.model is None:
         raise ValueError(
             f"members={run.members}: the members are built from provenance.model, which is None. "
             "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
         )
     splits = data.load()
-    augments = run.augmentation != "none"
-    if not splits.are_images and (augments or ood):
+    if not splits.are_images and (run.augmentation != "none" or ood):
         raise ValueError(
             f"{splits.name} holds no images; augmentation and ood are for images. Leave them out."
         )
@@ -172,161 +188,197 @@ def train(
     model = model.to(fabric.device)
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)
-    given = len(tensors_in(splits.train)[-1])
-    kept = torch.arange(given)  # positions of the examples to train on, among those of the data
+    number = len(tensors_in(splits.train)[-1])
+    train_indices = torch.arange(number)  # of the examples to train on, among those of the data
     if run.held_out and predictive.is_calibrated and splits.validation is None:
-        splits, kept = hold_out(splits, run.held_out, run.seed)
-    examples, held_out = len(kept), given - len(kept)
+        splits, train_indices = hold_out(splits, run.held_out, run.seed)
+    examples = len(train_indices)
     if min(ranks.size, run.batch_size, examples) < ranks.size:
         raise ValueError(
             f"batch_size {run.batch_size}, {examples} training examples: {ranks.size} processes "
             f"need batches of at least {ranks.size} examples, one for each. Use larger batches, or "
             "fewer processes."
         )
-    training = Training(
-        splits, held_out, optimizer, prior, curvature, predictive, ood_images, run,
+    setup = Setup(
+        splits, number - examples, optimizer, prior, curvature, predictive, ood_images, run,
         fabric, ranks, likelihood_of(likelihood),
     )  # fmt: skip
-    identity = _identity(training, model, provenance)
+    identity = _identity(setup, model, provenance)
     ranks.agree(leaves(identity))
     plain_model = deepcopy(plain_model)  # at its initial parameters, without learned ranges
 
-    # Step 2: the folder, which may hold this run, or an earlier part of it.
+    # Step 2: the list of trainings, and the folder, which may hold this run or a part of it.
+    learned = Training("learned", lambda: model, run.seed, "learned")
+    members = [
+        Training(
+            f"member_{k}",
+            lambda: build_from_spec(nn.Module, provenance.model, named=None),
+            run.seed + k,
+            "replayed",
+        )
+        for k in range(1, run.members)
+    ]
+    plain = Training("plain", lambda: plain_model, run.seed, "fixed")
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', splits.name.lower())}")
     states = {
-        name: Checkpoints(folder / CHECKPOINT / name, run=identity, ranks=ranks)
-        for name in ("learned", "plain", *(f"member_{k}" for k in range(1, run.members)))
+        training.name: Checkpoints(folder / CHECKPOINT / training.name, run=identity, ranks=ranks)
+        for training in (learned, *members, plain)
     }
+    results = _finished(folder, identity) if run.resume and leads else None
+    results, scores, baseline = ranks.gather(results)[0], None, run.baseline
+    if results is None:
+        log = _open_folder(folder, states[learned.name], provenance, run, leads)
 
-    def ended(results: dict[str, Any]) -> dict[str, Any]:
+        # Step 3: train, calibrate, save, evaluate. What was trained before comes from its last
+        # checkpoint; all else is done again, to the same end.
+        if setup.held_out:
+            _logger.info("%d training examples are held out for calibration", setup.held_out)
+        ready = time.perf_counter()
+        _, outcome = setup.train(learned, states[learned.name], log)
+        trained = time.perf_counter()
+        # Before the posterior sees what is held out.
+        results = posterior_results(outcome.laplace, prior.weight_decay, splits)
+        setup.calibrate(outcome.laplace)
+        predictive = predictive.for_posterior(outcome.laplace)
+        fit = outcome.laplace.calibrations.get(predictive.label)
+        calibration = fit and Calibration(**fit["map_calibration"])
+        noise = label_noise_of(outcome.laplace.likelihood, calibration)
+        ensemble = setup.ensemble(model, outcome, members, states) if members else None
         if leads:
-            write_results(folder, results)
-            remove_states(folder)
-        return results | {"output": str(folder)}
-
-    finished = _finished(folder, identity) if run.resume and leads else {}
-    finished = ranks.gather(finished)[0]
-    if finished and (not run.baseline or "differences" in finished):
-        return ended(finished)
-    if finished:
-        _, scores = training.evaluate(load_posterior(folder, model))
-        return ended(training.against_plain(plain_model, states["plain"], finished, scores, gains))
-    goes_on = run.resume and states["learned"].exists()
-    if goes_on:
-        states["learned"].load()  # raises before anything is changed
-    log = None
-    if leads:
-        if run.resume and not goes_on and read_log(folder):
-            raise FileNotFoundError(
-                f"{folder} holds a run that was cut off, but no checkpoint to continue from. "
-                "Start again: --overwrite instead of --resume."
+            if ensemble is not None:
+                ensemble.save(folder)
+            record = data_record(splits, provenance.data)
+            save_posterior(
+                outcome.laplace, folder, model=provenance.model, data=record, frozen=True
             )
-        begin_run(folder, provenance.options, overwrite=run.overwrite, resume=goes_on)
-        log = RunLog(folder)
-
-    # Step 3: train network and weight decays, calibrate, save, evaluate. What was trained before
-    # comes from its last checkpoint; all else is done again, to the same end.
-    if held_out:
-        _logger.info("%d training examples are held out for calibration", held_out)
-    ready = time.perf_counter()
-    learned = training.train(model, states["learned"], log)
-    trained = time.perf_counter()
-    updates = [record for record in learned.records if record["kind"] == "update"]
-    evidence = {
-        "first": updates[0]["evidence_before"] if updates else learned.evidence,
-        "kept": learned.evidence,
-        "epoch": learned.epoch,
-    }
-    # Before the posterior sees what is held out.
-    results = identity | posterior_results(learned.laplace, prior.weight_decay, splits)
-    training.calibrate(learned.laplace)
-    predictive = predictive.for_posterior(learned.laplace)
-    fit = learned.laplace.calibrations.get(predictive.label)
-    calibration = fit and Calibration(**fit["map_calibration"])
-    noise = label_noise_of(learned.laplace.likelihood, calibration)
-    ensemble = None
-    if run.members > 1:
-        ensemble = training.ensemble(model, learned, provenance.model, states)
-    if leads:
-        if ensemble is not None:
-            ensemble.save(folder)
-        record = data_record(splits, provenance.data)
-        save_posterior(learned.laplace, folder, model=provenance.model, data=record, frozen=True)
-    found, scores = training.evaluate(learned.laplace, ensemble)
-    results |= metrics_of("fixed" if prior.method == "fixed" else "learned", found)
-    results |= {
-        "evidence": evidence,
-        "held_out": held_out,
-        "calibration": fit and {"predictive": predictive.label} | calibration_in_units(fit, splits),
-        "num_positions": found["num_positions"],
-        "suspicious_labels": suspicious_results(learned, splits, kept, noise),
-        **augmentation_results(model, splits),
-        # Training counts in full, though resumed; the rest is this process's.
-        "seconds": learned.seconds + ready - start + time.perf_counter() - trained,
-        "complete": False,
-        **environment(fabric.device),
-    }
-    if splits.table is not None and run.baseline is not False:
-        results = training.beside_simple_models(results, scores)
-    if leads:
-        write_record(folder / EVALUATION, found)
-        write_results(folder, results)  # now, since the plain network may fail
+        evaluation, scores = setup.evaluate(outcome.laplace, ensemble)
+        name = "fixed" if prior.method == "fixed" else learned.name
+        updates = [record for record in outcome.records if record["kind"] == "update"]
+        results = Results(
+            identity=identity,
+            networks={name: Network(evaluation.scores)},
+            evidence=Evidence(
+                updates[0]["evidence_before"] if updates else outcome.evidence,
+                outcome.evidence,
+                outcome.epoch,
+            ),
+            environment=Environment(**environment(fabric.device)),
+            held_out=setup.held_out,
+            calibration=fit and calibration_in_units(predictive.label, fit, splits),
+            num_positions=evaluation.num_positions,
+            suspicious_labels=suspicious_record(outcome, splits, train_indices, noise),
+            augmentation=augmentation_record(model, splits),
+            # Training counts in full, though resumed; the rest is this process's.
+            seconds=outcome.seconds + ready - start + time.perf_counter() - trained,
+            **results,
+        )
+        if splits.table is not None and baseline is not False:
+            results = setup.beside_simple_models(results, scores)
+        if leads:
+            write_evaluation(folder, evaluation)
+            write_results(folder, results)  # now, since the plain network may fail
+        seconds = sum(record["seconds"] for record in outcome.records if record["kind"] == "epoch")
+        cost = ranks.gather(seconds / getattr(model, "copies", 1))[0]
+        if baseline is None:
+            baseline = cost <= max(CHEAP_SECONDS, CHEAP_SHARE * results.seconds)
+        if gains and not baseline:
+            time_of_plain = f"{cost / 60:.0f} min" if cost > 120 else f"{cost:.0f} s"
+            results = replace(
+                results,
+                verdict="No verdict on what was gained: a plain network to compare with takes "
+                f"about {time_of_plain} more. The same command with --resume --baseline adds it.",
+            )
 
     # Step 4: what was gained, if the plain network is asked for or costs little.
-    of_steps = sum(record["seconds"] for record in learned.records if record["kind"] == "epoch")
-    cost = ranks.gather(of_steps / getattr(model, "copies", 1))[0]
-    is_cheap = cost <= max(CHEAP_SECONDS, CHEAP_SHARE * results["seconds"])
-    if gains and (is_cheap if run.baseline is None else run.baseline):
+    if gains and baseline and plain.name not in results.networks:
         _logger.info("the plain network, to compare with")
-        return ended(training.against_plain(plain_model, states["plain"], results, scores, gains))
-    about = f"{cost / 60:.0f} min" if cost > 120 else f"{cost:.0f} s"
-    said = (
-        f"No verdict on what was gained: a plain network to compare with takes about {about} more. "
-        "The same command with --resume --baseline adds it."
-    )
-    return ended(results | {"complete": True, "verdict": said if gains else None})
+        if scores is None:
+            _, scores = setup.evaluate(load_posterior(folder, model))
+        results = setup.against_plain(plain, states[plain.name], results, scores, gains)
+    results = replace(results, complete=True)
+    if leads:
+        write_results(folder, results)
+        remove_states(folder)
+    return replace(results, output=str(folder))
 
 
-def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The results in a folder, verified with all other files; {} if there is still work to do.
+def _gains(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
+    """What the learned network has and a plain one lacks, in words."""
+    gains = ["learned weight decays"] if prior.method != "fixed" else []
+    gains += ["learned invariances"] if run.augmentation == "learned" else []
+    if gains and "noise" in likelihood_of(likelihood).to_learn():
+        gains += ["label noise"]
+    gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
+    if run.baseline and not gains:
+        raise ValueError(
+            "baseline trains with the initial weight decay and no average, and so do prior.method "
+            "fixed and prior.average null; drop one of them."
+        )
+    return gains
+
+
+def _finished(folder: Path, identity: dict[str, Any]) -> Results | None:
+    """The results in a folder, verified with all other files; None if there is still work to do.
 
     Raises:
         FileNotFoundError: the posterior is missing.
         ValueError: the results are of another run, or a file of the run is damaged.
     """
-    results = read_record(folder / RESULTS)
-    if results:
-        check_same_run(identity, {key: results.get(key) for key in identity}, folder)
-    if not results.get("complete"):
-        return {}
-    read_record(folder / EVALUATION)
+    results = read_results(folder)
+    if results is not None:
+        check_same_run(identity, results.identity, folder)
+    if results is None or not results.complete:
+        return None
+    read_evaluation(folder)
     read_posterior(folder)
     return results
 
 
-def _identity(training: "Training", model: nn.Module, provenance: Provenance) -> dict[str, Any]:
+def _open_folder(
+    folder: Path, checkpoints: Checkpoints, provenance: Provenance, run: RunConfig, leads: bool
+) -> RunLog | None:
+    """Begin the run's folder, or go on in it; returns the log, for the rank that leads.
+
+    Raises:
+        FileNotFoundError: a run that was cut off, without a checkpoint.
+    """
+    goes_on = run.resume and checkpoints.exists()
+    if goes_on:
+        checkpoints.load()  # raises before anything is changed
+    if not leads:
+        return None
+    if run.resume and not goes_on and read_log(folder):
+        raise FileNotFoundError(
+            f"{folder} holds a run that was cut off, but no checkpoint to continue from. "
+            "Start again: --overwrite instead of --resume."
+        )
+    begin_run(folder, provenance.options, overwrite=run.overwrite, resume=goes_on)
+    return RunLog(folder)
+
+
+def _identity(setup: "Setup", model: nn.Module, provenance: Provenance) -> dict[str, Any]:
     """What identifies a run, as plain data: data, network, options.
 
     SHA-256 sums stand for all inputs, labels and initial parameters. A checkpoint is only resumed
     if its run has the same identity.
     """
-    splits, ood = training.splits, training.ood_images
+    splits, ood = setup.splits, setup.ood_images
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     tensors = {name: tensors_in(part) for name, part in parts.items() if part is not None}
     groups = ("optimizer", "prior", "curvature", "predictive", "run")
-    config = {name: asdict(getattr(training, name)) for name in groups}
+    config = {name: asdict(getattr(setup, name)) for name in groups}
     config["run"] = {k: v for k, v in config["run"].items() if k not in NOT_OF_THE_RESULT}
     return {
         "data": splits.name,
-        "examples": {name: len(found[-1]) for name, found in tensors.items()},
+        "examples": {name: len(part[-1]) for name, part in tensors.items()},
         "normalisation": [splits.mean, splits.std],
         "ood": None if ood is None else ood.name,
         "model": type(_inner(model)).__name__,
         "model_options": (provenance.model or {}).get("init_args"),
-        "likelihood": str(training.likelihood),
+        "likelihood": str(setup.likelihood),
         "config": config,
         "sums": {
-            "examples": sha256_of_tensors(t for found in tensors.values() for t in found),
+            "examples": sha256_of_tensors(t for part in tensors.values() for t in part),
             "ood": None if ood is None else sha256_of_tensors([ood.images]),
             "initial_parameters": sha256_of_tensors(model.state_dict().values()),
         },
@@ -341,12 +393,8 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a run and its baseline share: data, options, ranks.
-
-    `train`, `calibrate` and `evaluate` are called in this order for the learned network, then
-    perhaps `against_plain`.
-    """
+class Setup:
+    """What the trainings of a run share: data, options, ranks."""
 
     splits: Splits
     """With a validation set where one was held out for calibration."""
@@ -364,43 +412,57 @@ class Training:
     """The ranks of the Fabric, each of which has a part of every batch."""
     likelihood: Likelihood = Classification()
 
+    def likelihood_of(self, training: Training, first: OnlineResult | None) -> Likelihood:
+        """The likelihood of a training, perhaps with the numbers that the first has learned."""
+        if training.decays == "replayed":
+            assert first is not None and first.laplace is not None
+            return first.laplace.likelihood
+        learns_noise = self.likelihood.has_label_noise and bool(self.likelihood.to_learn())
+        is_plain = training.decays == "fixed" and learns_noise
+        return likelihood_of("classification") if is_plain else self.likelihood
+
     def train(
         self,
-        model: nn.Module,
+        training: Training,
         checkpoints: Checkpoints | None = None,
         log: RunLog | None = None,
-        first: PriorLearner | None = None,
-        plain: bool = False,
-    ) -> OnlineResult:
+        first: OnlineResult | None = None,
+    ) -> tuple[nn.Module, OnlineResult]:
         """Train a network and its prior, starting from a checkpoint if there is one.
 
-        With the learner of a ``first`` training only the network is trained, and its decays take
-        their course; a ``plain`` one keeps the initial decay, and has neither an average nor a
-        learned noise.
+        Args:
+            training: which network, and where its decays come from.
+            checkpoints: of this training.
+            log: takes the records of epochs and updates.
+            first: of the training whose decays are replayed.
         """
         run, prior = self.run, self.prior
-        torch.manual_seed(run.seed)
-        batches = self._batches("train", run.batch_size, shuffle=True)
+        torch.manual_seed(training.seed)
+        model = training.build().to(self.fabric.device)
+        torch.manual_seed(training.seed)
+        likelihood = self.likelihood_of(training, first)
+        batches = self._batches("train", run.batch_size, shuffle=True, seed=training.seed)
         held_out = None
         if self.splits.validation is not None:
             held_out = self._batches("validation", self.predictive.batch_size)
         schedule = prior.schedule(run.epochs)
-        policy = DecayPolicy(clip=None) if plain else DecayPolicy()
-        if plain:
+        policy = DecayPolicy()
+        if training.decays == "fixed":
+            policy = DecayPolicy(clip=None)
             schedule = replace(schedule, updates=0, average=None)
         curvature = self.curvature.options(self.splits.targets)
         optimizer, scheduler = build_optimizer(
             model,
             self.optimizer,
             run.epochs * len(batches),
-            self.likelihood,
+            likelihood,
             curvature=curvature,
-            seed=run.seed,
+            seed=training.seed,
             settles=schedule.averages,
         )
 
         learner = PriorLearner(
-            self.likelihood,
+            likelihood,
             curvature,
             weight_decay=prior.weight_decay,
             structure=prior.structure,
@@ -409,11 +471,13 @@ class Training:
             schedule=schedule,
             policy=policy,
         )
-        return OnlineTraining(
+        if first is not None and first.learner is not None:
+            learner = first.learner.replay()
+        outcome = OnlineTraining(
             model,
             optimizer,
             batches,
-            first.replay() if first is not None else learner,
+            learner,
             scheduler=scheduler,
             fabric=self.fabric,
             held_out=held_out,
@@ -421,36 +485,32 @@ class Training:
             on_record=log.write if log else None,
             progress=run.progress,
         ).run(checkpoints)
+        return model, outcome
 
     def ensemble(
         self,
-        first: nn.Module,
-        learned: OnlineResult,
-        spec: dict[str, Any] | None,
+        model: nn.Module,
+        first: OnlineResult,
+        members: Sequence[Training],
         checkpoints: Mapping[str, Checkpoints],
     ) -> Ensemble:
-        """The first network, and others by ``spec`` from other seeds, with its decays' course."""
-        models, seconds = [first], learned.seconds
-        assert learned.laplace is not None
-        likelihood = learned.laplace.likelihood
-        for k in range(1, self.run.members):
-            _logger.info("training member %d of %d", k + 1, self.run.members)
-            seed = self.run.seed + k
-            torch.manual_seed(seed)
-            model = build_from_spec(nn.Module, spec, named=None).to(self.fabric.device)
-            of_member = replace(self, run=replace(self.run, seed=seed), likelihood=likelihood)
-            states = checkpoints[f"member_{k}"]
-            found = of_member.train(model, states, first=learned.learner)
-            models.append(model)
-            seconds += found.seconds
-        sigma = float(learned.laplace.sigma_noise)
-        same = replace(self, likelihood=likelihood)
-        return same._calibrated(models, sigma, seconds)
+        """The first network, and the members, which are trained with its decays' course."""
+        models, seconds = [model], first.seconds
+        for number, training in enumerate(members, 2):
+            _logger.info("training member %d of %d", number, len(members) + 1)
+            member, outcome = self.train(training, checkpoints[training.name], first=first)
+            models.append(member)
+            seconds += outcome.seconds
+        laplace: Any = first.laplace
+        sigma = float(laplace.sigma_noise)
+        return self._calibrated(models, laplace.likelihood, sigma, seconds)
 
-    def _calibrated(self, models: list[nn.Module], sigma: float, seconds: float) -> Ensemble:
+    def _calibrated(
+        self, models: list[nn.Module], likelihood: Likelihood, sigma: float, seconds: float
+    ) -> Ensemble:
         """Networks that predict together, calibrated on the validation set if there is one."""
         labels = self.predictive.labels
-        ensemble = Ensemble(models, self.likelihood, sigma, seconds=seconds, labels=labels)
+        ensemble = Ensemble(models, likelihood, sigma, seconds=seconds, labels=labels)
         if self.predictive.is_calibrated and self.splits.validation is not None:
             batches = self._batches("validation", self.predictive.batch_size)
             ensemble.calibrate(
@@ -473,19 +533,20 @@ class Training:
             laplace, batches, self.predictive, progress=self.run.progress, ranks=self.ranks
         )
         if self.held_out:
-            found = laplace.calibrations
+            calibrations = laplace.calibrations
             # One pass over all data, and not `override=False`: the factors of tensors that are used
             # in two ways do not add up.
             parts = [self._batches("train", self.run.batch_size, shuffle=True)]
             parts += [self._batches("validation", self.run.batch_size)]
             both = chain.from_iterable(map(WithExamples, parts))
             laplace.fit(both, progress_bar=self.run.progress)
-            laplace.calibrations = found  # kept: a little more data changes the posterior little
+            # They stay, as a little more data changes the posterior little.
+            laplace.calibrations = calibrations
 
     def evaluate(
         self, laplace: Posterior, ensemble: Ensemble | None = None
-    ) -> tuple[dict[str, Any], Scores]:
-        """The content of ``evaluation.json``, and what `compared` needs of each test example."""
+    ) -> tuple[Evaluation, ExampleScores]:
+        """The content of ``evaluation.json``, and the scores of each test example."""
         predictives = predictives_of(
             laplace, [self.predictive], ensemble, seed=self.run.seed, ranks=self.ranks
         )
@@ -493,8 +554,8 @@ class Training:
 
     def _evaluated(
         self, predictives: dict[str, Predictive], likelihood: Likelihood
-    ) -> tuple[dict[str, Any], Scores]:
-        found, scores = evaluate(
+    ) -> tuple[Evaluation, ExampleScores]:
+        evaluation, scores = evaluate(
             predictives,
             self.splits,
             likelihood,
@@ -505,79 +566,78 @@ class Training:
             progress=self.run.progress,
             ranks=self.ranks,
         )
-        return evaluation_in_units(found, self.splits), scores
+        return evaluation_in_units(evaluation, self.splits), scores
 
     def against_plain(
         self,
-        model: nn.Module,
+        plain: Training,
         checkpoints: Checkpoints,
-        results: dict[str, Any],
-        scores: Scores,
+        results: Results,
+        scores: ExampleScores,
         gains: list[str],
-    ) -> dict[str, Any]:
-        """Train the plain network; returns the results with what it adds, first of all the verdict.
+    ) -> Results:
+        """Train the plain network; returns the results with what it adds, above all the verdict.
 
         Args:
-            model: the network at its initial parameters.
-            checkpoints: where its training is resumed from.
+            plain: its training.
+            checkpoints: where that is resumed from.
             results: those of the learned network.
             scores: of the learned network, see `evaluate`.
             gains: what the plain network does without, in words.
         """
-        if self.likelihood.to_learn() and self.likelihood.has_label_noise:
-            self = replace(self, likelihood=likelihood_of("classification"))
         try:
-            plain = self.train(model.to(self.fabric.device), checkpoints, plain=True)
+            model, outcome = self.train(plain, checkpoints)
         except FloatingPointError as error:
             said = f"No verdict on what was gained, since the plain network diverged: {error}"
-            return results | {"complete": True, "verdict": said}
+            return replace(results, verdict=said)
         trained = time.perf_counter()
-        sigma = 1.0
-        if self.likelihood.has_sigma:  # of the residuals; the loss is half of σ²
+        likelihood, sigma = self.likelihood_of(plain, None), 1.0
+        losses = [record["loss"] for record in outcome.records if record["kind"] == "epoch"]
+        if likelihood.has_sigma:  # of the residuals; the loss is half of σ²
             y = tensors_in(self.splits.train)[-1]
-            sigma = (2 * plain.records[-1]["loss"] / y[0].numel()) ** 0.5
-        scaled = self._calibrated([model], sigma, plain.seconds)
-        predictives: dict[str, Predictive] = {"MAP": map_predictive(model, self.likelihood, sigma)}
+            sigma = (2 * losses[-1] / y[0].numel()) ** 0.5
+        scaled = self._calibrated([model], likelihood, sigma, outcome.seconds)
+        predictives: dict[str, Predictive] = {"MAP": map_predictive(model, likelihood, sigma)}
         if scaled.calibration is not None:
             predictives["MAP, temperature-scaled"] = scaled
-        found, others = self._evaluated(predictives, self.likelihood)
-        merged = {k: results[k] | of for k, of in metrics_of("plain", found).items()}
-        differences = {
-            name: compared(scores[name], of) for name, of in others.items() if name in scores
-        }
+        evaluation, others = self._evaluated(predictives, likelihood)
+        changes = {n: differences(scores[n], other) for n, other in others.items() if n in scores}
         # Both calibrated, where there is something to calibrate with.
-        name = [*predictives][-1]
-        (learned,) = [k for k in results["metrics"] if k in (f"learned, {name}", f"fixed, {name}")]
-        here, there = (merged["metrics"][who] for who in (learned, f"plain, {name}"))
-        said = in_one_sentence(differences.get(name, {}), here, there, gains)
-        said += instability([of["loss"] for of in plain.records if of["kind"] == "epoch"])
-        return (
-            results
-            | merged
-            | {
-                "differences": differences,
-                "verdict": said,
-                "seconds": results["seconds"] + plain.seconds + time.perf_counter() - trained,
-                "complete": True,
-            }
+        first, name = next(iter(results.networks.values())), [*predictives][-1]
+        said = in_one_sentence(
+            changes.get(name, Metrics()),
+            first.predictives[name].metrics,
+            evaluation.predictives[name].metrics,
+            gains,
+        )
+        network = Network(evaluation.scores, changes)
+        return replace(
+            results,
+            networks=results.networks | {plain.name: network},
+            verdict=said + instability(losses),
+            seconds=results.seconds + outcome.seconds + time.perf_counter() - trained,
         )
 
-    def beside_simple_models(self, results: dict[str, Any], scores: Scores) -> dict[str, Any]:
+    def beside_simple_models(self, results: Results, scores: ExampleScores) -> Results:
         """The results with those of scikit-learn's models on the same rows of a table."""
         train, validation = self.splits.train, self.splits.validation
         if self.held_out and validation is not None:  # the posterior has seen them, too
             train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
-        entries, changes = evaluate_simple_models(
+        models, changes = evaluate_simple_models(
             train, self.splits.test, likelihood_of(self.likelihood), [*scores.values()][-1]
         )
-        if not entries:
+        if not models:
             return results
-        found = evaluation_in_units({"predictives": entries}, self.splits)
-        metrics = {name: entry["metrics"] for name, entry in found["predictives"].items()}
-        merged = {k: results[k] | of for k, of in metrics_of("scikit-learn", found).items()}
-        return results | merged | {"simple_models": simple_models_in_words(metrics, changes)}
+        models = {name: scores_in_units(one, self.splits) for name, one in models.items()}
+        return replace(
+            results,
+            networks=results.networks | {"scikit-learn": Network(models)},
+            simple_models=simple_models_in_words(models, changes),
+        )
 
-    def _batches(self, split: SplitName, batch_size: int, *, shuffle: bool = False) -> Batches:
+    def _batches(
+        self, split: SplitName, batch_size: int, *, shuffle: bool = False, seed: int | None = None
+    ) -> Batches:
         """A part of the data; what is shuffled is for training, and augmented as the run says."""
         return split_batches(
             self.splits,
@@ -585,7 +645,7 @@ class Training:
             batch_size,
             shuffle=shuffle,
             augment=shuffle and self.run.augmentation == "standard",
-            seed=self.run.seed,
+            seed=self.run.seed if seed is None else seed,
             device=self.fabric.device,
             channels_last=self.fabric.device.type == "cuda" and self.splits.are_images,  # faster
             ranks=self.ranks,

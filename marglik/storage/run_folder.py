@@ -11,10 +11,13 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
+from marglik.records import Evaluation, Results, from_json, to_json
 from marglik.storage.checkpoint import STATE
+
+Record = TypeVar("Record")
 
 CONFIG = "config.yaml"
 """The options."""
@@ -169,10 +172,40 @@ def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | N
     return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> None:
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write ``evaluation.json``."""
+    write_record(folder / EVALUATION, to_json(evaluation))
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """The content of ``evaluation.json``; see `read_record`. None if there is no such file."""
+    return _read_as(Evaluation, folder / EVALUATION)
+
+
+def write_results(folder: Path, results: Results) -> None:
     """Write ``results.json``, with the sums of the files that the run has written before."""
     names = [name for name in (CONFIG, LOG, POSTERIOR, ENSEMBLE) if (folder / name).exists()]
-    write_record(folder / RESULTS, results, {name: file_sum(folder / name) for name in names})
+    sums = {name: file_sum(folder / name) for name in names}
+    write_record(folder / RESULTS, to_json(results), sums)
+
+
+def read_results(folder: Path) -> Results | None:
+    """The content of ``results.json``; see `read_record`. None if there is no such file."""
+    return _read_as(Results, folder / RESULTS)
+
+
+def _read_as(kind: type[Record], path: Path) -> Record | None:
+    record = read_record(path)
+    if not record:
+        return None
+    del record["format"]
+    try:
+        return from_json(kind, record)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} was written by another version of marglik ({error}). Run the command that "
+            "wrote it again."
+        ) from error
 
 
 def read_record(path: Path) -> dict[str, Any]:

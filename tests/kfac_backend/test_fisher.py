@@ -14,7 +14,7 @@ from tests.kfac_backend.networks import data, network
 @pytest.fixture
 def every_sign(monkeypatch):
     """The root's columns s_c, summed with each of their signs: Σ_σ (Σ_c σ_c s_c)² / 2^C = Λ."""
-    monkeypatch.setattr(Fisher, "known", dict(Fisher.known))
+    monkeypatch.setattr(Fisher, "by_name", dict(Fisher.by_name))
 
     class EverySign(Fisher):
         name = "every sign"

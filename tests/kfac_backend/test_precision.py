@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kfac_backend import kronecker_factors
-from kfac_backend.engine import driver
+from kfac_backend.engine import automatic_precision, driver
 from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.precision import backward_arithmetic, full_float32
 from tests.kfac_backend.block_checks import MODES
@@ -64,7 +64,7 @@ def test_a_precision_that_the_device_lacks_is_an_error(precision):
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen, monkeypatch):
     """A device whose gradients are too large by some share in the faster precision."""
-    monkeypatch.setattr(driver, "FASTER", {"cpu": "tf32"})
+    monkeypatch.setattr(automatic_precision, "FASTER", {"cpu": "tf32"})
     monkeypatch.setattr(driver, "LONG_PASS", 6)
     used, backward, gradient = [], driver.backward_arithmetic, FactorSums.gradient
 
@@ -96,7 +96,7 @@ def test_auto_takes_the_faster_precision_if_B_bears_it(fisher, relative, chosen,
 
 def test_exhausted_memory_does_not_choose_the_precision(monkeypatch):
     """The device's size does, where the factors leave no room for a trial."""
-    monkeypatch.setattr(driver, "FASTER", {"cpu": "tf32"})
+    monkeypatch.setattr(automatic_precision, "FASTER", {"cpu": "tf32"})
     monkeypatch.setattr(driver, "LONG_PASS", 6)
     add, used = driver.Driver._part, []
 

@@ -74,7 +74,7 @@ def test_each_rank_keeps_its_share_of_parameters_and_factors(alone, of_ranks):
 def test_training_is_that_of_one_process(alone, of_ranks, what):
     for of_rank in of_ranks:
         assert_equal(of_rank[what], alone[what])
-    assert len(alone[what]) > 5
+    assert len(alone[what]) >= 4
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])

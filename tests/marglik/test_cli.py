@@ -11,7 +11,7 @@ import pytest
 
 from marglik.cli import COMMANDS, FIRST_STEP, main, preset_names
 from marglik.runs.printing import progress_lines, say
-from marglik.runs.train import Training
+from marglik.runs.train import Setup
 from tests.marglik.runs.command_line import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -133,11 +133,11 @@ def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
 
     built = []
 
-    def train(setup, model, *arguments):
-        built.append(model)
+    def train(setup, training, *arguments):
+        built.append(training.build())
         raise ValueError("enough")
 
-    monkeypatch.setattr(Training, "train", train)
+    monkeypatch.setattr(Setup, "train", train)
     model = ["--model=MLP"] if joined else ["--model", "LeNet"]
     output = ["--output", str(tmp_path / "run")]
     assert main(["train", *model, "--data", "Digits", *output]) == 2

@@ -1,7 +1,5 @@
 """The same posteriors, predictives and runs on CPU and GPU."""
 
-import json
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,6 +10,8 @@ from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
+from marglik.records import to_json
+from marglik.storage.run_folder import read_evaluation, read_results
 from tests.marglik import posteriors
 from tests.marglik.posteriors import LIKELIHOODS
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
@@ -82,16 +82,14 @@ def test_commands_on_the_gpu(options, tmp_path):
     run = tmp_path / "run"
     command = [*TRAIN, *DATA, *MODEL, *CUDA, "--output", str(run), *options]
     assert main(command) == 0
-    results = json.loads((run / "results.json").read_text())
-    assert results["device"].startswith("cuda")
-    assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] > 0.7
+    results = read_results(run)
+    assert results.environment.device.startswith("cuda")
+    assert results.scores["learned, MAP"].metrics.accuracy > 0.7
     # A run of the GPU goes on as a posterior of the CPU's.
     metrics = {}
     for device in ("cuda", "cpu"):
         output = tmp_path / device
         arguments = ["--accelerator", device, "--output", str(output), "--no_progress"]
         assert main(["evaluate", str(run), *arguments]) == 0
-        found = json.loads((output / "evaluation.json").read_text())["predictives"]
-        metrics[device] = found["MAP"]["metrics"]
-    for name, value in metrics["cuda"].items():
-        assert metrics["cpu"][name] == pytest.approx(value, rel=0.02, abs=0.02), name
+        metrics[device] = to_json(read_evaluation(output).predictives["MAP"].metrics)
+    assert metrics["cpu"] == pytest.approx(metrics["cuda"], rel=0.02, abs=0.02)

@@ -73,9 +73,9 @@ def test_metrics_are_means_over_positions_that_count(predicted):
     count = len(terms())
     assert prediction.mean.shape == (count, C)
     assert labels.shape == (count,) and count == 12
-    assert found["cls/NLL"] == pytest.approx(float(sum(losses())) / count)
+    assert found.nll == pytest.approx(float(sum(losses())) / count)
     right = [int(f.argmax()) == int(y) for f, y in terms()]
-    assert found["cls/accuracy"] == pytest.approx(sum(right) / count)
+    assert found.accuracy == pytest.approx(sum(right) / count)
     for row, entropy, (f, _) in zip(prediction.mean, prediction.aleatoric, terms(), strict=True):
         p = torch.softmax(f, -1)
         assert_close(row, p)
@@ -88,7 +88,7 @@ def test_what_does_not_count_would_change_them():
     x, y = data()
     prediction, labels = predict_all(map_predictive(network()), [(x, y.clamp(min=0))])
     assert prediction.mean.shape == (N * R, C)
-    every = compute_metrics(prediction, labels, "classification")["cls/NLL"]
+    every = compute_metrics(prediction, labels, "classification").nll
     assert abs(every - float(sum(losses())) / len(terms())) > 0.05
 
 

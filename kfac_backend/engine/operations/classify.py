@@ -83,8 +83,8 @@ def follow(
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.
     def trial() -> Any:
-        shapes = run(RecordShapes, [0])
-        return run(partial(ClassifyOperations, seen=shapes.seen, model=model), [0, 0])
+        one = run(RecordShapes, [0])
+        return run(partial(ClassifyOperations, shapes=one.shapes, model=model), [0, 0])
 
     tried = attempt(trial)
     if isinstance(tried, Exception):
@@ -126,7 +126,7 @@ class RecordShapes(Follower):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.seen: dict[int, list[list[torch.Size]]] = {}
+        self.shapes: dict[int, list[list[torch.Size]]] = {}
 
     def _run(self, call: Call) -> Any:
         output = call.run()
@@ -140,7 +140,7 @@ class RecordShapes(Follower):
         # All subsets of many would be too many, as for a list of tensors that is concatenated.
         sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
         for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
-            self.seen.setdefault(self._operations.key(call.func, *some), []).append(shapes)
+            self.shapes.setdefault(self._operations.key(call.func, *some), []).append(shapes)
         if call.changes is None or self._expression(call.changes):
             self._follow_on(call, outputs)
         return output
@@ -152,14 +152,14 @@ class ClassifyOperations(Follower):
     Where an operation is refused, the run goes on with its plain result: all parameters that cannot
     be followed are found in one run.
 
-    ``seen`` is what `RecordShapes` saw.
+    ``shapes`` is what `RecordShapes` recorded.
     """
 
     def __init__(
-        self, *args: Any, seen: Mapping[int, list[list[torch.Size]]], model: nn.Module
+        self, *args: Any, shapes: Mapping[int, list[list[torch.Size]]], model: nn.Module
     ) -> None:
         super().__init__(*args)
-        self._seen, self._model = seen, model
+        self._shapes_of_one, self._model = shapes, model
         self._times: dict[int, int] = {}  # how often an operation of each key has run so far
         self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
@@ -212,7 +212,7 @@ class ClassifyOperations(Follower):
             return self._layer_of(call, use, use.a.shape)  # an expert to which nothing is routed
         if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
             raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
-        one = self._seen.get(call.key, [])
+        one = self._shapes_of_one.get(call.key, [])
         if time >= len(one) or len(one[time]) != len(outputs):
             raise Refused(f"meets {call} with two examples, and not with one")
         shapes = [value.shape for value in outputs]

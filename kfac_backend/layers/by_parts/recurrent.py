@@ -113,7 +113,7 @@ class RecurrentByParts(LayerByParts):
             if k + 1 < layer.num_layers:
                 x = F.dropout(x, layer.dropout, layer.training)
         # Step 3: outputs and last states as the layer returns them.
-        last = tuple(torch.stack(of) for of in zip(*ends, strict=True))
+        last = tuple(torch.stack(state) for state in zip(*ends, strict=True))
         final = last if layer.mode == "LSTM" else last[0]
         if isinstance(input, PackedSequence):
             return _packed(x, lengths, input), final
@@ -166,7 +166,7 @@ def _initial(layer: nn.RNNBase, x: Tensor, hx: Tensor | State | None) -> list[St
         widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
         hx = tuple(x.new_zeros(runs, len(x), d) for d in widths[: 1 + (layer.mode == "LSTM")])
     states = hx if isinstance(hx, tuple) else (hx,)
-    return [tuple(of[i] for of in states) for i in range(runs)]
+    return [tuple(state[i] for state in states) for i in range(runs)]
 
 
 def _run(
@@ -199,8 +199,8 @@ def _run(
     with torch.set_grad_enabled(differentiable):
         _steps(mode, read, state, [partial(first, k) for k in range(len(maps))])
     # Step 2: the maps of all steps at once, as hooks see them, in the order of the inputs.
-    of_steps = [_turned(torch.stack(of, 1), order) for of in values]
-    mapped = [_turned(part(of), order).unbind(1) for part, of in zip(maps, of_steps, strict=True)]
+    inputs = [_turned(torch.stack(steps, 1), order) for steps in values]
+    mapped = [_turned(part(a), order).unbind(1) for part, a in zip(maps, inputs, strict=True)]
     # Step 3: the steps again, with graphs.
     return _steps(mode, read, state, [partial(second, k) for k in range(len(maps))])
 
@@ -213,7 +213,7 @@ def _steps(mode: str, read: tuple[Tensor, ...], state: State, maps: list[Map]) -
         if len(maps) > 1:
             state = (maps[1](t, state[0]), *state[1:])
         of_steps.append(state)
-    return tuple(torch.stack(of, 1) for of in zip(*of_steps, strict=True))
+    return tuple(torch.stack(steps, 1) for steps in zip(*of_steps, strict=True))
 
 
 def _step(mode: str, x: Tensor, h: Tensor, state: State) -> State:

@@ -76,7 +76,7 @@ def test_pixels_are_images(tmp_path):
     run = ["--augmentation", "standard", "--epochs", "1", "--no_baseline", "--no_progress"]
     folder = ["--output", str(tmp_path / "run")]
     assert main(["train", "--model", "LeNet", *data, *run, *folder]) == 0
-    assert "ood/AUROC" in evaluated(tmp_path / "run")["predictives"]["MAP"]["metrics"]
+    assert evaluated(tmp_path / "run").predictives["MAP"].metrics.auroc is not None
     network = load_posterior(tmp_path / "run").model  # built as the folder says
     assert isinstance(network, LeNet) and network.fc3.out_features == 10
     last_axis = {n: a.transpose(0, 2, 3, 1) if a.ndim == 4 else a for n, a in arrays.items()}

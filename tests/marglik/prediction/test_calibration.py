@@ -61,7 +61,7 @@ def nll(data, link, calibration):
         data.f, data.spread, data.likelihood, link, noise, data.sigma_noise, calibration
     )
     if data.likelihood.name != "regression":
-        return compute_metrics(prediction, data.targets, data.likelihood)["cls/NLL"]
+        return compute_metrics(prediction, data.targets, data.likelihood).nll
     normal = stats.norm(prediction.mean, prediction.total.sqrt())
     return -normal.logpdf(data.targets).sum(1).mean()
 

@@ -31,6 +31,7 @@ from marglik.prediction.predictive import (
     map_predictive,
     predict_all,
 )
+from marglik.records import Evaluation, Metrics, from_json, to_json
 from tests.marglik.posteriors import TakesMapping, data, network
 
 
@@ -101,28 +102,26 @@ def record(digits, predictives):
 def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
     images, labels = digits.test
     for name, predict in predictives.items():
-        found = record["predictives"][name]["metrics"]
+        found = to_json(record.predictives[name].metrics)
         prediction = predict(normalised(images, digits))
-        for key, value in compute_metrics(prediction, labels, "classification").items():
-            assert found[f"test/{key}"] == pytest.approx(value, rel=1e-4), key
-    assert {key.split("/")[0] for key in found} == {"test", "ood"}
+        expected = to_json(compute_metrics(prediction, labels, "classification"))
+        assert {key: found.pop(key) for key in expected} == pytest.approx(expected, rel=1e-4)
+    assert {*found} == {"auroc", "auroc_epistemic", "aupr", "fpr95"}
 
 
 def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):
     x, y = normalised(digits.test[0], digits), digits.test[1]
     scores = {n: example_scores(p(x), y, "classification") for n, p in predictives.items()}
-    for name, entry in record["predictives"].items():
-        ends = dict(entry["intervals"])
-        low, high = ends.pop("ood/AUROC")
-        assert low < entry["metrics"]["ood/AUROC"] < high
-        expected = intervals(scores[name]).items()
-        assert ends == {f"test/{key}": pytest.approx(value, rel=1e-4) for key, value in expected}
-    assert "against" not in record["predictives"]["MAP"]
-    against = record["predictives"]["Laplace, mc"]["against"]
-    assert against["predictive"] == "MAP"
-    for key, value in differences(scores["Laplace, mc"], scores["MAP"]).items():
-        found = against["differences"][f"test/{key}"]
-        assert found == pytest.approx(value, rel=1e-3, abs=1e-6)
+    for name, entry in record.predictives.items():
+        low, high = entry.intervals.auroc
+        assert low < entry.metrics.auroc < high
+        ends = replace(entry.intervals, auroc=None)
+        assert ends == intervals(scores[name]).map(lambda pair: pytest.approx(pair, rel=1e-4))
+    assert record.predictives["MAP"].against is None
+    against = record.predictives["Laplace, mc"].against
+    assert against.predictive == "MAP"
+    expected = differences(scores["Laplace, mc"], scores["MAP"])
+    assert against.differences == expected.map(lambda d: pytest.approx(d, rel=1e-3, abs=1e-6))
 
 
 def test_sequences_of_several_lengths_have_no_intervals():
@@ -136,17 +135,17 @@ def test_sequences_of_several_lengths_have_no_intervals():
     def found(labels, ignore_index=None):
         splits = Splits(*[(x, labels)] * 3, name="rows", ignore_index=ignore_index)
         found, _ = evaluate({"given": predict}, splits, "classification")
-        return found["predictives"]["given"]
+        return found.predictives["given"]
 
-    scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification")["cls/NLL"]
-    expected = intervals({"x": scores.view(30, 4).mean(1)})["x"]
-    assert found(y)["intervals"]["test/cls/NLL"] == pytest.approx(expected)
-    assert expected != pytest.approx(intervals({"x": scores})["x"])  # the control
+    scores = example_scores(predict(x.flatten(0, 1)), y.flatten(), "classification").nll
+    expected = intervals(Metrics(nll=scores.view(30, 4).mean(1))).nll
+    assert found(y).intervals.nll == pytest.approx(expected)
+    assert expected != pytest.approx(intervals(Metrics(nll=scores)).nll)  # the control
     ragged = y.clone()
     ragged[3, 2:] = -100
-    assert found(ragged)["intervals"] == {}
+    assert found(ragged).intervals == Metrics()
     ragged[:15, 2:] = 5  # by chance as many as three a sequence are left
-    assert found(ragged, ignore_index=5)["intervals"] == {}
+    assert found(ragged, ignore_index=5).intervals == Metrics()
 
 
 def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives):
@@ -159,10 +158,10 @@ def test_out_of_distribution_images_are_told_by_the_entropy(digits, predictives)
         out_of_distribution_metrics(getattr(inside, name), getattr(outside, name))
         for name in ("entropy", "epistemic")
     )
-    metrics = found["predictives"]["mc"]["metrics"]
-    metrics = {key: value for key, value in metrics.items() if key in expected}
-    assert metrics == pytest.approx(expected)
-    assert metrics != pytest.approx(wrong)  # negative control
+    metrics = found.predictives["mc"].metrics
+    metrics = Metrics(auroc=metrics.auroc, aupr=metrics.aupr, fpr95=metrics.fpr95)
+    assert to_json(metrics) == pytest.approx(to_json(expected))
+    assert to_json(metrics) != pytest.approx(to_json(wrong))  # negative control
 
 
 @pytest.mark.parametrize("channels", [1, 4])
@@ -173,14 +172,14 @@ def test_most_uncertain_images(channels):
     splits = Splits(images, None, images, "n", ("a", "b"), **scale)
     predict = map_predictive(nn.Sequential(nn.Flatten(), nn.Linear(20 * channels, 2)))
     found, _ = evaluate({"MAP": predict}, splits, "classification")
-    examples, p = found["uncertain"]["examples"], predict(pixels.float())
+    examples, p = found.uncertain.examples, predict(pixels.float())
     entropies = special.entr(p.mean.numpy()).sum(1)
-    assert [e["index"] for e in examples] == sorted(range(16), key=lambda i: -entropies[i])[:12]
+    assert [e.index for e in examples] == sorted(range(16), key=lambda i: -entropies[i])[:12]
     for example in examples:
-        i = example["index"]
-        assert (example["label"], example["predicted"]) == ("ab"[i % 2], "ab"[p.mean[i].argmax()])
-        assert example["entropy"] == pytest.approx(entropies[i], rel=1e-4, abs=1e-6)
-        start, content = example["image"].split(",", 1)
+        i = example.index
+        assert (example.label, example.predicted) == ("ab"[i % 2], "ab"[p.mean[i].argmax()])
+        assert example.entropy == pytest.approx(entropies[i], rel=1e-4, abs=1e-6)
+        start, content = example.image.split(",", 1)
         assert start == "data:image/png;base64"
         shown = np.array(Image.open(io.BytesIO(base64.b64decode(content)))).reshape(5, 4, -1)
         assert np.array_equal(shown, pixels[i].permute(1, 2, 0)[:, :, :3].numpy())
@@ -196,14 +195,14 @@ def test_other_likelihoods(likelihood):
     la.fit([train])
     predict = laplace_predictive(la)
     found, _ = evaluate({"Laplace": predict}, splits, likelihood, batch_size=7)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert [found[key] for key in ("classes", "ood", "uncertain")] == [None] * 3
-    assert (found["data"], found["num_test"]) == ("tensors", 20)
-    entry = found["predictives"]["Laplace"]
+    assert from_json(Evaluation, json.loads(json.dumps(to_json(found), allow_nan=False))) == found
+    assert [found.classes, found.ood, found.uncertain] == [None] * 3
+    assert (found.data, found.num_test) == ("tensors", 20)
+    entry = found.predictives["Laplace"]
     inputs, targets = test
-    for key, value in compute_metrics(predict(inputs), targets, likelihood).items():
-        assert entry["metrics"][f"test/{key}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    expected = to_json(compute_metrics(predict(inputs), targets, likelihood))
+    assert to_json(entry.metrics) == pytest.approx(expected, rel=1e-4, abs=1e-6)
     if likelihood == "bernoulli":
-        assert sum(entry["reliability"]["counts"]) == 60
+        assert sum(entry.reliability.counts) == 60
     with pytest.raises(ValueError, match="tensors holds no images; ood is for images"):
         out_of_distribution_images(Noise(), splits)

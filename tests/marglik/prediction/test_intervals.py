@@ -14,6 +14,7 @@ from marglik.prediction.intervals import (
     of_examples,
     share_interval,
 )
+from marglik.records import Metrics
 
 Z = stats.norm.ppf(0.975)
 
@@ -41,7 +42,7 @@ def scores_of(num=120, seed=0):
     nll, change = random.exponential(size=num), 0.02 * random.normal(size=num)
     right = (random.random(num) < 0.8).astype(float)
     return [
-        {"cls/NLL": torch.from_numpy(nll + c), "cls/accuracy": torch.from_numpy(right)}
+        Metrics(nll=torch.from_numpy(nll + c), accuracy=torch.from_numpy(right))
         for c in (0, change)
     ]
 
@@ -53,43 +54,43 @@ def student(values):
 def test_means_and_shares():
     scores, _ = scores_of()
     found = intervals(scores)
-    assert found["cls/NLL"] == pytest.approx(student(scores["cls/NLL"]))
-    right = int(scores["cls/accuracy"].sum())
-    assert found["cls/accuracy"] == pytest.approx(wilson_by_roots(right, 120), abs=1e-9)
-    squares = scores["cls/NLL"].square()
-    found = intervals({"reg/RMSE": squares})["reg/RMSE"]
+    assert found.nll == pytest.approx(student(scores.nll))
+    right = int(scores.accuracy.sum())
+    assert found.accuracy == pytest.approx(wilson_by_roots(right, 120), abs=1e-9)
+    squares = scores.nll.square()
+    found = intervals(Metrics(rmse=squares)).rmse
     assert found == pytest.approx(tuple(np.sqrt(student(squares))))
 
 
 def test_positions_and_outputs_of_an_example_are_not_independent():
     """Each position said 16 times: the interval stays, where that of positions alone shrinks."""
     scores, _ = scores_of()
-    repeated = scores["cls/NLL"].repeat_interleave(16)
-    assert torch.allclose(of_examples(repeated, 16), scores["cls/NLL"])
-    assert torch.allclose(of_examples(repeated.view(120, 16)), scores["cls/NLL"])
-    width = np.diff(intervals({"x": repeated})["x"]) / np.diff(intervals(scores)["cls/NLL"])
+    repeated = scores.nll.repeat_interleave(16)
+    assert torch.allclose(of_examples(repeated, 16), scores.nll)
+    assert torch.allclose(of_examples(repeated.view(120, 16)), scores.nll)
+    width = np.diff(intervals(Metrics(nll=repeated)).nll) / np.diff(intervals(scores).nll)
     assert width == pytest.approx(0.25, rel=0.05)  # the control
     # Shares of outputs are means.
     shares = torch.rand(40)
-    found = intervals({"cls/accuracy": shares})["cls/accuracy"]
+    found = intervals(Metrics(accuracy=shares)).accuracy
     assert found == pytest.approx(student(shares), rel=1e-5)
 
 
 def test_nothing_is_said_where_nothing_varies():
-    sure = {"cls/NLL": torch.zeros(4), "cls/accuracy": torch.ones(4)}
-    assert intervals(sure) == {"cls/accuracy": pytest.approx(wilson_by_roots(4, 4), abs=1e-9)}
-    assert intervals({"cls/NLL": torch.ones(1)}) == {}
+    sure = Metrics(nll=torch.zeros(4), accuracy=torch.ones(4))
+    assert intervals(sure) == Metrics(accuracy=pytest.approx(wilson_by_roots(4, 4), abs=1e-9))
+    assert intervals(Metrics(nll=torch.ones(1))) == Metrics()
 
 
 def test_differences_are_paired():
     one, other = scores_of(200)
     found = differences(one, other)
-    d = one["cls/NLL"] - other["cls/NLL"]
-    assert found["cls/NLL"] == pytest.approx((float(d.mean()), *student(d)))
-    unpaired = intervals(one)["cls/NLL"]  # the control: side by side they say nothing
-    assert np.diff(found["cls/NLL"][1:]) < 0.2 * np.diff(unpaired)
+    d = one.nll - other.nll
+    assert found.nll == pytest.approx((float(d.mean()), *student(d)))
+    unpaired = intervals(one).nll  # the control: side by side they say nothing
+    assert np.diff(found.nll[1:]) < 0.2 * np.diff(unpaired)
     # The same by construction, as the accuracy under temperature scaling.
-    assert found["cls/accuracy"] == (0, 0, 0)
+    assert found.accuracy == (0, 0, 0)
 
 
 def test_paired_shares_by_counts():
@@ -98,11 +99,11 @@ def test_paired_shares_by_counts():
     right[:349], rival[:347] = 1, 1
     gained, lost = 3 / 361, 1 / 361
     half = Z * math.sqrt((gained + lost - (gained - lost) ** 2) / 361)
-    found = differences({"cls/accuracy": right}, {"cls/accuracy": rival})["cls/accuracy"]
+    found = differences(Metrics(accuracy=right), Metrics(accuracy=rival)).accuracy
     assert found == pytest.approx((2 / 359, gained - lost - half, gained - lost + half))
     assert found[1] < 0 < found[2]
     rival[:300] = 0  # the control: 302 images more
-    assert differences({"cls/accuracy": right}, {"cls/accuracy": rival})["cls/accuracy"][1] > 0.7
+    assert differences(Metrics(accuracy=right), Metrics(accuracy=rival)).accuracy[1] > 0.7
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -1,8 +1,8 @@
 """Metrics and curves against hand-worked cases, loops and other libraries; wrong inputs."""
 
 import itertools
-import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from marglik.prediction.metrics import (
     risk_coverage_curve,
     roc_curve,
 )
+from marglik.records import Metrics, to_json
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -74,11 +75,11 @@ def test_an_impossible_label_costs_the_smallest_number_of_the_dtype(dtype):
     tiny = -math.log(torch.finfo(dtype).tiny)
     p = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype)
     metrics = classification(p, torch.tensor([1, 0]))
-    assert metrics["cls/NLL"] == pytest.approx((tiny + math.log(2)) / 2)
-    assert metrics["cls/Brier"] == pytest.approx((2.0 + 0.5) / 2)  # 2 is the worst there is
+    assert metrics.nll == pytest.approx((tiny + math.log(2)) / 2)
+    assert metrics.brier == pytest.approx((2.0 + 0.5) / 2)  # 2 is the worst there is
     for target in (0, 1):
         p = torch.tensor([[1.0 - target]], dtype=dtype)
-        assert bernoulli(p, torch.tensor([[target]]))["cls/NLL"] == pytest.approx(tiny)
+        assert bernoulli(p, torch.tensor([[target]])).nll == pytest.approx(tiny)
 
 
 def test_classification_is_that_of_scikit_learn_and_torchmetrics():
@@ -87,14 +88,16 @@ def test_classification_is_that_of_scikit_learn_and_torchmetrics():
     p, y = classified()
     metrics = classification(p, y)
     per_class = [brier_score_loss(y == c, p[:, c]) for c in range(4)]
-    assert metrics["cls/NLL"] == pytest.approx(log_loss(y, p))
-    assert metrics["cls/accuracy"] == pytest.approx(accuracy_score(y, p.argmax(dim=1)))
-    assert metrics["cls/Brier"] == pytest.approx(sum(per_class))
+    assert metrics.nll == pytest.approx(log_loss(y, p))
+    assert metrics.accuracy == pytest.approx(accuracy_score(y, p.argmax(dim=1)))
+    assert metrics.brier == pytest.approx(sum(per_class))
     of_torchmetrics = multiclass_calibration_error(p, y, 4, n_bins=15).item()
-    assert metrics["cal/ECE"] == pytest.approx(of_torchmetrics, abs=1e-6)
+    assert metrics.ece == pytest.approx(of_torchmetrics, abs=1e-6)
     # Negative control: with the labels of other examples everything is worse.
-    for name, wrong in classification(p, y.roll(1)).items():
-        is_worse = wrong < 0.9 * metrics[name] if "acc" in name else wrong > 1.1 * metrics[name]
+    for (name, wrong), (_, right) in zip(
+        classification(p, y.roll(1)).items(), metrics.items(), strict=True
+    ):
+        is_worse = wrong < 0.9 * right if "acc" in name else wrong > 1.1 * right
         assert is_worse, name
 
 
@@ -107,7 +110,7 @@ def test_risk_coverage_with_ties_is_the_mean_over_their_orders():
         if all(confidence[i] >= confidence[j] for i, j in itertools.pairwise(order))
     ]
     assert len(areas) == math.factorial(3) * math.factorial(2)
-    found = classification(*two_classes(confidence, correct))["cls/AURC"]
+    found = classification(*two_classes(confidence, correct)).aurc
     assert found == pytest.approx(np.mean(areas))
     assert max(areas) - min(areas) > 0.1  # one order of the data would not do
 
@@ -116,25 +119,26 @@ def test_bernoulli_by_hand_and_as_two_classes():
     p = tensor([0.8, 0.3], [0.6, 0.1])
     of_two_outputs = bernoulli(p, tensor([1, 0], [0, 1]))
     # The sum over outputs of an example, the mean over examples.
-    assert of_two_outputs["cls/NLL"] == pytest.approx(-math.log(0.8 * 0.7 * 0.4 * 0.1) / 2)
+    assert of_two_outputs.nll == pytest.approx(-math.log(0.8 * 0.7 * 0.4 * 0.1) / 2)
     p, y = classified(classes=2)
     as_classes = classification(p, y)
-    as_classes["cls/Brier"] /= 2  # each error was counted for both classes
-    del as_classes["cls/AURC"]
-    assert bernoulli(p[:, 1:], y[:, None]) == pytest.approx(as_classes)
+    as_classes = replace(as_classes, aurc=None)
+    as_classes |= Metrics(brier=as_classes.brier / 2)  # each error was counted for both classes
+    found = bernoulli(p[:, 1:], y[:, None])
+    assert to_json(found) == pytest.approx(to_json(as_classes))
 
 
 def test_regression_by_hand():
     mean, variance = tensor([0.0, 1.0], [2.0, 3.0]), tensor([1.0, 4.0], [1.0, 1.0])
     targets = tensor([0.5, 5.0], [2.0, 4.8])  # 0.5, 2, 0 and 1.8 standard deviations away
     squares = 0.25 + 4 + 0 + 1.8**2
-    assert regression(mean, variance, targets) == {
-        "reg/NLL": pytest.approx((squares + math.log(4) + 4 * math.log(2 * math.pi)) / 2 / 2),
-        "reg/RMSE": pytest.approx(math.sqrt((0.25 + 16 + 0 + 1.8**2) / 4)),
-        "cal/coverage50": 0.5,  # 0.674
-        "cal/coverage90": 0.5,  # 1.645
-        "cal/coverage95": 0.75,  # 1.960
-    }
+    assert regression(mean, variance, targets) == Metrics(
+        nll=pytest.approx((squares + math.log(4) + 4 * math.log(2 * math.pi)) / 2 / 2),
+        rmse=pytest.approx(math.sqrt((0.25 + 16 + 0 + 1.8**2) / 4)),
+        coverage50=0.5,  # 0.674
+        coverage90=0.5,  # 1.645
+        coverage95=0.75,  # 1.960
+    )
 
 
 def test_coverage_is_that_of_scipy_intervals():
@@ -143,14 +147,14 @@ def test_coverage_is_that_of_scipy_intervals():
     variance = 0.1 + torch.rand(500, 2, generator=generator, dtype=torch.float64)
     targets = mean + variance.sqrt() * noise
     curve = reliability_curve(of(mean, variance), targets, "regression")
-    assert curve["count"] == 1000
-    for level, coverage in zip(curve["levels"], curve["coverage"], strict=True):
+    assert curve.count == 1000
+    for level, coverage in zip(curve.levels, curve.coverage, strict=True):
         low, high = stats.norm.interval(level, mean.numpy(), variance.sqrt().numpy())
         assert coverage == ((low <= targets.numpy()) & (targets.numpy() <= high)).mean()
         assert coverage == pytest.approx(level, abs=0.05)  # drawn from the predictive
     # Negative control: half the standard deviation covers far less than it promises.
     narrow = regression(mean, variance / 4, targets)
-    assert narrow["cal/coverage90"] < 0.7
+    assert narrow.coverage90 < 0.7
 
 
 @pytest.mark.parametrize(
@@ -168,58 +172,57 @@ def test_coverage_is_that_of_scipy_intervals():
 )  # fmt: skip
 def test_bins_by_hand(confidence, correct, num_bins, counts, error):
     bins = _bins(tensor(*confidence), torch.tensor(correct).bool(), num_bins)
-    assert bins["counts"] == counts and len(bins["edges"]) == num_bins + 1
-    assert [mean is None for mean in bins["accuracy"]] == [n == 0 for n in counts]
+    assert bins.counts == counts and len(bins.edges) == num_bins + 1
+    assert [mean is None for mean in bins.accuracy] == [n == 0 for n in counts]
     assert _calibration_error(bins) == pytest.approx(error)
-    assert json.loads(json.dumps(bins, allow_nan=False)) == bins
 
 
 def test_risk_and_errors_by_loops():
     p, y = classified(60)
     found = risk_coverage_curve(p, y)
     wrong = (p.argmax(1) != y).numpy()[np.argsort(-p.amax(1).numpy())]
-    assert found["coverage"] == pytest.approx([k / 60 for k in range(1, 61)], abs=1e-6)
-    assert found["risk"] == pytest.approx([wrong[:k].mean() for k in range(1, 61)], abs=1e-6)
-    assert np.mean(found["risk"]) == pytest.approx(classification(p, y)["cls/AURC"], abs=1e-6)
+    assert found.x == pytest.approx([k / 60 for k in range(1, 61)], abs=1e-6)
+    assert found.y == pytest.approx([wrong[:k].mean() for k in range(1, 61)], abs=1e-6)
+    assert np.mean(found.y) == pytest.approx(classification(p, y).aurc, abs=1e-6)
     matrix = np.zeros((4, 4), int)
     for label, row in zip(y.tolist(), p, strict=True):
         matrix[label, int(row.argmax())] += 1
     by_class = errors_by_class(p, y)
-    assert by_class["confusion"] == matrix.tolist() and (matrix != matrix.T).any()
-    assert by_class["counts"] == matrix.sum(1).tolist()
-    assert by_class["right"] == matrix.diagonal().tolist()
-    assert "confusion" not in errors_by_class(*classified(50, classes=21))
+    assert by_class.confusion == matrix.tolist() and (matrix != matrix.T).any()
+    assert by_class.counts == matrix.sum(1).tolist()
+    assert by_class.right == matrix.diagonal().tolist()
+    assert errors_by_class(*classified(50, classes=21)).confusion is None
 
 
 def test_long_curves_are_thinned():
     p, y = classified(5000)
     found = risk_coverage_curve(p, y)
-    assert len(found["risk"]) == len(found["coverage"]) == POINTS
-    assert found["coverage"][0] == pytest.approx(1 / 5000) and found["coverage"][-1] == 1
-    aurc = classification(p, y)["cls/AURC"]
-    assert np.trapezoid(found["risk"], found["coverage"]) == pytest.approx(aurc, abs=0.005)
+    assert len(found.y) == len(found.x) == POINTS
+    assert found.x[0] == pytest.approx(1 / 5000) and found.x[-1] == 1
+    aurc = classification(p, y).aurc
+    assert np.trapezoid(found.y, found.x) == pytest.approx(aurc, abs=0.005)
     random = np.random.default_rng(1)
     sides = [torch.from_numpy(random.normal(mean, 1, 4000)) for mean in (0, 1)]
     curve = roc_curve(*sides)
-    assert len(curve["fpr"]) == POINTS
-    area = out_of_distribution_metrics(*sides)["ood/AUROC"]
-    assert np.trapezoid(curve["tpr"], curve["fpr"]) == pytest.approx(area, abs=0.003)
+    assert len(curve.x) == POINTS
+    area = out_of_distribution_metrics(*sides).auroc
+    assert np.trapezoid(curve.y, curve.x) == pytest.approx(area, abs=0.003)
 
 
 def test_out_of_distribution_by_hand():
-    assert out_of_distribution_metrics(tensor(1, 2, 3, 4), tensor(3.5, 5)) == {
-        "ood/AUROC": pytest.approx(7 / 8),  # 3.5 beats three of four, 5 all of them
-        "ood/AUPR": pytest.approx(1 / 2 * 1 + 1 / 2 * 2 / 3),
-        "ood/FPR95": 0.25,  # 4 >= 3.5
-    }
+    assert out_of_distribution_metrics(tensor(1, 2, 3, 4), tensor(3.5, 5)) == Metrics(
+        auroc=pytest.approx(7 / 8),  # 3.5 beats three of four, 5 all of them
+        aupr=pytest.approx(1 / 2 * 1 + 1 / 2 * 2 / 3),
+        fpr95=0.25,  # 4 >= 3.5
+    )
     # Exactly 95 % are enough: of 20, the 19 highest; the lowest lies below everything inside.
     outside = torch.arange(20) + 100
     outside[0] = -1
-    assert out_of_distribution_metrics(torch.arange(10), outside)["ood/FPR95"] == 0
-    assert out_of_distribution_metrics(torch.arange(10), outside[:19])["ood/FPR95"] == 1
+    assert out_of_distribution_metrics(torch.arange(10), outside).fpr95 == 0
+    assert out_of_distribution_metrics(torch.arange(10), outside[:19]).fpr95 == 1
     # A straight curve could be drawn by its ends, but the first threshold counts.
     x = torch.arange(100)
-    assert out_of_distribution_metrics(x, x)["ood/FPR95"] == 0.95
+    assert out_of_distribution_metrics(x, x).fpr95 == 0.95
 
 
 @settings(deadline=None, max_examples=30)
@@ -233,9 +236,9 @@ def test_out_of_distribution_is_that_of_torchmetrics(inside, outside):
     metrics = out_of_distribution_metrics(one, other)
     scores = torch.cat([one, other])
     labels = torch.cat([torch.zeros(len(one)), torch.ones(len(other))]).long()
-    assert metrics["ood/AUROC"] == pytest.approx(binary_auroc(scores, labels).item(), abs=1e-6)
+    assert metrics.auroc == pytest.approx(binary_auroc(scores, labels).item(), abs=1e-6)
     precision = binary_average_precision(scores, labels).item()
-    assert metrics["ood/AUPR"] == pytest.approx(precision, abs=1e-6)
+    assert metrics.aupr == pytest.approx(precision, abs=1e-6)
 
 
 def half(*shape):

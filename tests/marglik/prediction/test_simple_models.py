@@ -17,6 +17,7 @@ from marglik.prediction.simple_models import (
     evaluate_simple_models,
     simple_models_in_words,
 )
+from marglik.records import Metrics
 
 
 def rows(likelihood, n=120):
@@ -31,7 +32,7 @@ def rows(likelihood, n=120):
 def test_classes_and_the_networks_difference():
     train, test = rows("classification")
     network = torch.rand(40, generator=torch.Generator().manual_seed(1)).double()
-    scores = {"cls/NLL": network}
+    scores = Metrics(nll=network)
     found, differences = evaluate_simple_models(
         train, test, likelihood_of("classification"), scores
     )
@@ -41,22 +42,21 @@ def test_classes_and_the_networks_difference():
         .fit(scaler.transform(train[0]), train[1])
         .predict_proba(scaler.transform(test[0]))
     )
-    assert found[LINEAR]["metrics"]["test/cls/NLL"] == pytest.approx(log_loss(test[1], p), 1e-5)
+    assert found[LINEAR].metrics.nll == pytest.approx(log_loss(test[1], p), 1e-5)
     of_rows = -np.log(p[np.arange(40), test[1]])
     ends = ttest_rel(network, of_rows).confidence_interval(0.95)
     expected = [(network.numpy() - of_rows).mean(), ends.low, ends.high]
     assert differences[LINEAR] == pytest.approx(expected, rel=1e-3)
-    metrics = {name: entry["metrics"] for name, entry in found.items()}
-    said = simple_models_in_words(metrics, {LINEAR: [0.2, 0.1, 0.3], TREES: [0.1, -0.1, 0.3]})
+    said = simple_models_in_words(found, {LINEAR: [0.2, 0.1, 0.3], TREES: [0.1, -0.1, 0.3]})
     assert said.endswith(f"Better than the network here: {LINEAR}.")
-    said = simple_models_in_words(metrics, {LINEAR: [-0.2, -0.3, -0.1], TREES: [0.1, -0.1, 0.3]})
+    said = simple_models_in_words(found, {LINEAR: [-0.2, -0.3, -0.1], TREES: [0.1, -0.1, 0.3]})
     assert "Better" not in said  # the control
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
 def test_numbers_have_the_width_of_errors_across_folds(likelihood):
     train, test = rows("regression")
-    scores = {"reg/NLL": torch.zeros(40).double() + torch.arange(40)}
+    scores = Metrics(nll=torch.zeros(40).double() + torch.arange(40))
     found, _ = evaluate_simple_models(train, test, likelihood_of(likelihood), scores)
     (x, y), (x_test, y_test) = ([t.double().numpy() for t in part] for part in (train, test))
     errors = []
@@ -66,9 +66,9 @@ def test_numbers_have_the_width_of_errors_across_folds(likelihood):
     std = np.mean(np.concatenate(errors) ** 2) ** 0.5
     mean = HistGradientBoostingRegressor(random_state=0).fit(x, y[:, 0]).predict(x_test)
     nll = -norm(mean, std).logpdf(y_test[:, 0]).mean()
-    assert found[TREES]["metrics"]["test/reg/NLL"] == pytest.approx(nll, rel=1e-6)
+    assert found[TREES].metrics.nll == pytest.approx(nll, rel=1e-6)
 
 
 def test_other_likelihoods_have_none():
     train, test = rows("regression")
-    assert evaluate_simple_models(train, test, likelihood_of("poisson"), {}) == ({}, {})
+    assert evaluate_simple_models(train, test, likelihood_of("poisson"), Metrics()) == ({}, {})

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from marglik import Ensemble, OnlineResult, Posterior, verdict
 from marglik.models import MLP
 from marglik.prediction.verdict import in_one_sentence, instability
+from marglik.records import Metrics
 
 CASES = {  # differences of NLL and accuracy, and what is said
     "gain": (
@@ -29,11 +30,11 @@ CASES = {  # differences of NLL and accuracy, and what is said
 @pytest.mark.parametrize("case", CASES)
 def test_an_interval_with_zero_is_no_gain(case):
     nll, accuracy, said = CASES[case]
-    changes = {"test/cls/NLL": nll, "test/cls/accuracy": accuracy, "test/cls/Brier": nll}
-    here = {"test/cls/NLL": 0.1 + nll[0], "test/cls/accuracy": 0.95 + accuracy[0]}
-    there = {"test/cls/NLL": 0.1, "test/cls/accuracy": 0.95}
+    changes = Metrics(nll=nll, accuracy=accuracy, brier=nll)
+    here = Metrics(nll=0.1 + nll[0], accuracy=0.95 + accuracy[0])
+    there = Metrics(nll=0.1, accuracy=0.95)
     assert said in in_one_sentence(changes, here, there)
-    assert "no verdict" in in_one_sentence({}, here, there)
+    assert "no verdict" in in_one_sentence(Metrics(), here, there)
 
 
 def test_numbers_are_those_of_paired_examples():

@@ -44,14 +44,15 @@ def evil(copied, change):
 
     def rename(of):
         entry = next(iter(of["predictives"].values()))
-        entry["metrics"] |= {f"test/{EVIL}": 1.0}
-        of |= {"data": EVIL, "device": EVIL, "versions": {EVIL: EVIL}, "classes": [EVIL] * 3}
+        of |= {"data": EVIL, "classes": [EVIL] * 3}
+        of["environment"] |= {"device": EVIL, "versions": {EVIL: EVIL}}
         of["ood"] |= {"name": EVIL, "note": EVIL}
         of["uncertain"]["predictive"] = EVIL
         of["predictives"] = {EVIL: entry}
 
     def rename_results(of):
-        of |= {"data": EVIL, "model": EVIL, "device": EVIL}
+        of["identity"] |= {"data": EVIL, "model": EVIL}
+        of["environment"] |= {"device": EVIL}
         of["weight_decay"] = {EVIL: next(iter(of["weight_decay"].values()))}
         of["suspicious_labels"] = {"unknown": EVIL}
 

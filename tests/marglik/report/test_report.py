@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from scipy import stats
 
+from marglik.records import Coverage, Metrics, PredictiveRecord, to_json
 from marglik.report import write_report
 from marglik.report.charts import SERIES, Chart, reliability_chart
 from marglik.report.contents import Predictive, differing, read_runs
@@ -60,20 +61,20 @@ def test_every_chart_has_json_a_name_and_a_full_table(run, two):
 def test_what_a_run_went_through(run, two):
     evidence, loss = charts([run], "curves")
     curve = named(evidence)["evidence"]
-    assert curve["y"] == [update["evidence"] / run.results["num_data"] for update in run.updates]
+    assert curve["y"] == [update.evidence / run.results.num_data for update in run.updates]
     assert curve["marker"]["symbol"] == ["circle", "circle", "star"]  # the last one was kept
     assert evidence.table.rows[0].cells[0] == f"{curve['y'][0]:.4f}".replace("-", "−")
     assert [*named(loss)] == ["loss", "with weight decay"] and len(loss.table.columns) == 4
     (decays,) = charts([run], "weight-decay")
-    for name, row in run.layers.items():
+    for name, tensor in run.results.weight_decay.items():
         of = named(decays)[name]
-        assert of["y"][0] == row["initial"] and of["y"][-1] == pytest.approx(row["learned"])
+        assert of["y"][0] == tensor.initial and of["y"][-1] == pytest.approx(tensor.learned)
         assert of["line"]["dash"] == ("dot" if name.endswith("bias") else "solid")
     (table,) = [b for b in SECTIONS["weight-decay"]([run]) if not isinstance(b, list)]
-    first = next(iter(run.layers.values()))
-    assert table.rows[0].cells[1] == number(first["effective_parameters"])
+    first = next(iter(run.results.weight_decay.values()))
+    assert table.rows[0].cells[1] == number(first.effective_parameters)
     (times,) = SECTIONS["time"]([run])
-    total = duration(sum(record["seconds"] for record in run.epochs))
+    total = duration(sum(record.seconds for record in run.epochs))
     assert (times.rows[0].header, times.rows[0].cells) == ("training steps", [total])
     assert times.rows[-1].header == "everything else"
     for chart in charts(two, "curves"):  # overlaid, in colours of their own
@@ -93,30 +94,30 @@ def ends_of(curve):
 
 def test_reliability_of_classes_and_of_a_regression(run):
     (chart,) = charts([run], "reliability")
-    made = run.evaluation["predictives"]["MAP"]["reliability"]
+    made = run.evaluation.predictives["MAP"].reliability
     curve = named(chart)["MAP"]
-    assert curve["x"] == made["confidence"] and curve["y"] == made["accuracy"]
-    assert made["counts"].count(0) == curve["y"].count(None) > 0  # empty bins are gaps
-    for i, (accuracy, n) in enumerate(zip(curve["y"], made["counts"], strict=True)):
+    assert curve["x"] == made.confidence and curve["y"] == made.accuracy
+    assert made.counts.count(0) == curve["y"].count(None) > 0  # empty bins are gaps
+    for i, (accuracy, n) in enumerate(zip(curve["y"], made.counts, strict=True)):
         if n:
             expected = wilson(round(accuracy * n), n)
             assert ends_of(curve)[2 * i : 2 * i + 2] == pytest.approx(expected)
     assert chart.table.columns[-1] == "0.933–1.000"
-    assert f"{made['counts'][-1]} predictions" in chart.table.rows[0].small[-1]
-    levels = {"levels": [0.5, 0.9], "coverage": [0.4, 0.8], "count": 200}
-    of_regression = Predictive(run, "MAP", {"reliability": levels}, "MAP")
+    assert f"{made.counts[-1]} predictions" in chart.table.rows[0].small[-1]
+    record = PredictiveRecord(Metrics(), reliability=Coverage([0.5, 0.9], [0.4, 0.8], 200))
+    of_regression = Predictive(run, "MAP", record, "MAP")
     curve = named(reliability_chart("intervals", [of_regression]))["MAP"]
     assert ends_of(curve) == pytest.approx([*wilson(80, 200), *wilson(160, 200)])
 
 
 def test_errors_and_out_of_distribution_data(run, two):
-    made, names = run.evaluation["predictives"], [*run.evaluation["predictives"]]
+    made, names = run.evaluation.predictives, [*run.evaluation.predictives]
     (risk,), *matrices = SECTIONS["errors"]([run])
     assert [*named(risk)] == names == ["MAP", "MAP, temperature-scaled", LAPLACE, "Laplace, mc"]
-    assert named(risk)["MAP"]["y"] == made["MAP"]["risk_coverage"]["risk"]
+    assert named(risk)["MAP"]["y"] == made["MAP"].risk_coverage.y
     # Predictives that predict the same classes share a matrix.
     assert "; ".join(matrix.title for matrix in matrices).count("MAP;") == 1
-    assert sum(map(sum, matrices[0].counts)) == run.evaluation["num_test"]
+    assert sum(map(sum, matrices[0].counts)) == run.evaluation.num_test
     (roc,) = charts([run], "ood")
     assert [*named(roc)] == ["chance", *names] and roc.title == "ROC curve: noise"
     assert [chart.title for chart in charts(two, "reliability")] == names  # for each, both runs
@@ -126,9 +127,11 @@ def test_errors_and_out_of_distribution_data(run, two):
 
 
 def of_metrics(copied, change, name, metrics, data="digits"):
-    folder, found = copied(name), {p: {"metrics": values} for p, values in metrics.items()}
+    folder = copied(name)
+    found = {p: to_json(PredictiveRecord(values)) for p, values in metrics.items()}
     change(folder / "evaluation.json", lambda evaluation: evaluation.update(predictives=found))
-    change(folder / "results.json", lambda results: results.update(data=data, metrics={}))
+    change(folder / "results.json", lambda results: results.update(networks={}))
+    change(folder / "results.json", lambda results: results["identity"].update(data=data))
     return folder
 
 
@@ -138,9 +141,9 @@ def rows_of(*folders):
 
 def test_the_best_of_a_row_is_by_its_direction(copied, change):
     metrics = {
-        "A": {"test/cls/NLL": 0.2, "test/cls/accuracy": 0.97, "test/cal/coverage90": 0.7},
-        "B": {"test/cls/NLL": 0.1, "test/cls/accuracy": 0.96, "test/cal/coverage90": 0.88},
-        "C": {"test/cls/NLL": 0.1, "test/my/metric": 4.0, "test/cls/AURC": math.nan},
+        "A": Metrics(nll=0.2, accuracy=0.97, coverage90=0.7),
+        "B": Metrics(nll=0.1, accuracy=0.96, coverage90=0.88),
+        "C": Metrics(nll=0.1, aurc=math.nan),
     }
     rows = rows_of(of_metrics(copied, change, "run", metrics))
     nll = rows["Negative log-likelihood"]
@@ -148,25 +151,24 @@ def test_the_best_of_a_row_is_by_its_direction(copied, change):
     assert nll.detail == "nats per example, lower is better"
     assert (rows["Accuracy"].cells, rows["Accuracy"].best) == (["97.00", "96.00", "–"], {0})
     assert rows["Coverage of the 90 % interval"].best == {1}  # the nearest to 90 %
-    assert rows["my/metric"].cells == ["–", "–", "4.0000"] and rows["my/metric"].best == set()
     assert rows["Area under the risk–coverage curve"].cells[2] == "NaN"
 
 
 def test_the_best_is_among_runs_on_one_data_set(copied, change):
     """0.1 would be best of all, but is of other data, where nothing else is to compare with."""
     a, b, other = (
-        of_metrics(copied, change, name, {"MAP": {"test/cls/NLL": nll}}, data)
+        of_metrics(copied, change, name, {"MAP": Metrics(nll=nll)}, data)
         for name, nll, data in (("a", 0.3, "digits"), ("b", 0.2, "digits"), ("c", 0.1, "CIFAR-10"))
     )
     assert rows_of(a, b, other)["Negative log-likelihood"].best == {1}
 
 
 def test_differences_with_their_intervals():
-    a = {"test/cls/NLL": [-0.02, -0.04, 0.001], "test/cls/accuracy": [0.0028, -0.005, 0.01]}
-    (table,) = differences_table("title", {"A": a, "B": {"test/cls/Brier": [0.0, 0.0, 0.0]}})
+    a = Metrics(nll=(-0.02, -0.04, 0.001), accuracy=(0.0028, -0.005, 0.01))
+    (table,) = differences_table("title", {"A": a, "B": Metrics(brier=(0.0, 0.0, 0.0))})
     assert table.rows[0].cells == ["−0.0200", "+0.28", "–"]
     assert table.rows[0].small == ["−0.0400 to 0.0010", "−0.50 to 1.00", ""]
-    assert differences_table("title", {"A": {"test/cal/ECE": [0.0, 0.0, 0.0]}}) == []
+    assert differences_table("title", {"A": Metrics(ece=(0.0, 0.0, 0.0))}) == []
 
 
 # Runs side by side
@@ -235,7 +237,7 @@ def page(evaluated, tmp_path_factory):
 
 
 def test_the_page_says_what_the_run_found(page, run):
-    nll = run.evaluation["predictives"][LAPLACE]["metrics"]["test/cls/NLL"]
+    nll = run.evaluation.predictives[LAPLACE].metrics.nll
     for text in (
         "MLP on digits (0, 1, 2)", f"{nll:.4f}", "Negative log-likelihood nats per example, lower",
         "Learned minus plain network, on the same test examples", "Each tensor at the end",

@@ -1,12 +1,13 @@
 """Options of small runs, commands as ranks call them, and what commands say and leave."""
 
 import io
-import json
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from marglik.cli import main
+from marglik.records import Evaluation, Metrics, Results
+from marglik.storage.run_folder import read_evaluation, read_results
 
 DATA = [
     "--data", "marglik.data.ClassSubset", "--data.data", "marglik.data.Digits",
@@ -40,20 +41,23 @@ def refusal(capsys: Any, *arguments: str) -> str:
     return said
 
 
-def results_of(folder: Path) -> dict[str, Any]:
+def results_of(folder: Path) -> Results:
     """What a run has come to."""
-    return json.loads((folder / "results.json").read_text())
+    results = read_results(folder)
+    assert results is not None
+    return results
 
 
-def evaluated(folder: Path) -> dict[str, Any]:
+def evaluated(folder: Path) -> Evaluation:
     """What an evaluation has found."""
-    return json.loads((folder / "evaluation.json").read_text())
+    evaluation = read_evaluation(folder)
+    assert evaluation is not None
+    return evaluation
 
 
-def metrics(folder: Path) -> dict[str, dict[str, float]]:
+def metrics(folder: Path) -> dict[str, Metrics[float]]:
     """The metrics of each predictive of an evaluation."""
-    found = evaluated(folder)["predictives"]
-    return {name: entry["metrics"] for name, entry in found.items()}
+    return {name: record.metrics for name, record in evaluated(folder).predictives.items()}
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -45,7 +45,7 @@ def test_fit_is_what_python_does(fit, layers, trained, tmp_path):
     assert record["prior_precision"] == pytest.approx(delta, rel=1e-4)
     assert list(record["calibrations"]) == ["Laplace, probit", "Laplace, mc"]
     found = metrics(folder)
-    assert found["MAP"]["test/cls/accuracy"] > 0.8 and "Laplace, probit" in found
+    assert found["MAP"].accuracy > 0.8 and "Laplace, probit" in found
     again = load_posterior(folder, MLP(64, (6,), 3))
     assert set(again.fitted_factors().blocks) == set(delta)
     assert (folder / "report.html").stat().st_size > 100_000

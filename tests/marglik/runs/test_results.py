@@ -1,6 +1,7 @@
 """What is written and printed about a run is in units that people know."""
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pandas
@@ -64,26 +65,27 @@ def test_metrics_are_those_of_the_target_itself(houses, capsys):
         mean = network(splits.test[0])[:, 0].double() * std + y_train.mean()
     nll = -Normal(mean, sigma * std).log_prob(y)
     rmse = (y - mean).square().mean().sqrt()
-    of_train, results = evaluated(run)["predictives"]["MAP"], results_of(run)
-    assert results["sigma_noise"] == pytest.approx(float(sigma * std), rel=1e-5)
+    of_train, results = evaluated(run).predictives["MAP"], results_of(run)
+    assert results.sigma_noise == pytest.approx([float(sigma * std)], rel=1e-5)
     capsys.readouterr()
     assert main(["evaluate", str(run), "--data", "TableFile", "--data.path", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"{nll.mean():.3f}" in printed and f"{rmse:,.0f}" in printed
-    of_evaluate = evaluated(run)["predictives"]["MAP"]
-    metrics = [results["metrics"]["learned, MAP"], of_train["metrics"], of_evaluate["metrics"]]
+    of_evaluate = evaluated(run).predictives["MAP"]
+    learned = results.scores["learned, MAP"]
+    metrics = [learned.metrics, of_train.metrics, of_evaluate.metrics]
     for found in metrics:
-        assert found["test/reg/NLL"] == pytest.approx(float(nll.mean()), rel=1e-5)
-        assert found["test/reg/RMSE"] == pytest.approx(float(rmse), rel=1e-4)
-    for found in (results["intervals"]["learned, MAP"], of_evaluate["intervals"]):
-        assert found["test/reg/NLL"] == pytest.approx(mean_interval(nll), rel=1e-5)
+        assert found.nll == pytest.approx(float(nll.mean()), rel=1e-5)
+        assert found.rmse == pytest.approx(float(rmse), rel=1e-4)
+    for found in (learned.intervals, of_evaluate.intervals):
+        assert found.nll == pytest.approx(mean_interval(nll), rel=1e-5)
     assert float(nll.mean()) - math.log(std) < 5 < float(nll.mean())  # the control
     linear = make_pipeline(StandardScaler(), Ridge()).fit(splits.train[0].numpy(), y_train.numpy())
-    of_linear = results["metrics"]["scikit-learn, linear model"]["test/reg/RMSE"]
+    of_linear = results.scores["scikit-learn, linear model"].metrics.rmse
     residuals = linear.predict(splits.test[0].numpy()) - y.numpy()
     assert of_linear == pytest.approx(np.mean(residuals**2) ** 0.5, rel=1e-5)
-    assert "scikit-learn's models on the same rows: linear model" in results["simple_models"]
-    assert results["model"] == "MLP"  # not what standardises its columns
+    assert "scikit-learn's models on the same rows: linear model" in results.simple_models
+    assert results.model == "MLP"  # not what standardises its columns
     page = " ".join((run / "report.html").read_text().split())
     assert f">{rmse:,.0f}<" in page and f">{nll.mean():.4f}<" in page
     assert "unit of the target, lower is better" in page
@@ -94,29 +96,23 @@ def test_metrics_are_those_of_the_target_itself(houses, capsys):
 def test_another_unit_changes_what_has_a_unit_alone(houses):
     _, usual, other = houses
     a, b = evaluated(usual), evaluated(other)
-    change = {
-        "test/reg/NLL": lambda v: v + math.log(UNIT),
-        "test/reg/RMSE": lambda v: v * UNIT,
-    }
+    change = {"nll": lambda v: v + math.log(UNIT), "rmse": lambda v: v * UNIT}
     of_a, of_b = results_of(usual), results_of(other)
-    pairs = [(a["predictives"][name], b["predictives"][name]) for name in a["predictives"]]
-    pairs += [
-        ({kind: of_a[kind][name] for kind in ("metrics", "intervals")},
-         {kind: of_b[kind][name] for kind in ("metrics", "intervals")})
-        for name in of_a["metrics"]
-    ]  # fmt: skip
+    pairs = [(a.scores[name], b.scores[name]) for name in a.predictives]
+    pairs += [(of_a.scores[name], of_b.scores[name]) for name in of_a.scores]
     assert len(pairs) == 10
     for here, there in pairs:
-        for key, value in here["metrics"].items():
+        for key, value in here.metrics.items():
             expected = change.get(key, lambda v: v)(value)
-            assert there["metrics"][key] == pytest.approx(expected, rel=1e-9)
-        for key, ends in here["intervals"].items():
-            expected = [change.get(key, lambda v: v)(end) for end in ends]
-            assert there["intervals"][key] == pytest.approx(expected, rel=1e-9)
-    fit, same = of_a["calibration"], of_b["calibration"]
+            assert getattr(there.metrics, key) == pytest.approx(expected, rel=1e-9)
+        for key, ends in here.intervals.items():
+            expected = tuple(change.get(key, lambda v: v)(end) for end in ends)
+            assert getattr(there.intervals, key) == pytest.approx(expected, rel=1e-9)
+    fit, same = asdict(of_a.calibration), asdict(of_b.calibration)
     for name in ("nll", "nll_map", "nll_scaled_map", "nll_uncalibrated"):
         assert same[name] == pytest.approx(fit[name] + math.log(UNIT), rel=1e-9)
     for name in ("calibration", "map_calibration"):
         assert same[name]["sigma_noise"] == pytest.approx(UNIT * fit[name]["sigma_noise"])
-    assert of_b["sigma_noise"] == pytest.approx(UNIT * of_a["sigma_noise"])
-    assert of_b["differences"] == of_a["differences"] and of_b["evidence"] == of_a["evidence"]
+    assert of_b.sigma_noise == pytest.approx([UNIT * sigma for sigma in of_a.sigma_noise])
+    assert of_b.networks["plain"].differences == of_a.networks["plain"].differences
+    assert of_b.evidence == of_a.evidence

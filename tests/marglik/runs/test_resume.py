@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from marglik.cli import main
+from marglik.records import to_json
 from marglik.storage.run_folder import read_log, read_posterior, read_record
 from marglik.training.loop import OnlineTraining
 from tests.marglik.runs.command_line import (
@@ -183,13 +184,14 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
     short = ["--overwrite", "--no_baseline", "--epochs", "1", "--seed", "1"]
     assert main(arguments(run, *short)) == 0
     found = results_of(run)
-    assert found["config"]["run"]["epochs"] == 1 and "differences" not in found
-    assert "The same command with --resume --baseline adds it" in found["verdict"]
+    assert found.identity["config"]["run"]["epochs"] == 1 and "plain" not in found.networks
+    assert "The same command with --resume --baseline adds it" in found.verdict
     # Added later, the plain network is the one that would have been trained at once.
     assert main(arguments(run, *short[2:], "--resume")) == 0
     later = results_of(run)
     assert main(arguments(run, "--overwrite", *short[2:])) == 0
-    assert without_seconds(results_of(run)) == without_seconds(later) and later["differences"]
+    assert without_seconds(to_json(results_of(run))) == without_seconds(to_json(later))
+    assert later.networks["plain"].differences
 
 
 def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatch):
@@ -203,4 +205,4 @@ def test_a_failing_baseline_does_not_take_the_results_along(tmp_path, monkeypatc
 
     monkeypatch.setattr(OnlineTraining, "train_epoch", failing)
     assert main(arguments(tmp_path, "--epochs", "1")) == 130
-    assert [name.split(",")[0] for name in results_of(tmp_path)["metrics"]] == ["learned"] * 3
+    assert [*results_of(tmp_path).networks] == ["learned"]

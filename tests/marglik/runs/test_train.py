@@ -3,6 +3,7 @@
 import html
 import re
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from marglik.data import Digits
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
+from marglik.prediction.links import CalibrationFit
 from marglik.runs.config import PriorConfig, RunConfig
-from marglik.runs.train import Training, train
+from marglik.runs.train import Setup, train
 from marglik.storage.run_folder import read_log, read_posterior
 from tests.experiments.data.text_and_graphs import dart_entries, nci1_texts, write_dart, write_nci1
 from tests.marglik.networks import NodeCounts, TokenNetwork
@@ -45,22 +47,23 @@ PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
 def test_results_and_log(trained):
     results, records = results_of(trained), read_log(trained)
     assert {path.name for path in trained.iterdir()} == FILES
-    assert results["evidence"]["kept"] > results["evidence"]["first"]
+    assert results.evidence.final > results.evidence.first
     assert [r["epoch"] for r in records if r["kind"] == "update"] == [1, 2, 3]
     last = [r for r in records if r["kind"] == "update"][-1]
-    for name, row in results["weight_decay"].items():
-        assert row["learned"] == pytest.approx(last["weight_decay"][name])
-        assert row["learned"] != row["initial"] and 0 < row["effective_parameters"]
-    plain = [f"plain, {name}" for name in PREDICTIVES[:2]]
-    assert list(results["metrics"]) == [*(f"learned, {name}" for name in PREDICTIVES), *plain]
-    for found in results["metrics"].values():
-        assert {"test/cls/NLL", "test/cal/ECE", "ood/AUROC"} < set(found)
-        assert found["test/cls/accuracy"] > 0.8
+    for name, tensor in results.weight_decay.items():
+        assert tensor.learned == pytest.approx(last["weight_decay"][name])
+        assert tensor.learned != tensor.initial and 0 < tensor.effective_parameters
+    learned, plain = results.networks["learned"], results.networks["plain"]
+    assert (list(learned.predictives), list(plain.predictives)) == (PREDICTIVES, PREDICTIVES[:2])
+    assert (learned.differences, list(plain.differences)) == (None, PREDICTIVES[:2])
+    for scores in results.scores.values():
+        assert {"nll", "ece", "auroc"} < {name for name, _ in scores.metrics.items()}
+        assert scores.metrics.accuracy > 0.8
     # The evaluation and the page are of the same numbers.
-    assert metrics(trained) == {n: results["metrics"][f"learned, {n}"] for n in PREDICTIVES}
+    assert evaluated(trained).scores == learned.predictives
     page = (trained / "report.html").read_text()
     assert "MLP on digits (0, 1, 2)" in page
-    assert results["verdict"] in html.unescape(page)
+    assert results.verdict in html.unescape(page)
     assert page.index("against the plain network") < page.index("Evidence and loss</h2>")
 
 
@@ -69,12 +72,12 @@ def test_the_saved_posterior_is_that_of_the_results(trained):
     laplace = load_posterior(trained, model)
     for name, tensor in load_file(trained / "model.safetensors").items():
         assert torch.equal(tensor, model.state_dict()[name])
-    assert laplace.log_marginal_likelihood().item() == pytest.approx(results["evidence"]["kept"])
-    for name, row in results["weight_decay"].items():
+    assert laplace.log_marginal_likelihood().item() == pytest.approx(results.evidence.final)
+    for name, tensor in results.weight_decay.items():
         delta = record["prior_precision"][name]
-        assert row["learned"] == pytest.approx(delta / results["num_data"])
-    found = {"predictive": "Laplace, probit"} | laplace.calibrations["Laplace, probit"]
-    assert results["calibration"] == found
+        assert tensor.learned == pytest.approx(delta / results.num_data)
+    fit = CalibrationFit.of(laplace.calibrations["Laplace, probit"])
+    assert asdict(results.calibration) == {"predictive": "Laplace, probit"} | asdict(fit)
     assert record["model"]["class_path"] == "marglik.models.MLP"
 
 
@@ -99,18 +102,18 @@ def test_digits_preset_keeps_its_promise(tmp_path, capsys, monkeypatch):
     assert printed.lstrip().startswith("Learned weight decays and averaged parameters ")
     assert without_numbers(shown.partition("```")[0]) == without_numbers(printed)
     results = results_of(tmp_path / "run")
-    assert (results["num_data"], results["held_out"]) == (1294, 144)
+    assert (results.num_data, results.held_out) == (1294, 144)
     assert read_posterior(tmp_path / "run")["num_data"] == 1438  # what was held out, too
-    assert results["metrics"]["learned, MAP"]["test/cls/accuracy"] >= 0.95
+    assert results.scores["learned, MAP"].metrics.accuracy >= 0.95
     # On the test set, which has not chosen the calibration: 359 images have a standard error of
     # 0.03 nats, and cannot tell predictives apart that differ by a hundredth.
-    nll = {name: values["test/cls/NLL"] for name, values in results["metrics"].items()}
+    nll = {name: scores.metrics.nll for name, scores in results.scores.items()}
     assert nll["learned, Laplace, probit"] <= nll["learned, MAP"] + 0.01
-    fit = results["calibration"]  # on the held-out data, which chose it
-    assert fit["nll"] < fit["nll_map"] < fit["nll_uncalibrated"]
-    assert fit["nll_scaled_map"] < fit["nll_map"]
-    assert results["evidence"]["kept"] > results["evidence"]["first"]
-    learned = [row["learned"] for row in results["weight_decay"].values()]
+    fit = results.calibration  # on the held-out data, which chose it
+    assert fit.nll < fit.nll_map < fit.nll_uncalibrated
+    assert fit.nll_scaled_map < fit.nll_map
+    assert results.evidence.final > results.evidence.first
+    learned = [tensor.learned for tensor in results.weight_decay.values()]
     assert len(set(learned)) == len(learned) == 10
 
 
@@ -129,8 +132,8 @@ def test_a_line_for_each_step_where_there_is_no_terminal(tmp_path, capsys):
     assert list(metrics(tmp_path)) == names
     first, second = Ensemble.load(tmp_path, MLP(64, (6,), 3)).models
     assert not torch.equal(first.layers[1].weight, second.layers[1].weight)
-    entry = evaluated(tmp_path)["predictives"]["ensemble of 2"]
-    assert entry["calibration"] is not None and entry["seconds_of_training"] > 0
+    record = evaluated(tmp_path).predictives["ensemble of 2"]
+    assert record.calibration is not None and record.seconds_of_training > 0
     assert main(["evaluate", str(tmp_path), "--no_progress"]) == 0
     assert list(metrics(tmp_path)) == names
 
@@ -140,13 +143,13 @@ def test_learned_augmentation(tmp_path, capsys):
     more = ["--epochs", "2", "--members", "2", "--baseline", "--output", str(tmp_path)]
     assert main([*TRAIN, *DATA, *MODEL, *more, "--augmentation", "learned"]) == 0
     assert "The network averages 4 copies of each image." in capsys.readouterr().out
-    found = results_of(tmp_path)["augmentation"]
-    ranges = {name: row["learned"] for name, row in found["ranges"].items()}
+    found = results_of(tmp_path).augmentation
+    ranges = {name: one.learned for name, one in found.ranges.items()}
     last = [r for r in read_log(tmp_path) if r["kind"] == "update"][-1]
     assert ranges == pytest.approx(last["ranges"])
     assert set(ranges) == {"move x", "move y", "rotate", "scale x", "scale y", "shear"}
-    assert any(row["learned"] != pytest.approx(row["initial"]) for row in found["ranges"].values())
-    assert [len(row) for row in found["examples"]] == [5, 5, 5]
+    assert any(one.learned != pytest.approx(one.initial) for one in found.ranges.values())
+    assert [len(row) for row in found.examples] == [5, 5, 5]
     model = LearnedAugmentation(MLP(64, (6,), 3), [Affine()])
     for member in Ensemble.load(tmp_path, model).models:
         assert ranges_of(member) == pytest.approx(ranges)
@@ -155,19 +158,19 @@ def test_learned_augmentation(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path), "--no_progress"]) == 0
     assert list(metrics(tmp_path)) == names
     for name, values in metrics(tmp_path).items():
-        assert values["test/cls/NLL"] == pytest.approx(before[name]["test/cls/NLL"], rel=1e-5)
+        assert values.nll == pytest.approx(before[name].nll, rel=1e-5)
     page = (tmp_path / "report.html").read_text()
     assert "Learned invariances" in page and "Its copy 4" in page
 
 
 def test_the_plain_network_is_what_torch_trains(tmp_path, monkeypatch):
     """SGD with one weight decay and a cosine, and nothing else."""
-    real, seen = Training.train, []
+    real, seen = Setup.train, []
 
-    def train_both(self, model, *given, plain=False, **more):
-        by_torch = deepcopy(model)
-        found = real(self, model, *given, plain=plain, **more)
-        if plain:
+    def train_both(self, training, *given, **more):
+        by_torch = deepcopy(training.build())
+        model, outcome = real(self, training, *given, **more)
+        if training.name == "plain":
             batches = self._batches("train", 64, shuffle=True)
             next(iter(batches))  # the loop has looked at the data, which draws an order
             optimizer = SGD(by_torch.parameters(), 0.1, 0.9, weight_decay=0.02, nesterov=True)
@@ -178,13 +181,13 @@ def test_the_plain_network_is_what_torch_trains(tmp_path, monkeypatch):
                 optimizer.step()
                 schedule.step()
             seen.extend(zip(model.parameters(), by_torch.parameters(), strict=True))
-        return found
+        return model, outcome
 
-    monkeypatch.setattr(Training, "train", train_both)
+    monkeypatch.setattr(Setup, "train", train_both)
     run = RunConfig(epochs=2, batch_size=64, output=str(tmp_path), progress=False)
     prior = PriorConfig(weight_decay=0.02)
     results = train(MLP(64, (16,), 10), Digits(test_fraction=0.6), prior=prior, run=run)
-    assert "against the plain network" in results["verdict"] and len(seen) == 4
+    assert "against the plain network" in results.verdict and len(seen) == 4
     for ours, theirs in seen:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -203,16 +206,16 @@ def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     run = RunConfig(epochs=6, batch_size=32, output=str(tmp_path), progress=False)
     prior = PriorConfig(updates=3)
     results = train(MLP(64, (16,), 10), WrongDigits(test_fraction=0.6), prior=prior, run=run)
-    assert results["metrics"]["learned, MAP"]["test/cls/NLL"] > 0
+    assert results.scores["learned, MAP"].metrics.nll > 0
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
-    found = results["suspicious_labels"]
-    assert found["judged"] == results["num_data"] and 20 <= found["number"] <= 50
+    found = results.suspicious_labels
+    assert found.judged == results.num_data and 20 <= found.number <= 50
     # Positions in the data, of which a part was held out.
-    assert sum(example["index"] % 20 == 0 for example in found["examples"]) >= 8
+    assert sum(example.index % 20 == 0 for example in found.examples) >= 8
     digits = Digits(test_fraction=0.6).load().train[1]
-    first = next(e for e in found["examples"] if e["index"] % 20 == 0)
-    assert first["label"] == str(int(digits[first["index"]] + 1) % 10)
-    assert max(len(example["image"]) for example in found["examples"]) < 4000
+    first = next(e for e in found.examples if e.index % 20 == 0)
+    assert first.label == str(int(digits[first.index] + 1) % 10)
+    assert max(len(example.image) for example in found.examples) < 4000
 
 
 # Sequences and graphs
@@ -242,11 +245,13 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     command = [*TRAIN, *adam, *options, "--output", str(run)]
     assert main([*command, "--precision", "bf16-mixed"]) == 0
     results, before = results_of(run), evaluated(run)
-    of_sequences, positions = kind == "sequences", before["num_positions"]
-    assert results["examples"]["train"] == results["num_data"] == read_posterior(run)["num_data"]
-    assert results["num_positions"] == positions and (positions is not None) == of_sequences
+    of_sequences, positions = kind == "sequences", before.num_positions
+    assert (
+        results.identity["examples"]["train"] == results.num_data == read_posterior(run)["num_data"]
+    )
+    assert results.num_positions == positions and (positions is not None) == of_sequences
     laplace = load_posterior(run, TokenNetwork() if of_sequences else NodeCounts())
-    kept = results["evidence"]["kept"]
+    kept = results.evidence.final
     assert laplace.log_marginal_likelihood().item() == pytest.approx(kept)
     # It is evaluated as at its end, and says what its metrics are about.
     if of_sequences:
@@ -254,7 +259,7 @@ def test_sequences_and_graphs(kind, tmp_path, capsys):
     capsys.readouterr()
     assert main(["evaluate", str(run), "--no_progress", *options]) == 0
     for name, found in metrics(run).items():
-        assert found == before["predictives"][name]["metrics"]
+        assert found == before.predictives[name].metrics
     assert ("positions (tokens)" in capsys.readouterr().out) == of_sequences
     assert (
         "nats per position, lower is better" in (run / "report.html").read_text()

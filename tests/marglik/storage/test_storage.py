@@ -7,13 +7,26 @@ import shutil
 import pytest
 import torch
 
+from marglik.records import (
+    Environment,
+    Evidence,
+    Metrics,
+    Network,
+    Results,
+    Scores,
+    SuspiciousLabel,
+    SuspiciousLabels,
+    TensorDecay,
+)
 from marglik.storage.checkpoint import Checkpoints
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import (
     RunLog,
     begin_run,
+    read_evaluation,
     read_log,
     read_record,
+    read_results,
     remove_states,
     write_record,
     write_results,
@@ -23,6 +36,19 @@ from tests.marglik.states import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+FOUND = Results(
+    identity={"data": "digits", "sizes": [1, 2]},
+    networks={
+        "learned": Network({"MAP": Scores(Metrics(nll=0.5), Metrics(nll=(0.25, 0.75)))}),
+        "plain": Network({}, {"MAP": Metrics(nll=(-0.1, -0.2, 0.0))}),
+    },
+    num_data=3,
+    weight_decay={"weight": TensorDecay(0.1, 0.2, 1.5, 4)},
+    evidence=Evidence(-2.0, -1.0, 3),
+    environment=Environment("cpu", 1, "3.11", {"torch": "2.9"}),
+    seconds=1.25,
+    suspicious_labels=SuspiciousLabels(3, 1, 1.0, [SuspiciousLabel(0, "a", "b", 1.5)]),
+)
 RUN = {"data": "digits", "config": {"prior": {"every": 5, "lr": 0.1}, "sizes": (1, 2)}}
 STATE = {
     "plain": [None, True, 1, -3, 0.1, -0.0, 1e-320, math.inf, math.nan, "ä\n", 2**100],
@@ -103,15 +129,17 @@ def folder(tmp_path):
     for i, record in enumerate(records):
         log.write(record)
         assert read_log(run) == records[: i + 1]  # at once
-    write_results(run, {"nll": 0.5, "sizes": (1, 2)})
+    write_results(run, FOUND)
     return run
 
 
 def test_a_record_is_read_as_it_was_written(folder):
     assert (folder / "config.yaml").read_bytes() == b"epochs: 1\n"
-    found = {"format": "marglik.results", "nll": 0.5, "sizes": [1, 2]}
-    assert read_record(folder / "results.json") == found
-    assert read_record(folder / "evaluation.json") == {}
+    assert read_results(folder) == FOUND
+    assert read_evaluation(folder) is None
+    write_record(folder / "results.json", {"evidence": {"first": 1.0, "of old": 2.0}})
+    with pytest.raises(ValueError, match="another version of marglik .*of old"):
+        read_results(folder)
     assert environment(torch.device("cpu"))["versions"]["torch"] in torch.__version__
 
 

@@ -25,7 +25,7 @@ from marglik.data import Splits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.train import Training
+from marglik.runs.train import Setup, Training
 from marglik.training import algorithm, state
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -67,7 +67,7 @@ def test_all_entries_learn_the_same_decays_by_default():
 
     x, y = dataset().tensors
     splits = Splits((x, y), None, (x, y), "made")
-    setup = Training(
+    setup = Setup(
         splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
         None, RunConfig(epochs=epochs, batch_size=8, progress=False),
         Fabric(accelerator="cpu", devices=1),
@@ -75,7 +75,7 @@ def test_all_entries_learn_the_same_decays_by_default():
     in_order = DataLoader(dataset(), 8)
     setup.__dict__["_batches"] = lambda *_, **__: in_order  # without the command's shuffle
     command = network()
-    result = setup.train(command)
+    _, result = setup.train(Training("learned", lambda: command, 0, "learned"))
     assert_close(
         result.laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0
     )

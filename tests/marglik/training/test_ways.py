@@ -29,7 +29,7 @@ from marglik.data import Splits
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.train import Training
+from marglik.runs.train import Setup, Training
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik.plain_loop import learn
 
@@ -137,13 +137,14 @@ def with_marglik_training(text, folder):
 
 def with_the_command(text, folder):
     x, y = data(text)
-    setup = Training(
+    setup = Setup(
         Splits((x, y), None, (x, y), "made"), 0, OptimizerConfig("adamw", lr=LR),
         PriorConfig(**OPTIONS), CurvatureConfig(), PredictiveConfig(), None,
         RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
         Fabric(accelerator="cpu", devices=1), likelihood=text,
     )  # fmt: skip
-    return setup.train(network(text)).laplace
+    learned = Training("learned", lambda: network(text), 0, "learned")
+    return setup.train(learned)[1].laplace
 
 
 def with_lightning(text, folder):
