@@ -167,7 +167,7 @@ class SecondMoments(Sink):
         self._uses[tracked] = self._uses.get(tracked, 0) + 1
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hold the gradient."""
+        """Hold a vector's gradient until several are squared together."""
         rows = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
         self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
         self._held_bytes += rows.nbytes
@@ -180,7 +180,7 @@ class SecondMoments(Sink):
             self._add_held()
 
     def part_done(self, f: Tensor, y: Tensor) -> None:
-        """Square the rest."""
+        """Square the gradients that are still held."""
         self._add_held()
         # Inputs were rotated several times. With parts smaller by that factor, once is enough.
         if self._times_added > 1:
@@ -188,7 +188,7 @@ class SecondMoments(Sink):
         self._begin_part()
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-        """The moments by name."""
+        """Parameter name -> Σ_n Σ_v (Qᵀ g_nv)², in the shape of the block's spectrum."""
         return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
 
     def _add_held(self) -> None:

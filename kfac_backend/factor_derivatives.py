@@ -26,8 +26,7 @@ from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rule import BlockSums
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import loss_sum
+from kfac_backend.likelihoods import Likelihood, loss_sum
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 

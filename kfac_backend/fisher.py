@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.precision import at_least_float32
 
 MANY_PASSES = 20_000
@@ -104,11 +103,11 @@ class ExactGGN(Fisher):
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """The columns of S."""
+        """The columns s of the root S, Σ s sᵀ = Λ."""
         return likelihood.root(f, y)
 
     def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
-        """One for each column of each loss term."""
+        """A pass for each column of S, for each loss term of an example."""
         return f[0, ..., 0].numel() * likelihood.num_vectors(f.shape[-1])
 
 
@@ -125,7 +124,7 @@ class DrawnLabels(Fisher):
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """``mc_samples`` draws."""
+        """``mc_samples`` drawn gradients, each over √mc_samples."""
         draw = likelihood.drawn_root if f.requires_grad else likelihood.drawn_gradient
         for _ in range(self.mc_samples):
             drawn = draw(f, y, generator)
@@ -145,7 +144,7 @@ class EmpiricalFisher(Fisher):
         yield likelihood.gradient(f, y)
 
     def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
-        """One for each loss term."""
+        """A pass for each loss term of an example."""
         return f[0, ..., 0].numel()
 
 

@@ -427,9 +427,9 @@ def _fill_in_sizes(options: Any) -> None:
     missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
-        found = sizes_of(data.load(), options.likelihood)
+        sizes_of_data = sizes_of(data.load(), options.likelihood)
         for name in missing:
-            sizes[name] = found.get(name)
+            sizes[name] = sizes_of_data.get(name)
 
 
 def _is_another_rank() -> bool:

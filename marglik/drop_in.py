@@ -164,17 +164,17 @@ def marglik_training(
         fabric=fabric,
         progress=progress_bar,
     ).run()
-    of = result.laplace
-    found = KronLaplace(
+    posterior = result.laplace
+    laplace = KronLaplace(
         model,
-        of.likelihood,  # with the parameters that were learned
+        posterior.likelihood,  # with the parameters that were learned
         curvature,
-        prior_precision=of.prior_precision,
-        sigma_noise=of.sigma_noise,
+        prior_precision=posterior.prior_precision,
+        sigma_noise=posterior.sigma_noise,
         temperature=temperature,
         enable_backprop=enable_backprop,
     )
-    found.restore(of.fitted_factors())
+    laplace.restore(posterior.fitted_factors())
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
-    return found, model, [-evidence for evidence in result.evidences], losses
+    return laplace, model, [-evidence for evidence in result.evidences], losses

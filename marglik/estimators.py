@@ -124,9 +124,9 @@ class Estimator(BaseEstimator):
         # Step 3: calibrate, then fit the posterior to the held-out examples as well.
         if held_out:
             calibrate(self.posterior_, held_out)
-            found = self.posterior_.calibrations
+            calibrations = self.posterior_.calibrations
             self.posterior_.fit(Batches(x, y, self.batch_size, device=x.device))
-            self.posterior_.calibrations = found
+            self.posterior_.calibrations = calibrations
         return self
 
     def _new_model(self, num_columns: int, num_outputs: int) -> nn.Module:

@@ -96,18 +96,18 @@ def maximize_evidence(
 
     # ftol is relative to the objective, which is a sum over the data.
     options = {"ftol": 1e-13, "gtol": 1e-6, "maxiter": 1000}
-    found = minimize(
+    minimum = minimize(
         objective, initial, jac=True, method="L-BFGS-B", bounds=bounds, options=options
     )
     # "ABNORMAL" is a line search that rounding keeps from getting higher: it is at the maximum.
-    if not found.success and "ABNORMAL" not in str(found.message):
-        raise FloatingPointError(f"The prior's evidence could not be maximised: {found.message}.")
-    values = torch.tensor(found.x, dtype=torch.float64).exp().to(start.device)
+    if not minimum.success and "ABNORMAL" not in str(minimum.message):
+        raise FloatingPointError(f"The prior's evidence could not be maximised: {minimum.message}.")
+    values = torch.tensor(minimum.x, dtype=torch.float64).exp().to(start.device)
     delta = values[: len(groups.names)]
     laplace.prior_precision = groups.of_tensors(delta)
     if learns_noise:
         laplace.sigma_noise = values[-1]
-    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -found.fun, found.nfev)
+    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -minimum.fun, minimum.nfev)
 
 
 def minimize_validation_loss(

@@ -18,6 +18,8 @@ from typing import (
     get_type_hints,
 )
 
+__all__ = ["Metrics"]
+
 T = TypeVar("T")
 U = TypeVar("U")
 Interval = tuple[float, float]
@@ -332,7 +334,7 @@ class SuspiciousLabel:
     predicted: str
     score: float
     wrong: float | None = None
-    """The probability that it is wrong, where the share of wrong labels was learned."""
+    """The probability that it is wrong, where calibration found wrong labels."""
     image: str | None = None
     """As a data URI."""
 

@@ -133,6 +133,8 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
     namespace: dict = {}
     for example in examples_of(page):
         exec(compile(example, f"<{page}>", "exec"), namespace)
+    if page == "docs/seven-uses.md":
+        _check_seven_uses(examples_of(page), namespace, commands((ROOT / page).read_text()))
     if page == "README.md":
         assert len(examples_of(page)) == 1 and len(examples_of(page)[0].splitlines()) <= 15
         assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
@@ -142,6 +144,16 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
     if page == "kfac_backend/README.md":
         blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
         assert shown.strip() == str(blocks)
+
+
+def _check_seven_uses(examples, namespace, of_table):
+    assert len(examples) == 7 and all(len(e.splitlines()) <= 30 for e in examples)
+    for program, *arguments in of_table:
+        assert program == "marglik" and main(arguments) == 0
+    rows = Path("predictions.csv").read_text().splitlines()
+    assert len(rows) == 21 and rows[0] == "mean,std,low,high"
+    assert namespace["losses_of_kfac"]["K-FAC"] < namespace["losses_of_kfac"]["SGD"]
+    assert namespace["right"] > 3 * namespace["left"]  # the noise is 5 times as large there
 
 
 INSTALLATION = [
@@ -165,8 +177,8 @@ def test_commands_are_those_of_the_programs(page, capsys):
         arguments = [str(ROOT / a) if a.startswith("experiments/") else a for a in arguments]
         if program == "torchrun":
             program, arguments = "marglik", arguments[arguments.index("marglik") + 1 :]
-        if program == "marglik" and page == "docs/own-network.md":
-            continue  # these run below
+        if program == "marglik" and page in ("docs/own-network.md", "docs/seven-uses.md"):
+            continue  # these run below, or with the page's examples
         if program == "marglik" and (arguments[0] == "train" or page == "docs/tables.md"):
             with pytest.raises(SystemExit) as stopped:
                 main([*arguments, "--print_config"])

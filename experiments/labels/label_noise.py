@@ -2,22 +2,23 @@
 
 A share of the labels in training and held-out data is changed: to another class ("flipped"), to
 the next one ("structured"), or to another one for examples of class 0 alone ("one class", where the
-share is that of class 0). Three ways, each with default options: learned weight decays with
-likelihood "classification"; the same with "noisy_classification", which learns the share of wrong
-labels from the held-out data; and the best of three fixed decays with a cosine. 200 held-out
-examples (100 for vectors) choose that decay, and calibrate each way twice: by a temperature, and by
-a temperature with a share ε of labels that were drawn at random (`marglik.calibrate` without the
-posterior's width). "Either" is the learned way of lower held-out NLL, for two trainings.
+share is that of class 0). Four ways: learned weight decays with default options and likelihood
+"classification"; the same with "noisy_classification", which learns the share of wrong labels from
+the held-out data; the best of seven fixed decays; and no decay, "MAP". Fixed decays have a rate
+that falls to zero as a cosine. 200 held-out examples (100 for vectors) choose the best decay, and
+calibrate each way twice: by a temperature, and by a temperature with a share ε of labels that were
+drawn at random (`marglik.calibrate` without the posterior's width).
 
-Rules and priors were chosen on MLP, convolutions and GroupNorm; LeNet and vectors (breast cancer)
-were not looked at before.
+Rules and priors were chosen on digits (MLP, convolutions, GroupNorm; 400 to 1,000 examples). Images
+of CIFAR-10 and vectors (breast cancer) were not looked at before. The four recipes, on digits, are
+those under which learned decays alone lost to a grid.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -29,8 +30,9 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from experiments.labels.suspicious_labels import by_cleanlab, out_of_sample
 from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
-from experiments.weight_decay.default_options import cancer
+from experiments.weight_decay.default_options import GRID, SMALLEST, cancer
 from experiments.weight_decay.training import (
     Problem,
     Split,
@@ -40,63 +42,94 @@ from experiments.weight_decay.training import (
     mlp,
     no_norm,
     scaled_scores,
+    small_images,
 )
 from kfac_backend.likelihoods import Classification
 from marglik import suspicious_labels
-from marglik.models import LeNet
 from marglik.prediction.calibration import HeldOut, fit_map
 
-of_digits = partial(Problem, data=digits)
+of_digits = partial(Problem, epochs=25, data=digits, examples=400)
+
+
+def tiny_images() -> tuple[Tensor, Tensor]:
+    """Images of CIFAR-10 (JPEG) at a quarter of their size, (N, 3, 8, 8)."""
+    x, y = small_images()
+    return F.avg_pool2d(x, 2), y
+
+
+def two_strides() -> nn.Module:
+    """Convolutions that halve the image twice."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, stride=2), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 PROBLEMS = {
-    "digits, MLP": of_digits(lambda: mlp(64, 10, no_norm, hidden=100), 60, examples=800),
-    "digits, convolutions": of_digits(lambda: convolutions(no_norm, "flattened"), examples=1000),
-    "digits, GroupNorm": of_digits(
-        lambda: convolutions(lambda c: nn.GroupNorm(4, c), "pooled"), examples=500
-    ),
-    "digits, LeNet": of_digits(lambda: LeNet(10, 1, 8), examples=600),
+    "digits, MLP": of_digits(lambda: mlp(64, 10, no_norm)),
     "vectors, BatchNorm": Problem(
-        lambda: mlp(30, 2, nn.BatchNorm1d), data=cancer, examples=300, held_out=100
+        lambda: mlp(30, 2, nn.BatchNorm1d), 25, data=cancer, examples=300, held_out=100
     ),
-}
-GRID = (1e-3, 1e-2, 3e-2)
+    "digits, convolutions": of_digits(lambda: convolutions(no_norm, "flattened")),
+    "CIFAR-10 (JPEG)": Problem(
+        lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 8), 15, data=tiny_images, examples=1000
+    ),
+}  # fmt: skip
+RECIPES = {
+    "stride 2, SGD at .05": (of_digits(two_strides), "settling", 0.4),
+    "one-cycle": (of_digits(lambda: convolutions(no_norm, "flattened")), "one-cycle", 0.4),
+    "MLP, Adam, cosine": (
+        of_digits(lambda: mlp(64, 10, no_norm), optimizer="adam", lr=3e-3), "cosine", 0.4,
+    ),
+    "BatchNorm, flattened": (
+        of_digits(lambda: convolutions(nn.BatchNorm2d, "flattened")), "settling", 0.2,
+    ),
+}  # fmt: skip
+"""Name -> problem, learning rate where decays are learned, and share of flipped labels."""
+SEEDS_OF_RECIPES = 3
 LIKELIHOODS = {"learned": "classification", "noise learned": "noisy_classification"}
+WAYS = (*LIKELIHOODS, "grid", "MAP")
 Noise = Literal["flipped", "structured", "one class"]
 NOISES: tuple[tuple[Noise, float], ...] = (
-    ("flipped", 0.2), ("flipped", 0.0), ("flipped", 0.4), ("structured", 0.2), ("one class", 0.4),
+    ("flipped", 0.0), ("flipped", 0.2), ("flipped", 0.4), ("structured", 0.2), ("one class", 0.4),
 )  # fmt: skip
+FOLDS_FOR = "digits, MLP"
+"""Where cleanlab is compared."""
+BINS = (0.5, 0.9, 1.0)
+"""Ends of the bins of probabilities of being wrong."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A problem with wrong labels."""
+    """A problem or recipe with all its noises."""
 
     problem: str
-    noise: Noise
-    share: float
     seed: int
 
     @property
     def name(self) -> str:
         """The name of its file."""
-        return f"{slug(self.problem)}_{slug(self.noise)}_{round(100 * self.share)}_{self.seed}"
+        return f"{slug(self.problem)}_{self.seed}"
 
 
-def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
+def splits_of(
+    problem: Problem, noise: Noise, share: float, seed: int
+) -> tuple[Split, Tensor, Split, Split]:
     """Training data with wrong labels, their right labels; held-out data, as wrong; test data."""
-    problem = PROBLEMS[config.problem]
     x, y = problem.data()
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=generator)
     x, y, classes = x[order], y[order], int(y.max()) + 1
-    wrong = torch.rand(len(y), generator=generator) < config.share
+    wrong = torch.rand(len(y), generator=generator) < share
     shift = torch.randint(1, classes, (len(y),), generator=generator)
-    if config.noise == "structured":
+    if noise == "structured":
         shift = torch.ones_like(shift)
-    if config.noise == "one class":
+    if noise == "one class":
         wrong &= y == 0
-    given = torch.where(wrong, (y + shift) % classes, y)
+    recorded_labels = torch.where(wrong, (y + shift) % classes, y)
     N, end = problem.examples, problem.examples + problem.held_out
-    return (x[:N], given[:N]), y[:N], (x[N:end], given[N:end]), (x[end:], y[end:])
+    test = x[end:][:3000], y[end:][:3000]
+    return (x[:N], recorded_labels[:N]), y[:N], (x[N:end], recorded_labels[N:end]), test
 
 
 @torch.no_grad()
@@ -104,126 +137,178 @@ def scores_of(model: nn.Module, held_out: Split, test: Split) -> dict[str, float
     """Test NLL of the true class by a temperature ("scaled"), and by ε beside it; accuracy."""
     f_held_out, f = model(held_out[0]), model(test[0])
     scaled = scaled_scores(f_held_out[None], held_out[1], f[None], test[1])
+    spread = torch.zeros_like(f_held_out)[:, None]
     with torch.enable_grad():
-        spread = torch.zeros_like(f_held_out)[:, None]
-        data = HeldOut(Classification(), f_held_out, spread, held_out[1], is_sampled=True)
-        fit = fit_map(data)
-    p = torch.softmax(f_held_out / fit.output_temperature, -1).gather(1, held_out[1][:, None])
-    q = (1 - fit.label_noise) * p + fit.label_noise / f.shape[1]
+        fit = fit_map(HeldOut(Classification(), f_held_out, spread, held_out[1], is_sampled=True))
+    p, p_held_out = (torch.softmax(of / fit.output_temperature, -1) for of in (f, f_held_out))
+    q = (1 - fit.label_noise) * p_held_out + fit.label_noise / f.shape[-1]
     return {
-        "nll": F.cross_entropy(f / fit.output_temperature, test[1]).item(),
+        "nll": F.nll_loss(p.log(), test[1]).item(),
         "scaled_nll": scaled["nll"],
         "accuracy": scaled["accuracy"],
-        "held_out_nll": -q.log().mean().item(),
+        "held_out_nll": F.nll_loss(q.log(), held_out[1]).item(),
         "label_noise": fit.label_noise,
         "tau": fit.output_temperature,
     }
 
 
-def found_wrong(trained: Trained, y: Tensor, true: Tensor, label_noise: float) -> dict[str, Any]:
-    """Wrong labels by the probability of being wrong, and by the score."""
-    assert trained.result is not None and trained.result.training_probabilities is not None
-    p = trained.result.training_probabilities.mean()
-    found = suspicious_labels(y, p, label_noise)
-    assert found.wrong is not None
-    wrong = (y != true)[found.index]
-    sure = found.wrong >= 0.9
-    ranked = bool(wrong.any())
-    return {
-        "sure": int(sure.sum()),
-        "sure_and_wrong": int((sure & wrong).sum()),
-        "expected_among_sure": found.wrong[sure].sum().item(),
-        "AUROC_probability": float(roc_auc_score(wrong, found.wrong)) if ranked else None,
-        "AUROC_score": float(roc_auc_score(wrong, found.score)) if ranked else None,
+def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -> dict[str, Any]:
+    """Wrong labels by the probability of being wrong, in bins, and by the score.
+
+    Args:
+        p: the network's mean predictions in training (N, C).
+        y: the labels as recorded.
+        true: the right ones.
+        scores: of the network, with its calibration.
+    """
+    kinds = {"mean predictions": 1.0, "sharpened by τ": scores["tau"]}
+    ranked = suspicious_labels(y, p)
+    results, wrong = {}, (y != true)[ranked.index]
+    for kind, tau in kinds.items():
+        found = suspicious_labels(y, p, scores["label_noise"], tau)
+        assert found.wrong is not None
+        bins = []
+        for low, high in zip(BINS, BINS[1:], strict=False):
+            inside = (found.wrong >= low) & (
+                found.wrong <= high if high == 1 else found.wrong < high
+            )
+            numbers = inside.sum(), (inside & wrong).sum(), found.wrong[inside].sum()
+            bins.append([float(number) for number in numbers])
+        results[kind] = {
+            "bins": bins,
+            "expected": found.wrong.sum().item(),
+            "AUROC": float(roc_auc_score(wrong, found.wrong)) if wrong.any() else None,
+        }
+    score = {"AUROC": float(roc_auc_score(wrong, ranked.score)) if wrong.any() else None}
+    return {"number": int(wrong.sum()), **results, "score": score}
+
+
+def with_cleanlab(problem: Problem, split: Split, true: Tensor, first: Trained, seed: int) -> Any:
+    """What cleanlab finds by five folds: AUROC of its scores, and which labels are issues."""
+    p = out_of_sample(split, seed, lambda part: problem.run(part, seed, first.learner).model)
+    scores, issues = by_cleanlab(split[1], p)
+    wrong = split[1] != true
+    areas = {name: float(roc_auc_score(wrong, score)) for name, score in scores.items()}
+    return {"AUROC": areas, "issues": [int(issues.sum()), int((issues & wrong).sum())]}
+
+
+def run_noise(config: Config, noise: Noise, share: float) -> dict[str, Any]:
+    """Train by all ways under one noise, and test them."""
+    problem, rate, _ = RECIPES.get(config.problem) or (PROBLEMS[config.problem], "settling", 0)
+    train, true, held_out, test = splits_of(problem, noise, share, config.seed)
+    ways, suspicious, networks = {}, {}, {}
+    for way, likelihood in LIKELIHOODS.items():
+        loader = DataLoader(TensorDataset(*train), problem.batch_size, shuffle=True)
+        trained = problem.run(
+            train, config.seed, None, rate, loader=loader, likelihood=likelihood, held_out=held_out
+        )
+        networks[way] = trained
+        ways[way] = scores_of(trained.model, held_out, test)
+        assert trained.result is not None and trained.result.training_probabilities is not None
+        p = trained.result.training_probabilities.mean()
+        suspicious[way] = wrong_labels(p, train[1], true, ways[way])
+        parameters = trained.posterior.likelihood.parameters
+        ways[way]["noise_of_posterior"] = float(parameters.get("noise", 0.0))
+
+    of_rate = "one-cycle" if rate == "one-cycle" else "cosine"
+    of_decays = {
+        decay: scores_of(problem.run(train, config.seed, decay, of_rate).model, held_out, test)
+        for decay in (SMALLEST, *GRID)
     }
+    best = min(GRID, key=lambda decay: of_decays[decay]["held_out_nll"])
+    ways["MAP"], ways["grid"] = of_decays[SMALLEST], of_decays[best] | {"decay": best}
+    results = {
+        "ways": ways,
+        "suspicious": suspicious,
+        "wrong": (train[1] != true).double().mean().item(),
+    }
+    if config.problem == FOLDS_FOR and (noise, share) in (("flipped", 0.2), ("structured", 0.2)):
+        results["cleanlab"] = with_cleanlab(problem, train, true, networks["learned"], config.seed)
+    return results
+
+
+def label_of(noise: Noise, share: float) -> str:
+    """A noise in words."""
+    return f"{noise} {100 * share:.0f} %"
 
 
 @recorded
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
-    """Train by all ways, and test them."""
-    problem, started = PROBLEMS[config.problem], time.process_time()
-    train, true, held_out, test = splits_of(config)
-    ways, suspicious = {}, {}
-    for way, likelihood in LIKELIHOODS.items():
-        loader = DataLoader(TensorDataset(*train), problem.batch_size, shuffle=True)
-        trained = problem.run(
-            train, config.seed, None, loader=loader, likelihood=likelihood, held_out=held_out
-        )
-        ways[way] = scores_of(trained.model, held_out, test)
-        suspicious[way] = found_wrong(trained, train[1], true, ways[way]["label_noise"])
-        parameters = trained.posterior.likelihood.parameters
-        ways[way]["noise_of_training"] = float(parameters.get("noise", 0.0))
-    fixed = [
-        scores_of(problem.run(train, config.seed, decay, "cosine").model, held_out, test)
-        for decay in GRID
-    ]
-    ways["grid"] = min(fixed, key=lambda scores: scores["held_out_nll"])
-    ways["either"] = min(
-        (ways[way] for way in LIKELIHOODS), key=lambda scores: scores["held_out_nll"]
-    )
-    return {
-        "ways": ways,
-        "suspicious": suspicious,
-        "wrong": (train[1] != true).double().mean().item(),
-        "seconds": time.process_time() - started,
-    }
+    """Train by all ways, under each noise."""
+    started = time.process_time()
+    noises: Sequence[tuple[Noise, float]] = NOISES
+    if config.problem in RECIPES:
+        noises = (("flipped", RECIPES[config.problem][2]),)
+    results = {label_of(*noise): run_noise(config, *noise) for noise in noises}
+    return {"noises": results, "seconds": time.process_time() - started}
 
 
 def tasks(options: argparse.Namespace) -> list[Config]:
-    """A seed of all problems and noises, then the next."""
+    """A seed of all problems and recipes, then the next."""
     return [
-        Config(problem, noise, share, seed)
+        Config(name, seed)
         for seed in range(options.seeds)
-        for noise, share in NOISES
-        for problem in options.data
+        for name in options.data
+        if name in PROBLEMS or seed < SEEDS_OF_RECIPES
     ]
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """NLL and accuracy of each way, then what was found of wrong labels."""
-    runs = defaultdict(list)
-    for one in found:
-        config = one["config"]
-        runs[config["problem"], config["noise"], config["share"]].append(one)
-    keys = [(name, *noise) for noise in NOISES for name in PROBLEMS if (name, *noise) in runs]
-    ways = ("learned", "noise learned", "either", "grid")
-    head = ["test NLL; accuracy (%)", "learned, τ alone", "grid, τ alone"]
-    rows = [[*head, *(f"{way}, τ and ε" for way in ways), "ε: true, training", "seeds"]]
-    sure = [["labels wrong with probability ≥ .9", "number", "are wrong", "expected",
-             "AUROC: probability", "score"]]  # fmt: skip
-    for key in keys:
-        of, name = runs[key], f"{key[0]}, {key[1]} {100 * key[2]:.0f} %"
-        cells = [
-            mean_with_error([one["ways"][way]["scaled_nll"] for one in of])
-            for way in ("learned", "grid")
-        ]
-        for way in ways:
-            nll = mean_with_error([one["ways"][way]["nll"] for one in of])
-            accuracy = statistics.fmean(100 * one["ways"][way]["accuracy"] for one in of)
-            cells.append(f"{nll}; {accuracy:.1f}")
-        classes = 2 if key[0].startswith("vectors") else 10
-        true = statistics.fmean(one["wrong"] for one in of) * classes / (classes - 1)
-        noise = statistics.fmean(one["ways"]["noise learned"]["noise_of_training"] for one in of)
-        rows.append([name, *cells, f"{true:.2f}, {noise:.2f}", str(len(of))])
-        parts = [one["suspicious"]["noise learned"] for one in of]
-        number = sum(part["sure"] for part in parts)
-        if number:
-            areas = [
-                f"{statistics.fmean(part[f'AUROC_{by}'] for part in parts):.3f}"
-                for by in ("probability", "score")
-            ]
-            share, expected = (
-                f"{sum(part[what] for part in parts) / number:.0%}"
-                for what in ("sure_and_wrong", "expected_among_sure")
-            )
-            sure.append([name, f"{number / len(of):.0f}", share, expected, *areas])
-    return "\n\n".join([markdown(rows), markdown(sure)])
+    rows = [["test NLL", "learned, τ alone", "grid, τ alone", *(f"{way}, τ and ε" for way in WAYS),
+             "noise learned − learned", "− grid", "seeds"]]  # fmt: skip
+    right = [["accuracy (%)", *WAYS, "ε: true, of the posterior"]]
+    sure = [["labels wrong with probability", ".5 to .9: number, expected, wrong", "above .9",
+             "all: expected, wrong", "AUROC", "the score's",
+             "cleanlab's; its issues, wrong"]]  # fmt: skip
+    for name in (*PROBLEMS, *RECIPES):
+        runs = [one["noises"] for one in found if one["config"]["problem"] == name]
+        for noise in runs[0] if runs else ():
+            results = [one[noise] for one in runs]
+            row, C = f"{name}, {noise}", 2 if name.startswith("vectors") else 10
+
+            def values(way: str, what: str, results: Any = results) -> list[float]:
+                return [one["ways"][way][what] for one in results]
+
+            nll = {way: values(way, "nll") for way in WAYS}
+            cells = [mean_with_error(values(way, "scaled_nll")) for way in ("learned", "grid")]
+            cells += [mean_with_error(nll[way]) for way in WAYS]
+            for way in ("learned", "grid"):
+                gains = [a - b for a, b in zip(nll["noise learned"], nll[way], strict=True)]
+                cells.append(mean_with_error(gains, "{:+.3f}"))
+            rows.append([row, *cells, str(len(results))])
+            true = statistics.fmean(one["wrong"] for one in results) * C / (C - 1)
+            noises = statistics.fmean(values("noise learned", "noise_of_posterior"))
+            hits = [f"{100 * statistics.fmean(values(way, 'accuracy')):.1f}" for way in WAYS]
+            right.append([row, *hits, f"{true:.2f}, {noises:.2f}"])
+            parts = [one["suspicious"]["noise learned"] for one in results]
+            for kind in ("mean predictions", "sharpened by τ") if parts[0]["number"] else ():
+                bins = torch.tensor([part[kind]["bins"] for part in parts]).mean(0).tolist()
+                expected = statistics.fmean(part[kind]["expected"] for part in parts)
+                number = statistics.fmean(part["number"] for part in parts)
+                cells = [f"{n:.0f}, {e:.0f}, {w:.0f}" for n, w, e in bins]
+                cells.append(f"{expected:.0f}, {number:.0f}")
+                cells += [
+                    f"{statistics.fmean(part[of]['AUROC'] for part in parts):.3f}"
+                    for of in (kind, "score")
+                ]
+                if "cleanlab" in results[0]:
+                    areas = [max(one["cleanlab"]["AUROC"].values()) for one in results]
+                    issues = [
+                        statistics.fmean(one["cleanlab"]["issues"][k] for one in results)
+                        for k in (0, 1)
+                    ]
+                    cells.append(f"{statistics.fmean(areas):.3f}; {issues[0]:.0f}, {issues[1]:.0f}")
+                else:
+                    cells.append("")
+                sure.append([f"{row}, {kind}", *cells])
+    return "\n\n".join(map(markdown, (rows, right, sure)))
 
 
 def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     """Test NLL by the share of flipped labels, for each problem."""
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    figure = Figure(figsize=(11, 2.9), layout="constrained")
     axes = figure.subplots(1, len(PROBLEMS))
     shown = {
         "learned, τ alone": ("learned", "scaled_nll", "tab:gray", "--"),
@@ -231,15 +316,14 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
         "learned, τ and ε": ("learned", "nll", "tab:orange", "-"),
         "noise learned, τ and ε": ("noise learned", "nll", "tab:green", "-"),
     }
+    shares = [share for noise, share in NOISES if noise == "flipped"]
     for axis, problem in zip(axes, PROBLEMS, strict=True):
-        for label, (way, what, color, style) in shown.items():
-            points = defaultdict(list)
-            for one in found:
-                config = one["config"]
-                if config["problem"] == problem and config["noise"] == "flipped":
-                    points[config["share"]].append(one["ways"][way][what])
-            shares = sorted(points)
-            means = [statistics.fmean(points[share]) for share in shares]
+        runs = [one["noises"] for one in found if one["config"]["problem"] == problem]
+        for label, (way, what, color, style) in shown.items() if runs else ():
+            means = [
+                statistics.fmean(one[label_of("flipped", share)]["ways"][way][what] for one in runs)
+                for share in shares
+            ]
             percents = [100 * share for share in shares]
             axis.plot(percents, means, style, color=color, marker="o", markersize=4, label=label)
         axis.set_title(problem, fontsize=9)
@@ -250,7 +334,10 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     return {"summary": figure}
 
 
-main = study("label_noise", __doc__, run, tasks, table, problems=PROBLEMS, seeds=5, figures=figures)
+main = study(
+    "label_noise", __doc__, run, tasks, table, problems=(*PROBLEMS, *RECIPES), seeds=5,
+    figures=figures,
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

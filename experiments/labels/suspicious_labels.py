@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,14 +94,14 @@ def train(config: Config, data: Split, first: PriorLearner | None = None, seed: 
 
 
 @torch.no_grad()
-def of_other_folds(config: Config, data: Split, first: PriorLearner) -> Tensor:
-    """Out-of-sample probabilities (N, C) of networks that were trained on the other folds."""
+def out_of_sample(data: Split, seed: int, trained_on: Callable[[Split], nn.Module]) -> Tensor:
+    """Probabilities (N, C) by networks that were trained on the other folds."""
     x, y = data
-    fold = torch.randperm(len(y), generator=torch.Generator().manual_seed(config.seed)) % FOLDS
+    fold = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)) % FOLDS
     found = []
     for k in range(FOLDS):
         with torch.enable_grad():
-            model = train(config, (x[fold != k], y[fold != k]), first).model
+            model = trained_on((x[fold != k], y[fold != k]))
         found.append(model(x[fold == k]).softmax(-1))
     order = torch.cat([(fold == k).nonzero().flatten() for k in range(FOLDS)])
     return torch.cat(found)[order.argsort()]
@@ -147,7 +148,9 @@ def run(config: Config) -> dict[str, Any]:
     p = trained.result.training_probabilities.mean()
     found = suspicious_labels(y, p)
     took("training")
-    others = of_other_folds(config, (x, y), trained.learner)
+    others = out_of_sample(
+        (x, y), config.seed, lambda part: train(config, part, trained.learner).model
+    )
     took("folds")
 
     own = p.gather(1, y[:, None]).squeeze(1)

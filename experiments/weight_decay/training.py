@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from experiments.data import archive
@@ -180,8 +180,8 @@ class Training:
             seed: of the initial parameters and of the batches' order.
             decays: fixed, in a plain loop; the course of those of another training; None learns
                 them with default options.
-            rate: "settling", our default rates with averaged parameters; or "cosine", to zero,
-                without an average, for fixed decays.
+            rate: "settling", our default rates with averaged parameters; "cosine", to zero, or
+                "one-cycle", up to twice the rate and to zero: without an average of fixed decays.
             after_epoch: called with the number of an epoch that has ended, and the network.
             loader: of the training data, in place of `Batches`.
             likelihood: of the labels, where decays are learned.
@@ -195,9 +195,13 @@ class Training:
         scheduler = settling_rate(optimizer, steps)
         if rate == "cosine":
             scheduler = CosineAnnealingLR(optimizer, steps)
+        if rate == "one-cycle":
+            scheduler = OneCycleLR(optimizer, 2 * self.lr, steps)
         started = time.process_time()
         if isinstance(decays, (int, float)):
-            self._train(model, loader, optimizer, scheduler, decays, rate != "cosine", after_epoch)
+            self._train(
+                model, loader, optimizer, scheduler, decays, rate == "settling", after_epoch
+            )
             return Trained(model.eval(), time.process_time() - started)
         learner = PriorLearner(likelihood, CURVATURE, epochs=self.epochs)
         learner = learner if decays is None else decays.replay()

@@ -192,7 +192,7 @@ class KroneckerBlock:
     @property
     def cost(self) -> int:
         """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
-        return sum(_cost(F) for F, _ in self.named_factors())
+        return sum(_cost(F) for F in (self.B, self.A) if F is not None)
 
     @property
     def _terms(self) -> tuple[float, ...]:

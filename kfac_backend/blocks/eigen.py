@@ -115,7 +115,7 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(factor: Factor, split: tuple[Tensor, Tensor] | None) -> Tensor:
-    """What a solver gets of a factor: the inner products of its rows, or the coupled rows."""
+    """The matrix that is solved for a factor: its rows' inner products, or its coupled rows."""
     matrix = factor.matrix
     if split is None:
         assert factor.rows is not None
@@ -200,7 +200,7 @@ def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
 
 
 def _attempt(M: Tensor, vectors: bool) -> tuple[Tensor, Tensor] | None:
-    """What a solver returns, None if it fails. It reads one triangle: rounding can't skew M."""
+    """Eigenvalues and eigenvectors by torch, which reads one triangle; None if it fails."""
     try:
         values, Q = torch.linalg.eigh(M) if vectors else (torch.linalg.eigvalsh(M), M.new_empty(0))
     except torch.linalg.LinAlgError:

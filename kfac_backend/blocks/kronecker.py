@@ -47,7 +47,7 @@ class KroneckerFactors:
     num_loss_terms: float
     """The number of loss terms, with weights: N unless examples have several."""
     loss: float
-    """Σ ℓ (nats) over the data: see `loss.loss_sum`."""
+    """Σ ℓ (nats) over the data: see `likelihoods.loss_sum`."""
     likelihood: Likelihood
     options: CurvatureOptions
     """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
@@ -255,7 +255,7 @@ class KroneckerFactors:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "KroneckerFactors":
-        """Read what `save` wrote.
+        """The factors in a file that `save` wrote.
 
         Raises:
             FileNotFoundError: no such file.

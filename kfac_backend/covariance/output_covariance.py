@@ -150,7 +150,7 @@ class _HeldGradients(Sink):
         self._vector += 1
 
     def take(self) -> Iterator[LayerUse]:
-        """All that is held, each use dropped before the next one."""
+        """The held uses with their gradients, each dropped before the next one is made."""
         while self.held:
             (tracked, use), rows = self.held.popitem()
             yield tracked, use, rows
@@ -425,7 +425,7 @@ class OutputCovariance:
             return
 
         def vectors(which: slice) -> Tensor:
-            """One for each of the wanted outputs (n, K, ..., C)."""
+            """A unit vector for each of the wanted outputs (n, K, ..., C)."""
             unit = f.new_zeros(len(f[which]), K, f[0, ..., 0].numel(), f.shape[-1])
             rows = torch.arange(len(unit), device=f.device)[:, None]
             unit[rows, index, part.positions[which][:, None], columns[which]] = 1

@@ -28,10 +28,10 @@ from kfac_backend.engine.batches import examples
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.engine.task import counting
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import check_targets
+from kfac_backend.likelihoods import Likelihood, check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
@@ -55,18 +55,22 @@ def mode_of_first_batches(
     ranks: Ranks,
     x: Any = None,
     y: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> KfacApprox:
     """The mode by the first batch of each rank, None of a rank without data; collective.
 
-    "auto" if no rank has data.
+    "auto" if no rank has data. A mask says which positions count.
     """
     decision = None
     if y is not None:
         mode, traces = automatic_mode(proof.output_dim), {}
         if mode == "reduce":
             # All of them where the model needs a whole batch, of which the first decide, too.
-            some = (examples(x, slice(EXAMPLES)), y[:EXAMPLES]) if proof.plan.splits else (x, y)
-            traces = block_traces(model, proof.assignment, likelihood, *some)
+            if proof.plan.splits:
+                few = slice(EXAMPLES)
+                x, y, mask = examples(x, few), y[few], None if mask is None else mask[few]
+            with counting(mask):
+                traces = block_traces(model, proof.assignment, likelihood, x, y)
         decision = mode, traces
     decisions = [of_rank for of_rank in ranks.gather(decision) if of_rank]
     if not decisions:
@@ -79,9 +83,9 @@ class BlockTraces(Sink):
     """The trace of each weight's block, exact, by expand and by reduce.
 
     Over the first `EXAMPLES` examples; a model that needs a whole batch runs on all, and the traces
-    are the same. Of layers whose weight several positions share. Those that are told which example
-    each row belongs to are left out. Layers that share a weight have the sum over them; products of
-    different uses are in none of the traces.
+    are the same. Of layers whose weight several positions share, without those that a mask hides.
+    Layers that are told which example each row belongs to are left out. Layers that share a weight
+    have the sum over them; products of different uses are in none of the traces.
     """
 
     needs_inputs = True
@@ -93,25 +97,34 @@ class BlockTraces(Sink):
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add one use's traces."""
-        if not issubclass(tracked.rule, WeightSharingRule) or use.rows is not None:
+        rows_are_hidden = use.rows is not None and use.rows.of_positions
+        if not issubclass(tracked.rule, WeightSharingRule):
+            return
+        if use.rows is not None and not rows_are_hidden:
             return
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
         if "weight" not in rule.names:
             return
-        N = self.num_examples
+        N, number = self.num_examples, None
+        if use.rows is not None:  # padding becomes rows of zeros, which no sum counts
+            use, b, number = Use(use.rows.padded(use.a)), use.rows.padded(b), use.rows.counts
+            number = number[:EXAMPLES].clamp(min=1).to(b)
         if len(use.a) % N:  # not the examples' rows
             return
         some = slice(len(use.a) // N * EXAMPLES)  # rows of the first examples
         rows = rule.inputs(use.a[some]), rule.weight_gradients(b[some])
         a, g = map(at_least_float32, rows)  # (G, n, R, d)
+        if number is None:
+            number = g.new_full((a.shape[1],), a.shape[2])  # R of each example
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
         # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
         # the exact trace alone. The traces of both modes need only squared norms, since
         # tr(B ⊗ A) = tr B · tr A. The means are A's, over positions or of them.
         exact = (g.mT @ a).square().sum()
-        expand = g.square().sum((1, 2, 3)) @ a.square().mean((1, 2)).sum(1)
-        reduce = g.sum(2).square().sum((1, 2)) @ a.mean(2).square().mean(1).sum(1)
+        expand = g.square().sum((1, 2, 3)) @ (a.square().sum((1, 2, 3)) / number.sum())
+        means = a.sum(2) / number[:, None]
+        reduce = g.sum(2).square().sum((1, 2)) @ means.square().mean(1).sum(1)
         traces = torch.stack([exact, expand, reduce]).double()
         self._traces[_weight(tracked)] = self._traces.get(_weight(tracked), 0) + traces
 

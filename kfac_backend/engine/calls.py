@@ -169,7 +169,7 @@ def _called(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """What the model returns; its arguments are copied, since it may change them in place."""
+    """The model's own output object; arguments are copied, since it may change them in place."""
     args = tuple(map(_copied, args))
     kwargs = {key: _copied(value) for key, value in kwargs.items()}
     values: dict[int, Tensor] = {}  # of a parameter's id: what takes its place

@@ -168,8 +168,8 @@ class Capture:
         the graph, which the training's own backward pass uses, too."""
         # Leaves, or edges of a graph that is kept, at which the backward passes end.
         self.sources: list[Any] = []
-        # The nodes of the outputs so far. Where the graph is kept, `requires_grad` does not tell
-        # whether a tensor depends on a source: see `_reached_output`.
+        # The nodes of outputs and sources so far. `requires_grad` does not tell whether a tensor
+        # depends on a source: see `_reached_output`.
         self._nodes: set[Node] = set()
         self.num_examples: int | None = None
         self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
@@ -342,14 +342,17 @@ class Capture:
                 number = kinds.index("constant") + 1
                 raise _other_runs(tracked, f"with a constant output in run {number}")
 
+    def add_source(self, leaf: Tensor) -> None:
+        """Let backward passes end at a leaf."""
+        self.sources.append(leaf)
+        self._nodes.add(get_gradient_edge(leaf).node)
+
     def _reached_output(self, output: Tensor) -> Tensor:
         """An output that a backward pass to the sources reaches; it may become a source itself."""
-        keeps_graph = self._in_training or self.sink.differentiable
-        if not keeps_graph and output.requires_grad:  # all other graphs are cut
-            return output
-        # A kept graph may lead to parameters without a rule, or to the model's input, and to no
-        # tracked layer. So search it for a tracked output.
-        ahead, visited = [output.grad_fn] if keeps_graph else [], set()
+        # A graph may lead to parameters without a rule, to the model's input, or to the output of a
+        # frozen embedding that requires a gradient for a checkpoint, and to no tracked layer. So
+        # search it for a tracked output.
+        ahead, visited = [output.grad_fn], set()
         while ahead:
             node = ahead.pop()
             if node in self._nodes:
@@ -362,7 +365,7 @@ class Capture:
             self.sources.append(get_gradient_edge(output))
             return output
         source = output.detach().requires_grad_()
-        self.sources.append(source)
+        self.add_source(source)
         # A clone, since an activation may work in place, which autograd forbids on a leaf.
         return source.clone()
 
@@ -442,7 +445,7 @@ class Capture:
         """
         # A first layer's output becomes a source; later ones are reached through the graph.
         output = self._reached_output(output)
-        if (self._in_training or self.sink.differentiable) and output.grad_fn is not None:
+        if output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.

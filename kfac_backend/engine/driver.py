@@ -37,8 +37,7 @@ from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.engine.task import Task, counting
 from kfac_backend.fisher import warn_of_many_passes
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import IGNORED, counted_terms, loss_sum, num_counted_terms
+from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import (
     LONG_PASS,
@@ -326,10 +325,9 @@ class Driver:
             # lengths. Ranks that share a model run whole batches, one each.
             plan = self.proof.plan
             sizes = [s for s in (plan.part_size, self.sink.most_examples) if s is not None]
-            is_large = plan.splits and bool(sizes) and len(y) > min(sizes)
-            is_large = is_large and not self.is_sharded
-            is_tensor = isinstance(x, Tensor) and splits_by_example(x, y)
-            if is_large and is_tensor and self.proof.same_in_parts(x):
+            splits = plan.splits and isinstance(x, Tensor) and splits_by_example(x, y)
+            is_large = splits and bool(sizes) and len(y) > min(sizes) and not self.is_sharded
+            if is_large and self.proof.same_in_parts(x):
                 for part in parts(x, y, min(sizes)):
                     with self.proof.part(len(part[1])):
                         self._part(*part)
@@ -454,8 +452,9 @@ class Driver:
 
         # Dropout that is on must not use up the user's random numbers.
         with forked_random_numbers(self.model), self._no_autocast():
+            mask = None if y is None else self.task.mask(x)
             self.kfac_approx = mode_of_first_batches(
-                self.model, self.proof, self.likelihood, self.ranks, x, y
+                self.model, self.proof, self.likelihood, self.ranks, x, y, mask
             )
 
     def _fitting_precision(self, x: Any, y: Any) -> BackwardPrecision:

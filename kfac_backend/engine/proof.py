@@ -485,6 +485,7 @@ def verify_uses(
     if f.requires_grad:
         note_uses_outside(f, "the model's output")
         f = f.detach()
+    # Step 3: layers with a rule that matches, and parameters that must be followed.
     candidates, layers, unused = dict(assignment.unknown), [], []
     for t in assignment.layers:
         if t not in rules:
@@ -524,7 +525,7 @@ def _matching_rules(
     output: Any,
     tolerance: float,
 ) -> list[type[Rule]]:
-    """Those of the rules whose gradients in the layer's own parameters equal autograd's.
+    """The rules whose gradients in the layer's own parameters equal autograd's.
 
     A rule computes them from the layer's input and a random gradient of its output, and autograd
     from the graph.
@@ -729,16 +730,24 @@ def find_runs(
         message if that fails.
     """
 
-    def trial() -> tuple[Any, Any, Any]:
+    def trial() -> list[tuple[Any, Any, Any]]:
+        recorded = []
         # The same example twice, not two: sizes that depend on values (routing) then agree.
-        one, twins = (examples(x, torch.tensor(numbers)) for numbers in ([0], [0, 0]))
-        seen_of_two = _runs_and_shapes(model, assignment, twins, backward=False)
-        return twins, _runs_and_shapes(model, assignment, one), seen_of_two
+        for numbers in ([0, 0], [0]):
+            some, inputs = examples(x, torch.tensor(numbers)), _InputShapes()
+            with Capture(model, assignment, inputs) as capture, forked_random_numbers(model):
+                f = capture.forward(some)
+                if len(numbers) == 1:
+                    capture.backward(f, [noise_like(f)])
+                runs = capture.runs
+            shapes = {t: of_runs for t, of_runs in inputs.shapes.items() if t in runs}
+            recorded.append((some, runs, shapes))
+        return recorded
 
     recorded = attempt(trial)
     if isinstance(recorded, Exception):  # a model that needs a whole batch
         return assignment, {}
-    twins, (runs, shapes), (_, shapes_of_two) = recorded
+    (twins, _, shapes_of_two), (_, runs, shapes) = recorded
     # Step 1: compare the sizes of each run's input. Kinds are noted twice: ``kinds_of`` is the
     # answer, ``runs`` has no kind "several" and is what copies of shared outputs are tried with.
     shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
@@ -778,7 +787,11 @@ def find_runs(
 
 
 class _InputShapes(Sink):
-    """The shape of each run's input; None where it does not tell the number of examples."""
+    """The shape of each run's input; None where it does not tell the number of examples.
+
+    That is where `examples_of_rows` says which example each row belongs to: the rows of one example
+    may be as many as those of several by chance. The same holds where there are none.
+    """
 
     def __init__(self) -> None:
         self.shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
@@ -789,24 +802,6 @@ class _InputShapes(Sink):
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
         counted = None if declared or not use.a.numel() else torch.Size(shape)
         self.shapes.setdefault(tracked, []).append(counted)
-
-
-def _runs_and_shapes(
-    model: nn.Module, assignment: RuleAssignment, x: Any, backward: bool = True
-) -> tuple[dict[TrackedLayer, list[Run]], dict[TrackedLayer, list[torch.Size | None]]]:
-    """What the layers' runs are, and the shape of each run's input.
-
-    The shape is None where `examples_of_rows` says which example each row belongs to: the rows of
-    one example may be as many as those of several by chance. The same holds where there are none.
-    """
-    inputs = _InputShapes()
-    capture = Capture(model, assignment, inputs)
-    with capture, forked_random_numbers(model):
-        f = capture.forward(x)
-        if backward:
-            capture.backward(f, [noise_like(f)])
-        runs = capture.runs
-        return runs, {t: shapes for t, shapes in inputs.shapes.items() if t in runs}
 
 
 def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:

@@ -132,7 +132,7 @@ class RuleAssignment:
 
     @property
     def all(self) -> list[TrackedLayer]:
-        """All that has a rule."""
+        """Layers, and parameters of their own, that have a rule."""
         return self.layers + self.own_parameters + list(self.operations.own.values())
 
     def without(self, names: Mapping[str, Any]) -> "RuleAssignment":

@@ -20,8 +20,14 @@ from kfac_backend.engine.calls import (
 )
 from kfac_backend.engine.checks import warn_of_probabilities
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.loss import IGNORED, check_targets, loss_sum, num_counted_terms
+from kfac_backend.likelihoods import (
+    IGNORED,
+    Likelihood,
+    check_targets,
+    likelihood_of,
+    loss_sum,
+    num_counted_terms,
+)
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 

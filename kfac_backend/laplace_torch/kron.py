@@ -55,7 +55,7 @@ class FactorKron(Kron):
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
-        """The factors as blocks."""
+        """A `KroneckerBlock` for each entry of ``kfacs``."""
         return [
             KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None, constants=constants)
             for name, F, constants in zip(self.names, self.kfacs, self.constants, strict=True)

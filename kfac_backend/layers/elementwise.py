@@ -178,7 +178,7 @@ class ScaleRule(ChannelsRule):
 
 
 def _normalised(layer: nn.Module, a: Tensor) -> Tensor:
-    """What a layer's weight multiplies; for a norm, its output without weight and bias."""
+    """The input z that a layer's weight multiplies: a norm's output without weight and bias."""
     match layer:
         case nn.LayerNorm():
             return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
@@ -247,7 +247,7 @@ class OwnParameterRule(ExactRule):
         return self.layer.value
 
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """The copies' gradients."""
+        """Each example's gradient, which is the one in its copy (N, P)."""
         (name,) = self.names
         return {name: at_least_float32(b).flatten(1)}
 

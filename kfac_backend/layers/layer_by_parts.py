@@ -44,7 +44,7 @@ class LinearPart(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(d_out, d_in)."""
+        """The map's own matrix (d_out, d_in), of those that the tensor holds."""
         return self._own("weight")
 
     @property
@@ -57,7 +57,7 @@ class LinearPart(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Whose part it is."""
+        """The class of the layer that it is a part of, and the weight's name."""
         return f"{type(self._layer[0]).__name__}.{self.parameter_of['weight']}"
 
     def _own(self, local: str) -> Tensor:

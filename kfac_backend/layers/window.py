@@ -32,7 +32,7 @@ class Window:
 
     @property
     def padded(self) -> int:
-        """Entries with the padding."""
+        """The number of entries along the axis, padding included."""
         return self.before + self.size + self.after
 
     @property

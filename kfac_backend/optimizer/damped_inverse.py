@@ -255,7 +255,7 @@ def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[
 
 
 def _inverse(L: Tensor) -> Tensor:
-    """(L Lᵀ)⁻¹."""
+    """(L Lᵀ)⁻¹ of a lower triangular L, or entry by entry of diagonals."""
     return L.square().reciprocal() if L.shape[-1] == 1 else torch.cholesky_inverse(L)
 
 

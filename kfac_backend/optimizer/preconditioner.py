@@ -563,7 +563,7 @@ def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset
 def _copies(
     by_name: Mapping[str, Mapping[str, Tensor]], device: torch.device
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies on the device."""
+    """Copies of all tensors on a device."""
     return {
         name: {kind: tensor.to(device, copy=True) for kind, tensor in tensors.items()}
         for name, tensors in by_name.items()

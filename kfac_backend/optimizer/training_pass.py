@@ -45,8 +45,7 @@ from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_m
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
 from kfac_backend.engine.task import counting
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import IGNORED
+from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions

@@ -112,7 +112,7 @@ class LaplaceModel(Model):
             normal = MultivariateNormal(mean[..., 0], operator)
         else:
             normal = MultitaskMultivariateNormal(mean, operator)  # output by output of each point
-        found = GPyTorchPosterior(normal)
+        posterior = GPyTorchPosterior(normal)
         if posterior_transform is not None:
-            return posterior_transform(posterior=found, X=X)
-        return found
+            return posterior_transform(posterior=posterior, X=X)
+        return posterior

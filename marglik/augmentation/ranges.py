@@ -52,8 +52,8 @@ def evidence_gradient(
         )
     for batches in parts:
         with eval_mode(posterior.model):
-            found = derivatives.gradients(batches)
-        yield found
+            gradients = derivatives.gradients(batches)
+        yield gradients
 
 
 STEPS = 2

@@ -23,8 +23,7 @@ from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import loss_sum, num_counted_terms
+from kfac_backend.likelihoods import Likelihood, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode

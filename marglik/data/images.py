@@ -294,11 +294,11 @@ class ClassSubset(DataSource):
         there = splits.classes or ()
         if unknown := [name for name in self.classes if name not in there]:
             raise ValueError(f"{splits.name} has no class {unknown}, but {list(there)}.")
-        kept = torch.tensor([there.index(name) for name in self.classes])
+        indices = torch.tensor([there.index(name) for name in self.classes])
 
         def some(part: Pair) -> Pair:
-            # Which of the kept classes each image has; at most one.
-            is_class = part[1][:, None] == kept  # (N, classes)
+            # Which of these classes each image has; at most one.
+            is_class = part[1][:, None] == indices  # (N, classes)
             chosen = is_class.any(1)
             return take(part, chosen)[0], is_class[chosen].int().argmax(1)
 

@@ -204,22 +204,22 @@ def derivatives_in_factors(
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
-    found = {}
+    derivatives = {}
     of_blocks = decompose(factors.blocks.values())
     for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:
-            found[name] = BlockDerivative(_in_basis(eigen.Q_B, -0.5 * r / (r * beta + d)))
+            derivatives[name] = BlockDerivative(_in_basis(eigen.Q_B, -0.5 * r / (r * beta + d)))
             continue
         D = -0.5 * r / (r * beta[..., :, None] * alpha[..., None, :] + d)
         of_alpha = (D * beta[..., :, None]).sum(-2)
         if alpha.dim() < beta.dim():  # groups that share one A
             of_alpha = of_alpha.sum(0)
-        found[name] = BlockDerivative(
+        derivatives[name] = BlockDerivative(
             _in_basis(eigen.Q_B, (D * alpha[..., None, :]).sum(-1)),
             _in_basis(eigen.Q_A, of_alpha),
         )
-    return found
+    return derivatives
 
 
 def _in_basis(Q: Tensor, diagonal: Tensor) -> Tensor:

@@ -293,8 +293,8 @@ class Posterior:
         the mapping is empty while these are others. Assign a whole mapping; the one returned is a
         copy.
         """
-        found, at = self._calibrations
-        return dict(found) if at == self._hyperparameters else {}
+        calibrations, at = self._calibrations
+        return dict(calibrations) if at == self._hyperparameters else {}
 
     @calibrations.setter
     def calibrations(self, calibrations: dict[str, dict[str, Any]]) -> None:

@@ -38,8 +38,7 @@ from torch import Tensor
 
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import in_eval_mode

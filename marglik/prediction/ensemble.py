@@ -80,10 +80,10 @@ class Ensemble:
 
     def __call__(self, x: Any) -> Prediction:
         """The prediction for inputs x; its epistemic part is the members' disagreement."""
-        found = self.calibration or Calibration()
-        outputs = self._outputs(x) / found.output_temperature
+        calibration = self.calibration or Calibration()
+        outputs = self._outputs(x) / calibration.output_temperature
         noise = PredictiveConfig(labels=self.labels).label_noise(self.likelihood, self.calibration)
-        sigma = found.sigma_noise or self.sigma_noise
+        sigma = calibration.sigma_noise or self.sigma_noise
         return predict_from_outputs(outputs, self.likelihood, sigma, label_noise=noise)
 
     def predicting(self, labels: Labels) -> "Ensemble":

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import IGNORED, Likelihood, likelihood_of
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches, split_batches
 from marglik.data.out_of_distribution import OutOfDistributionImages

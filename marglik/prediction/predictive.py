@@ -18,8 +18,7 @@ from kfac_backend.engine.batches import each_batch, examples, to_device
 from kfac_backend.engine.calls import call_with, num_examples
 from kfac_backend.engine.checks import check_finite, check_module
 from kfac_backend.engine.task import Task, split_batch
-from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks

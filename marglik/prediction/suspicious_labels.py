@@ -67,7 +67,10 @@ class SuspiciousLabels:
 
 
 def suspicious_labels(
-    labels: Tensor, probabilities: Tensor, label_noise: float | None = None
+    labels: Tensor,
+    probabilities: Tensor,
+    label_noise: float | None = None,
+    output_temperature: float = 1.0,
 ) -> SuspiciousLabels:
     """The training examples in the order in which their labels should be looked at.
 
@@ -81,6 +84,7 @@ def suspicious_labels(
             Examples with NaN (never seen) are left out.
         label_noise: ε, for each label's probability of being wrong: the ``label_noise`` of a
             calibration, or the ``noise`` of likelihood "noisy_classification".
+        output_temperature: τ of that calibration: these probabilities are of p̄^(1/τ), normalised.
 
     Raises:
         ValueError: shapes that do not fit, or labels that are no classes.
@@ -105,7 +109,8 @@ def suspicious_labels(
     order = score.argsort(descending=True, stable=True)
     wrong = None
     if label_noise is not None:
-        own, drawn = p.gather(1, label[:, None]).squeeze(1), label_noise / p.shape[1]
+        sharp = (log_p / output_temperature).softmax(1)
+        own, drawn = sharp.gather(1, label[:, None]).squeeze(1), label_noise / p.shape[1]
         wrong = drawn * (1 - own) / ((1 - label_noise) * own + drawn).clamp_min(1e-300)
         wrong = wrong[order]
     return SuspiciousLabels(index[order], label[order], p.argmax(1)[order], score[order], wrong)

@@ -111,9 +111,9 @@ def in_one_sentence(
     who = f"{who[0].upper()}{who[1:]}"
     if not shown:
         return f"{who}: no verdict, as the test examples allow no interval of the differences."
-    found = [f"improved the {_listed(better)}"] if better else []
-    found += [f"worsened the {_listed(worse)}"] if worse else []
-    verb = " and ".join(found) or "gained nothing that the test data can show"
+    changes = [f"improved the {_listed(better)}"] if better else []
+    changes += [f"worsened the {_listed(worse)}"] if worse else []
+    verb = " and ".join(changes) or "gained nothing that the test data can show"
     return f"{who} {verb} against the plain network: {'; '.join(shown)}."
 
 

@@ -109,10 +109,10 @@ def _chart(
     for trace in listed:
         # Curves may have different places: a cell without a value is a dash.
         notes = trace.get("customdata") or [""] * len(trace["y"])
-        of = range(len(keys)) if keys else trace["x"]
-        cells = {at: (show(v), note) for at, v, note in zip(of, trace["y"], notes, strict=True)}
-        found = [cells.get(at, (NOTHING, "")) for at in places]
-        rows.append(Row(trace["name"], [text for text, _ in found], small=[n for _, n in found]))
+        xs = range(len(keys)) if keys else trace["x"]
+        cells = {at: (show(v), note) for at, v, note in zip(xs, trace["y"], notes, strict=True)}
+        shown = [cells.get(at, (NOTHING, "")) for at in places]
+        rows.append(Row(trace["name"], [text for text, _ in shown], small=[n for _, n in shown]))
     head = "" if keys else f"{axes[0].capitalize()}:"
     table = Table(title, [head, *(keys or [f"{at:g}" for at in places])], rows)
     return Chart(title, traces, layout, table, wide)

@@ -279,14 +279,18 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
             "epochs."
         )
         blocks.append(run.titled(text))
-        title, columns = (
-            run.titled("The most suspicious"),
-            ("example", "label", "predicted", "score"),
-        )
+        title = run.titled("The most suspicious")
+        columns = ("example", "label", "predicted", "score")
         cells = [
             [str(one.index), one.label, one.predicted, number(one.score, 2)]
             for one in labels.examples
         ]
+        if any(one.wrong is not None for one in labels.examples):
+            columns = (*columns, "probability of being wrong")
+            cells = [
+                [*row, number(one.wrong, 2)]
+                for row, one in zip(cells, labels.examples, strict=True)
+            ]
         pictures = [
             Picture(
                 one.image,

@@ -218,19 +218,19 @@ def sizes_of(splits: Splits, likelihood: str = "classification") -> dict[str, in
 
 def _num_outputs(splits: Splits, likelihood: str) -> int:
     """C: of labels the number of classes (ordinal: 1), of numbers what the likelihood needs."""
-    of = likelihood_of(likelihood)
-    if of.name == "ordinal":
+    distribution = likelihood_of(likelihood)
+    if distribution.name == "ordinal":
         return 1
     if splits.classes is not None:
         return len(splits.classes)
     y, y_test = (tensors_in(part)[-1] for part in (splits.train, splits.test))
-    if of.has_labels:
+    if distribution.has_labels:
         return 1 + int(max(y.max(), y_test.max()))
 
     def width(outputs: int) -> int:
         """The length of the targets' last axis that so many outputs have."""
         try:
-            return of.target_shape(torch.empty(1, outputs))[-1]
+            return distribution.target_shape(torch.empty(1, outputs))[-1]
         except ValueError:
             return 0
 

@@ -89,9 +89,9 @@ def fit(
     batches = split_batches(splits, "train", batch_size, device=device)
     check_model(model, splits, None, likelihood)
     if layers == "last":
-        kept = set(model.get_submodule(last_layer(model, next(iter(batches))[0])).parameters())
+        last = set(model.get_submodule(last_layer(model, next(iter(batches))[0])).parameters())
         for p in model.parameters():
-            p.requires_grad_(p in kept)
+            p.requires_grad_(p in last)
     calibrates = predictive.is_calibrated and splits.validation is not None
     check_model(model, splits, curvature, likelihood, predictive if calibrates else None)
     PriorGroups.from_model(model, structure)  # raises on rules that match nothing

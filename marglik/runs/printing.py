@@ -167,11 +167,13 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
         f"a score above 1. The network predicted {100 * labels.agreement:.0f} % of all, on "
         "average over training."
     )
-    rows = [
-        [str(one.index), one.label, one.predicted, f"{one.score:.1f}"]
-        for one in labels.examples[:SUSPICIOUS_SHOWN]
-    ]
-    _print_table(["example", "label", "predicted", "score"], rows)
+    examples = labels.examples[:SUSPICIOUS_SHOWN]
+    rows = [[str(e.index), e.label, e.predicted, f"{e.score:.1f}"] for e in examples]
+    columns = ["example", "label", "predicted", "score"]
+    if any(one.wrong is not None for one in examples):
+        columns.append("probability of being wrong")
+        rows = [[*row, f"{one.wrong:.2f}"] for row, one in zip(rows, examples, strict=True)]
+    _print_table(columns, rows)
 
 
 def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -13,6 +13,7 @@ from marglik.data.splits import Splits, tensors_in
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
+from marglik.prediction.links import Calibration
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.records import (
     Augmentation,
@@ -122,12 +123,12 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
 
 
 def suspicious_record(
-    outcome: OnlineResult, splits: Splits, train_indices: Tensor, label_noise: float
+    outcome: OnlineResult, splits: Splits, train_indices: Tensor, calibration: Calibration
 ) -> SuspiciousLabels:
     """The training labels that look most wrong; where none can be judged, why.
 
-    With ``label_noise`` each has the probability that its label is wrong. ``train_indices`` (N,)
-    are those of the examples that the network was trained on, in the data.
+    Where the calibration has label noise, each has the probability that its label is wrong.
+    ``train_indices`` (N,) are those of the examples that the network was trained on, in the data.
     """
     y = tensors_in(splits.train)[-1].cpu()
     try:
@@ -138,7 +139,9 @@ def suspicious_record(
     # Ignored labels have no prediction to compare with; of sequences, each position is judged.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
-    labels = suspicious_labels(y[counts], p[counts], label_noise or None)
+    labels = suspicious_labels(
+        y[counts], p[counts], calibration.label_noise or None, calibration.output_temperature
+    )
     examples = []
     for i in range(min(labels.number, MOST_SUSPICIOUS)):
         # From a place among the judged, to one among the trained on, to one in the data.

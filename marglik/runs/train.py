@@ -241,8 +241,8 @@ def train(
         setup.calibrate(outcome.laplace)
         predictive = predictive.for_posterior(outcome.laplace)
         fit = outcome.laplace.calibrations.get(predictive.label)
-        calibration = fit and Calibration(**fit["map_calibration"])
-        noise = label_noise_of(outcome.laplace.likelihood, calibration)
+        noise = label_noise_of(outcome.laplace.likelihood, None)
+        calibration = Calibration(**fit["map_calibration"] if fit else {"label_noise": noise})
         ensemble = setup.ensemble(model, outcome, members, states) if members else None
         if leads:
             if ensemble is not None:
@@ -266,7 +266,7 @@ def train(
             held_out=setup.held_out,
             calibration=fit and calibration_in_units(predictive.label, fit, splits),
             num_positions=evaluation.num_positions,
-            suspicious_labels=suspicious_record(outcome, splits, train_indices, noise),
+            suspicious_labels=suspicious_record(outcome, splits, train_indices, calibration),
             augmentation=augmentation_record(model, splits),
             # Training counts in full, though resumed; the rest is this process's.
             seconds=outcome.seconds + ready - start + time.perf_counter() - trained,

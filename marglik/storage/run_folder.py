@@ -103,19 +103,19 @@ def check_free(folder: Path, overwrite: bool = False, *, resumes: bool = True) -
             f"{folder} is a link, and marglik removes nothing through links. Pass the folder that "
             f"it points to: --output {folder.resolve()}."
         )
-    found = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
-    if not found or (found == [CHECKPOINT] and _names_of_states(folder) == []):
+    present = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
+    if not present or (present == [CHECKPOINT] and _names_of_states(folder) == []):
         return
     if not _is_of_run(folder):
         raise FileExistsError(
-            f"{folder} holds {', '.join(found)}, which no run of marglik has left: it is never "
+            f"{folder} holds {', '.join(present)}, which no run of marglik has left: it is never "
             "overwritten. Pass another --output, or move it away."
         )
     if not overwrite:
         can_resume = resumes and any((folder / CHECKPOINT).glob(f"*/{STATE}"))
         resume = "--resume to continue it, " if can_resume else ""
         raise FileExistsError(
-            f"{folder} already holds a run ({found[0]}); pass --overwrite, {resume}or another "
+            f"{folder} already holds a run ({present[0]}); pass --overwrite, {resume}or another "
             "--output."
         )
 

@@ -9,8 +9,17 @@
         end_of_epoch(problem, state, epoch)  # where due: curvature, evidence, steps on log δ
     finish(problem, state)                   # the average of θ, and the last update at it
 
-`PriorLearner` is the face that users see. Whatever departs from plain evidence is in
-`marglik.training.decay_policy`, when updates happen in `marglik.training.schedule`.
+The lines of the paper's algorithm, with its symbols, and where they are:
+
+    MAP step on θ             the loop's own step, whose gradient `penalty` completes
+    burn-in B, frequency F    `Schedule.is_due`, asked by `end_of_epoch`
+    curvature H of the data   `Posterior.fit`, called by `update_prior`, which `fit` calls
+    K steps on log p(D | M)   `Hyperparameters.update`, there too, over `posterior.evidence`
+    the best model            keep="best": `LearnerState.remember_if_best`; by default the last one
+
+Added to it are the average at the end, samples and drawn labels for long updates (`fit`), learned
+likelihoods and invariances (`learned_numbers`), and the limits of `marglik.training.decay_policy`:
+all that departs from plain evidence. `PriorLearner` is the face that users see.
 
 On several ranks of `torch.distributed` every function is collective. The loop must average
 gradients over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data
@@ -19,30 +28,24 @@ over all examples.
 """
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.sharding import check_whole, local_part
-from marglik.augmentation.ranges import RangeLearner, ranges_of
+from kfac_backend.sharding import local_part
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
-from marglik.training.decay_policy import Measures
 from marglik.training.learned_numbers import (
-    SHARE_IN_TRAINING,
+    by_evidence,
     check_derivatives,
     learn_label_noise,
     likelihood_step,
 )
-from marglik.training.loaders import WithExamples
 from marglik.training.random_state import own_random_numbers
-from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import WeightAverage, add_penalty, penalty_value
+from marglik.training.steps import add_penalty, penalty_value
 
 
 def start(
@@ -67,23 +70,10 @@ def start(
     problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
     to_learn = likelihood.to_learn() if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
-    state = LearnerState(
-        hyperparameters,
-        likelihood,
-        RangeLearner(problem.model),
-        [WeightAverage(part.parameters) for part in problem.parts],
-        [0 for _ in problem.parts],
-        Measures(sorted(problem.named), [None for _ in problem.parts]),
-    )
+    state = LearnerState.initial(problem, hyperparameters, likelihood)
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
-    to_learn = {} if problem.learns_label_noise else to_learn
-    if to_learn or state.ranges.modules:  # tried now, before any work is lost
-        check_whole(problem.model, "Learning what the loss or the inputs depend on")
-        curvature = problem.options.curvature
-        posterior = Posterior(problem.model, likelihood, curvature, process_group=None)
-        with forked_random_numbers(problem.model):
-            check_derivatives(posterior, first_batch, to_learn, state.ranges)
+    check_derivatives(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -138,12 +128,9 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
         return {}
     with state.unchanged_by_errors(problem.model):
         state.epoch, state.measures.clipped = epoch, 0
-        if epoch in problem.replayed:
-            delta, sigma, likelihood = problem.replayed[epoch]
-            state.likelihood = likelihood_of(likelihood)
-            state.hyperparameters.set(delta, sigma)
-            state.set_decays(problem)
-        learn_label_noise(problem, state, SHARE_IN_TRAINING)
+        state.replay(problem)
+        if schedule.rests(epoch):
+            learn_label_noise(problem, state)
         return update(problem, state) if schedule.is_due_within(epoch) else {}
 
 
@@ -157,27 +144,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
     state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
-    best = state.best
-    if schedule.keep == "best" and (best is None or evidences[-1] > best["evidence"]):
-        state.best = {
-            "evidence": evidences[-1],
-            "epoch": state.epoch,
-            "model": deepcopy(problem.model.state_dict()),
-            "prior_precision": hyper.prior_precision,
-            "sigma_noise": hyper.sigma_noise,
-            "likelihood": str(state.likelihood),
-        }
+    if schedule.keep == "best":
+        state.remember_if_best(problem.model)
     state.record = record
-    numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
-    numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
-    if ranges := ranges_of(problem.model):
-        record["ranges"] = ranges
-    numbers |= {f"range/{name}": value for name, value in ranges.items()}
-    if "sigma_noise" in record:
-        numbers["sigma_noise"] = record["sigma_noise"]
-    if state.likelihood.has_label_noise:
-        numbers["label_noise"] = state.likelihood.parameters["noise"].item()
-    return numbers
+    return state.numbers_to_log(problem.model)
 
 
 def fit(
@@ -187,17 +157,12 @@ def fit(
 
     The last one has the curvature that was asked for, and not a cheaper one.
     """
-    hyper, options, data = state.hyperparameters, problem.options, own_iteration(problem.loader)
+    hyper, options, N = state.hyperparameters, problem.options, problem.num_data
     curvature = options.curvature
     if problem.draws_labels and not is_last:
         curvature = curvature.replace(fisher="mc", mc_samples=1)
-    number, N = problem.num_data if is_last else state.sample_size(problem), problem.num_data
-    if number < N:
-        state.has_samples = True
-        data = sampled(problem.loader, number, N, problem.ranks, state.epoch)
-    if problem.ranks.size > 1:
-        data = WithExamples(data, curvature)
-    former = state.posterior
+    number = N if is_last else state.sample_size(problem)
+    data, former = state.data_of_update(problem, number), state.posterior
     state.posterior = posterior = Posterior(
         problem.model,
         state.likelihood,
@@ -220,8 +185,7 @@ def fit(
         record["num_examples"] = number
         if not is_last:  # the last posterior is that of the ranges as they are
             state.ranges.learn(posterior, problem.loader, problem.num_data)
-        by_evidence = options.learns and steps and not problem.learns_label_noise
-        to_learn = options.likelihood.to_learn() if by_evidence else {}
+        to_learn = by_evidence(problem) if steps else {}
         if to_learn:
             state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
@@ -268,7 +232,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         is_fitted = not problem.ranks.any(not is_fitted, here.device)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if state.steps[-1] > 0:  # the posterior, and predictions of labels, have all of the noise
+        if state.steps[-1] > 0:
             of_training = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == of_training
@@ -279,12 +243,8 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
                 state.evidences.pop()  # the same update's, of drawn labels or before a resume
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.
-        if state.best is not None and state.best["evidence"] > state.evidences[-1]:
-            problem.model.load_state_dict(state.best["model"])
-            state.hyperparameters.set(state.best["prior_precision"], state.best["sigma_noise"])
-            state.likelihood = likelihood_of(state.best["likelihood"])
+        if state.go_back_to_best(problem.model):
             learn_label_noise(problem, state)
-            state.kept_epoch = state.best["epoch"]
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
     policy.warn_at_the_end(problem, state)
     return numbers

@@ -30,6 +30,8 @@ LARGEST_COSINE = 1e-3
 BatchNorm, above 3e-3 for others."""
 LARGEST_DECLINE = 0.5
 """By how much a raised start may shrink log ‖w‖ before the first update."""
+MOVED_SHARE = 0.5
+"""Of the effective parameters, whose decays may still move. A bias or two always do."""
 FEW_UPDATES = 10
 """Fewer do not show that the evidence falls."""
 NEW_NORM = 0.02
@@ -51,7 +53,8 @@ class Measures:
     limited: list[str] = field(default_factory=list)
     """Names of the parameters whose weight decay SGD cannot take."""
     moves: dict[str, float] = field(default_factory=dict)
-    """Group -> the factor by which the last update at a high rate changed its decay."""
+    """Group -> the factor by which the last update at a high rate changed its decay, if it changed
+    those of most effective parameters."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class DecayPolicy:
             network over it now and then: without the limit, a few large steps, from which it may
             never come back.
         settled: largest factor by which the last update at a high learning rate may change the
-            decay of a group that the data determines. Above, the end of the training warns: the
-            rate fell, or the training ended, before the decays came to rest.
+            decays that most of the effective parameters have. Above, the end of the training warns:
+            the rate fell, or the training ended, before the decays came to rest.
         fallen_evidence: how far (nats per example) the evidence may end below its best, after ten
             updates or more that saw all data. Below, the end of the training warns that the network
             has come to fit what its decays kept it from. On nine problems where learning is as good
@@ -244,13 +247,20 @@ class DecayPolicy:
             return
         gamma = hyper.groups.sum_over_tensors(posterior.effective_parameters()).tolist()
         moves = (hyper.prior_precision / before).log().abs().exp().tolist()
-        state.measures.moves = {
-            name: move
-            for name, move, number in zip(hyper.groups.names, moves, gamma, strict=True)
+        numbers = {
+            name: number
+            for name, number in zip(hyper.groups.names, gamma, strict=True)
             # A group of which the data determines nothing has no decay to settle at, nor has a
             # scale-invariant weight: the evidence fixes δ‖w‖² alone.
-            if move > self.settled and number >= 1 and name not in state.measures.invariant
+            if number >= 1 and name not in state.measures.invariant
         }
+        moved = {
+            name: move
+            for name, move in zip(hyper.groups.names, moves, strict=True)
+            if name in numbers and move > self.settled
+        }
+        share = sum(numbers[name] for name in moved) / max(sum(numbers.values()), 1)
+        state.measures.moves = moved if share > MOVED_SHARE else {}
 
     def warn_at_the_end(self, problem: "Problem", state: "LearnerState") -> None:
         """Warn of decays that have not settled, and of an evidence that has fallen."""

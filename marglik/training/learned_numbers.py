@@ -3,11 +3,16 @@
 ε, the share of labels that were drawn at random, is not the evidence's to learn. The training
 labels cannot tell: a network that has not fitted yet is explained by noise, which then keeps it
 from fitting, and one that has fitted wrong labels shows none. Nor can the evidence alone,
-as Λ and with it its log det fall as ε rises. Labels that the network was not trained on can: after
-each epoch ε and a temperature τ together maximise their likelihood, Σ log((1 − ε) p_τ(y) + ε/C).
+as Λ and with it its log det fall as ε rises. Labels that the network was not trained on can: ε and
+a temperature τ together maximise their likelihood, Σ log((1 − ε) p_τ(y) + ε/C).
 A network that does not fit yet is explained by a large τ, and not by ε; one that is sure of what it
-gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn. The
-training takes half of that ε: see `SHARE_IN_TRAINING`.
+gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn.
+
+Training begins without noise, and ε follows when the decays rest, in the last third of the epochs
+(`Schedule.rests`). Until then the decays of "classification" keep the network from fitting wrong
+labels. Noise from the start lets the decays fall, since Λ is smaller, and gives up right labels
+that are hard, for which the network has had no time: it was worse than "classification" with the
+same calibration, noise from then on never was (docs/label-noise.md).
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +25,8 @@ from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import Likelihood
-from marglik.augmentation.ranges import RangeLearner, evidence_gradient
+from kfac_backend.sharding import check_whole
+from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
@@ -29,26 +35,31 @@ from marglik.training.loaders import Loader
 from marglik.training.state import LearnerState, Problem
 
 
-def check_derivatives(
-    posterior: Posterior, batch: Any, names: Collection[str], ranges: RangeLearner
-) -> None:
-    """Raise an error if the evidence has no derivative in what it is to learn.
-
-    Args:
-        posterior: not fitted.
-        batch: some examples.
-        names: of the likelihood's numbers.
-        ranges: of learned invariances.
+def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
+    """Raise an error if the evidence of a batch has no derivative in what it is to learn.
 
     Raises:
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
     """
-    posterior.fit([batch])
-    if ranges.modules:
-        tensors = [module.ranges for module in ranges.modules]
-        list(evidence_gradient(posterior, [[batch]], tensors))
-    if names:
-        likelihood_step(posterior, [batch], names)
+    names, modules = by_evidence(problem), state.ranges.modules
+    if not (names or modules):
+        return
+    check_whole(problem.model, "Learning what the loss or the inputs depend on")
+    curvature = problem.options.curvature
+    posterior = Posterior(problem.model, state.likelihood, curvature, process_group=None)
+    with forked_random_numbers(problem.model):
+        posterior.fit([batch])
+        if modules:
+            list(evidence_gradient(posterior, [[batch]], [module.ranges for module in modules]))
+        if names:
+            likelihood_step(posterior, [batch], names)
+
+
+def by_evidence(problem: Problem) -> dict[str, Any]:
+    """The likelihood's parameters that the evidence learns, with their first values."""
+    if not problem.options.learns or problem.learns_label_noise:
+        return {}
+    return problem.options.likelihood.to_learn()
 
 
 def likelihood_step(
@@ -118,29 +129,22 @@ def likelihood_step(
         return value
 
     optimizer.step(objective)
-    found = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
-    taken = torch.tensor(found["noise"]).double() if likelihood.has_sigma else torch.ones(1)
-    return likelihood.replace(**found), sigma * taken.log().mean().exp()
+    parameters = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
+    noise = torch.tensor(parameters["noise"]).double() if likelihood.has_sigma else torch.ones(1)
+    return likelihood.replace(**parameters), sigma * noise.log().mean().exp()
 
 
 # --- the share of wrong labels ---
 
 NO_NOISE = 1e-3
 """Smaller shares count as none."""
-SHARE_IN_TRAINING = 0.5
-"""Of the held-out ε, while the network is trained. A label counts (1 − ε) p_y/q_y in its gradient,
-and is given up once p_y < ε/C, also if it is right and hard. Held-out labels are judged with a
-temperature; the network itself, under decays that keep it from fitting wrong labels, is less sure
-(τ of .3 to .5), so that right labels fall below ε/C. Half of ε still gives up what contradicts the
-rest, and was never worse than none; all of it was (docs/label-noise.md)."""
 
 
 @torch.no_grad()
-def learn_label_noise(problem: Problem, state: LearnerState, share: float = 1.0) -> None:
+def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
 
-    Or a share of it: `SHARE_IN_TRAINING` while the network is trained. Collective. With several
-    ranks each has a part of every batch; all get the same, to the bit.
+    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
 
     Raises:
         ValueError: no batch, or no target that counts.
@@ -162,6 +166,6 @@ def learn_label_noise(problem: Problem, state: LearnerState, share: float = 1.0)
     with torch.enable_grad():
         without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
         noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    noise = share * ranks.gather(noise)[0]
+    noise = ranks.gather(noise)[0]
     state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
     state.set_decays(problem)

@@ -4,10 +4,10 @@ What it does is in `marglik.training.algorithm`; `OnlineTraining`, `marglik_trai
 and the callbacks call its functions, and so learn the same decays on the same batches, to the bit.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,14 +26,19 @@ from marglik.posterior.prior import (
     PriorStructure,
     UpdateMethod,
     precision_to_weight_decay,
-    weight_decay_to_precision,
 )
 from marglik.training import algorithm
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.hooks import StepHooks, optimizers_of, remove_hooks
-from marglik.training.loaders import Loader, check_shards, count_on_ranks
+from marglik.training.loaders import Loader
 from marglik.training.schedule import CurvatureFrom, Schedule
-from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, parts_of
+from marglik.training.state import (
+    SAVED,
+    LearnerOptions,
+    LearnerState,
+    Problem,
+    initial_hyperparameters,
+)
 
 
 class PriorLearner:
@@ -98,10 +103,15 @@ class PriorLearner:
             loss_scale, curvature_from,
         )  # fmt: skip
         """All but the initial hyperparameters."""
-        initial = _Initial(
-            self.likelihood, weight_decay, structure, method, lr, sigma_noise, learn_sigma_noise
-        )
-        self._initial = (lambda _: hyperparameters) if hyperparameters else initial.make
+        check_positive("weight_decay", weight_decay)
+        if learn_sigma_noise and not self.likelihood.has_sigma:
+            raise ValueError(
+                f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
+            )
+        self._hyperparameters = hyperparameters or partial(
+            initial_hyperparameters, weight_decay=weight_decay, structure=structure,
+            sigma_noise=sigma_noise, learn_sigma_noise=learn_sigma_noise, method=method, lr=lr,
+        )  # fmt: skip
         self._replayed: tuple[Mapping[int, Any], Mapping[str, float]] | None = None
         self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
         self._hooks: StepHooks | None = None
@@ -153,14 +163,19 @@ class PriorLearner:
         options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))
         if hooks == "all":
             steps_per_epoch = _steps_per_epoch(loader, steps_per_epoch)
-        problem = _problem(options, model, optimizer, loader, ranks, steps_per_epoch)
+        check_module(model)
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizers = optimizers_of(optimizer, trainable)
+        for one in optimizers:
+            remove_hooks(one)
+        problem = Problem.of(options, model, optimizers, loader, ranks, steps_per_epoch)
         problem.set_held_out(held_out)
         if self._replayed:
             problem.replayed, ranges = self._replayed
             set_ranges(model, ranges)
-        self.state = algorithm.start(
-            problem, self._initial(problem), self._saved, loss=loss, sums_terms=sums_terms
-        )
+        initial = self._hyperparameters
+        hyper = initial if isinstance(initial, Hyperparameters) else initial(problem)
+        self.state = algorithm.start(problem, hyper, self._saved, loss=loss, sums_terms=sums_terms)
         self.problem, self._saved = problem, None
         if hooks != "none":
             self._hooks = StepHooks(problem, self.state)
@@ -267,42 +282,6 @@ class PriorLearner:
         self._saved = dict(state)
 
 
-@dataclass(frozen=True)
-class _Initial:
-    """The hyperparameters that learning begins with; `PriorLearner` describes each."""
-
-    likelihood: Likelihood
-    weight_decay: float
-    structure: PriorStructure | Mapping[str, str]
-    method: UpdateMethod
-    lr: float
-    sigma_noise: float | None
-    learn_sigma_noise: bool | None
-
-    def __post_init__(self) -> None:
-        check_positive("weight_decay", self.weight_decay)
-        if self.learn_sigma_noise and not self.likelihood.has_sigma:
-            raise ValueError(
-                f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
-            )
-
-    def make(self, problem: Problem) -> Hyperparameters:
-        """The hyperparameters of a network and of N examples."""
-        options, sigma, learns = problem.options, self.sigma_noise, self.learn_sigma_noise
-        if learns is None:
-            learns = options.likelihood.has_sigma and sigma is None and options.learns
-        if sigma is None:
-            sigma = 0.1 if learns else 1.0
-        return Hyperparameters(
-            PriorGroups.from_model(problem.model, self.structure),
-            weight_decay_to_precision(self.weight_decay, problem.num_data, options.temperature),
-            sigma_noise=sigma,
-            learn_sigma_noise=learns,
-            method=self.method,
-            lr=self.lr,
-        )
-
-
 def _with_options(objects: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
     """Objects of options with single fields changed.
 
@@ -336,30 +315,3 @@ def _steps_per_epoch(loader: Loader, number: int | None) -> int:
     number = len(loader) if number is None else number  # pyright: ignore[reportArgumentType]
     check_positive("steps_per_epoch", number)
     return number
-
-
-def _problem(
-    options: LearnerOptions,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    loader: Loader,
-    ranks: Ranks | None,
-    *of_problem: Any,
-) -> Problem:
-    """A network, its optimisers and its data, checked, and the examples counted; collective."""
-    check_module(model)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizers = optimizers_of(optimizer, named)
-    for one in optimizers:
-        remove_hooks(one)
-    ranks = Ranks() if ranks is None else ranks
-    check_shards(loader, ranks)
-    if options.schedule.epochs is None and options.schedule.average == "last":
-        warnings.warn(
-            "The parameters are not averaged, since the number of epochs is unknown: call "
-            "start(..., epochs), or pass average=None.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    N = count_on_ranks(loader, ranks, options.curvature)
-    return Problem(options, model, parts_of(optimizers, named), loader, ranks, N, *of_problem)

@@ -43,7 +43,7 @@ from kfac_backend.engine.batches import each_batch, to_device
 from kfac_backend.engine.calls import arguments, logits_of
 from kfac_backend.engine.checks import check_module, check_output
 from kfac_backend.engine.task import Task
-from kfac_backend.loss import counted_terms, loss_sum
+from kfac_backend.likelihoods import counted_terms, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
@@ -104,8 +104,9 @@ class OnlineResult:
             options: further arguments of `marglik.verdict`, such as ``held_out`` to scale the
                 temperatures of both first.
         """
-        of = self.laplace
-        return verdict(of.model, plain, test, of.likelihood, targets=of.options, **options)
+        posterior = self.laplace
+        own = posterior.model, plain, test, posterior.likelihood
+        return verdict(*own, targets=posterior.options, **options)
 
 
 class OnlineTraining:
@@ -328,12 +329,12 @@ class OnlineTraining:
         examples, latest = 0, None
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
             x, y = self._task.split(batch)
-            given = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
+            own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = self.ranks.size == 1 or len(given[1]) > 0
-            latest = given if counts else latest
+            counts = self.ranks.size == 1 or len(own[1]) > 0
+            latest = own if counts else latest
             if latest is None:
                 raise ValueError(
                     f"Rank {self.ranks.rank} of {self.ranks.size} has no example of the first "
@@ -382,7 +383,7 @@ class OnlineTraining:
         ``which`` are the examples' indices, if they are known. ``counts`` is False where this rank
         has no example of the batch and runs on others.
         """
-        likelihood = self.learner.likelihood
+        likelihood = self.learner.state.likelihood
         self.optimizer.zero_grad()
         # A copy, since a model may change its input in place, and batches may live for many epochs.
         args, kwargs = arguments(self.model, x.clone() if isinstance(x, Tensor) else deepcopy(x))
@@ -414,6 +415,7 @@ class OnlineTraining:
         correct = terms = data_loss = data_loss.detach()
         if (counted := counted_terms(y, likelihood)) is not None:
             correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
+        assert penalty is not None  # its value was asked for
         return [data_loss, penalty * len(f), correct, terms]
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.calls import logits_of
-from kfac_backend.likelihoods import Likelihood
-from kfac_backend.loss import check_targets, num_counted_terms
+from kfac_backend.likelihoods import Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
 
 TOLERANCE = 1e-3
@@ -93,34 +92,34 @@ def warn_of_another_loss(
     factor = float((loops * ours).sum() / ours.square().sum())
     what = "classes" if likelihood.has_labels else "targets"
     if same(loops, factor * ours):
-        found = f"is {factor:.4g} times that of the likelihood"
+        difference = f"is {factor:.4g} times that of the likelihood"
         if any(abs(factor / number - 1) < TOLERANCE for number in (len(f), terms, 2 * len(f))):
-            found += ', as with reduction="sum". Take the mean'
+            difference += ', as with reduction="sum". Take the mean'
         elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
-            found += ", as of a mean over all terms that count. Pass mean_over='terms'"
+            difference += ", as of a mean over all terms that count. Pass mean_over='terms'"
         else:
-            found += (
+            difference += (
                 ", as of a mean over outputs, or a loss without the factor ½. If it is for all "
                 f"batches, pass loss_scale={scale * factor:.6g} to the learner"
             )
     elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
-        found = (
+        difference = (
             f"counts some {what} more than others. Give the likelihood their weights, as in "
             "'classification(weights=[1, 2])' or \"weighted(of='regression')\""
         )
     elif smoothing := _smoothing(loops, ours, y, count / scale, same):
-        found = (
+        difference = (
             f"is that of labels smoothed by {smoothing:.4g}. Pass the likelihood "
             f"'classification(smoothing={smoothing:.4g})', or leave the smoothing out"
         )
     else:
-        found = (
+        difference = (
             "has another direction. Are there label smoothing, class weights, mixed examples or "
             "a further term? Choose a likelihood that says so (docs/likelihoods.md)"
         )
     warnings.warn(
         f"The loop's loss is not that of likelihood '{likelihood}', whose evidence decides the "
-        f"weight decays: its gradient in the outputs of the first batch {found}.",
+        f"weight decays: its gradient in the outputs of the first batch {difference}.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -25,8 +25,8 @@ def check_workers(*loaders: Any) -> None:
 def generators_of(*loaders: Any) -> list[torch.Generator]:
     """The ``generator`` attributes of loaders and their samplers, each once."""
     owners = [owner for loader in loaders for owner in (loader, *samplers_of(loader))]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:

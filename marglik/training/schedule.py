@@ -87,6 +87,15 @@ class Schedule:
         """Whether an update follows this epoch, which is not the last one."""
         return self.is_due(epoch) and epoch != self.epochs
 
+    def rests(self, epoch: int) -> bool:
+        """Whether the decays rest after this epoch, from 1: in the last third of the epochs.
+
+        Where the number of epochs is not known, after as many as there are ``updates``.
+        """
+        if self.epochs is None:
+            return epoch >= self.updates
+        return epoch >= self.epochs - round(AVERAGED_SHARE * self.epochs)
+
     @property
     def averages(self) -> bool:
         """Whether the training ends with an average."""

@@ -15,20 +15,25 @@ from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.padding import padding_rows
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.loss import counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import Hyperparameters
+from marglik.posterior.prior import (
+    Hyperparameters,
+    PriorGroups,
+    PriorStructure,
+    UpdateMethod,
+    weight_decay_to_precision,
+)
 from marglik.training.decay_policy import DecayPolicy, Measures
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, WithExamples, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.random_state import generators_of, random_state, set_random_state
-from marglik.training.sampled_data import own_iteration, sample_size
+from marglik.training.sampled_data import own_iteration, sample_size, sampled
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
 
@@ -105,6 +110,30 @@ class Problem:
     """Backward passes per example of an exact pass."""
     padding: dict[str, int] = field(default_factory=dict)
     """Parameter -> its row that is a constant, and so has no decay."""
+
+    @classmethod
+    def of(
+        cls,
+        options: LearnerOptions,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loader: Loader,
+        ranks: Ranks | None,
+        steps_per_epoch: int | None,
+    ) -> "Problem":
+        """The same of data whose shards are checked and examples counted; collective."""
+        ranks = Ranks() if ranks is None else ranks
+        check_shards(loader, ranks)
+        if options.schedule.epochs is None and options.schedule.average == "last":
+            warnings.warn(
+                "The parameters are not averaged, since the number of epochs is unknown: call "
+                "start(..., epochs), or pass average=None.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        N = count_on_ranks(loader, ranks, options.curvature)
+        parts = parts_of(optimizers, {n: p for n, p in model.named_parameters() if p.requires_grad})
+        return cls(options, model, parts, loader, ranks, N, steps_per_epoch)
 
     def __post_init__(self) -> None:
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -301,6 +330,28 @@ class LearnerState:
         """Whether the average of the parameters has begun."""
         return all(average.count for average in self.averages)
 
+    @classmethod
+    def initial(
+        cls, problem: Problem, hyperparameters: Hyperparameters, likelihood: Likelihood
+    ) -> "LearnerState":
+        """Nothing learned yet."""
+        return cls(
+            hyperparameters,
+            likelihood,
+            RangeLearner(problem.model),
+            [WeightAverage(part.parameters) for part in problem.parts],
+            [0 for _ in problem.parts],
+            Measures(sorted(problem.named), [None for _ in problem.parts]),
+        )
+
+    def data_of_update(self, problem: Problem, number: int) -> Iterable[Any]:
+        """The batches of the curvature pass: of all N examples, or a sample of M of them."""
+        data, N = own_iteration(problem.loader), problem.num_data
+        if number < N:
+            self.has_samples = True
+            data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
+        return data if problem.ranks.size == 1 else WithExamples(data, problem.options.curvature)
+
     def sample_size(self, problem: Problem) -> int:
         """M, the number of examples of an update that follows now; see `sampled_data`."""
         options, N = problem.options, problem.num_data
@@ -345,6 +396,52 @@ class LearnerState:
                 )
         for name in SAVED:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
+
+    def replay(self, problem: Problem) -> None:
+        """Take the decays that another training had from this epoch on, if it changed them then."""
+        if self.epoch in problem.replayed:
+            delta, sigma, likelihood = problem.replayed[self.epoch]
+            self.likelihood = likelihood_of(likelihood)
+            self.hyperparameters.set(delta, sigma)
+            self.set_decays(problem)
+
+    def remember_if_best(self, model: nn.Module) -> None:
+        """Keep the network and what was learned, if no update has had a higher evidence."""
+        hyper, value = self.hyperparameters, self.evidences[-1]
+        if self.best is None or value > self.best["evidence"]:
+            self.best = {
+                "evidence": value,
+                "epoch": self.epoch,
+                "model": deepcopy(model.state_dict()),
+                "prior_precision": hyper.prior_precision,
+                "sigma_noise": hyper.sigma_noise,
+                "likelihood": str(self.likelihood),
+            }
+
+    def go_back_to_best(self, model: nn.Module) -> bool:
+        """Give the network back what it was at the best update; False if the last one is that."""
+        best = self.best
+        if best is None or best["evidence"] <= self.evidences[-1]:
+            return False
+        model.load_state_dict(best["model"])
+        self.hyperparameters.set(best["prior_precision"], best["sigma_noise"])
+        self.likelihood = likelihood_of(best["likelihood"])
+        self.kept_epoch = best["epoch"]
+        return True
+
+    def numbers_to_log(self, model: nn.Module) -> dict[str, float]:
+        """The numbers of the latest update, by name; its record gets the ranges."""
+        record, ranges = self.record, ranges_of(model)
+        numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
+        numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
+        if ranges:
+            record["ranges"] = ranges
+        numbers |= {f"range/{name}": value for name, value in ranges.items()}
+        if "sigma_noise" in record:
+            numbers["sigma_noise"] = record["sigma_noise"]
+        if self.likelihood.has_label_noise:
+            numbers["label_noise"] = self.likelihood.parameters["noise"].item()
+        return numbers
 
     def take_average(self, problem: Problem) -> None:
         """Give the network the mean over about the last third of the steps, if there is one."""
@@ -405,6 +502,28 @@ class LearnerState:
             if ranges:
                 set_ranges(model, ranges)
             raise
+
+
+def initial_hyperparameters(
+    problem: Problem,
+    weight_decay: float,
+    structure: PriorStructure | Mapping[str, str],
+    sigma_noise: float | None,
+    learn_sigma_noise: bool | None,
+    method: UpdateMethod,
+    lr: float,
+) -> Hyperparameters:
+    """The hyperparameters that learning begins with; `PriorLearner` describes each."""
+    options, sigma, learns = problem.options, sigma_noise, learn_sigma_noise
+    if learns is None:
+        learns = options.likelihood.has_sigma and sigma is None and options.learns
+    if sigma is None:
+        sigma = 0.1 if learns else 1.0
+    delta = weight_decay_to_precision(weight_decay, problem.num_data, options.temperature)
+    groups = PriorGroups.from_model(problem.model, structure)
+    return Hyperparameters(
+        groups, delta, sigma_noise=sigma, learn_sigma_noise=learns, method=method, lr=lr
+    )
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-2]

@@ -13,7 +13,7 @@ import torch
 from experiments import studies
 from experiments.augmentation import learned_ranges
 from experiments.exactness.networks import Config as Exactness
-from experiments.labels import suspicious_labels
+from experiments.labels import label_noise, suspicious_labels
 from experiments.optimizers import optimizer_comparison, steps_to_target
 from experiments.optimizers.training import Method, Problem, Schedule
 from experiments.predictions import out_of_distribution
@@ -50,6 +50,7 @@ TABLES = {
     "ekfac_timing": ("speed.ekfac_timing",),
     "exactness": ("exactness.modes",),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
+    "label_noise": ("labels.label_noise",),
     "large_classes": ("speed.large_classes",),
     "learned_ranges": ("augmentation.learned_ranges",),
     "optimizer_comparison": ("optimizers.optimizer_comparison",),
@@ -311,6 +312,21 @@ def small_suspicious_labels(patch):
     found = suspicious_labels.run(suspicious_labels.Config("digits, MLP", "structured", 0.2, 0))
     assert all(0 < of["AUROC"] < 1 for of in found["found"].values())
     return [found], suspicious_labels.table
+
+
+def small_label_noise(patch):
+    assert all(problem.make() for problem, *_ in label_noise.RECIPES.values())
+    small = replace(label_noise.PROBLEMS["digits, MLP"], examples=80, epochs=3)
+    patch.setitem(label_noise.PROBLEMS, "digits, MLP", small)
+    patch.setattr(label_noise, "NOISES", (("flipped", 0.0), ("flipped", 0.2)))
+    patch.setattr(label_noise, "GRID", (1e-3, 1e-1))
+    issues = torch.arange(80) < 20
+    patch.setattr(label_noise, "by_cleanlab", lambda y, p: ({"cleanlab": -p[:, 0]}, issues))
+    found = label_noise.run(label_noise.Config("digits, MLP", 0))
+    assert found["noises"]["flipped 20 %"]["cleanlab"]["issues"][0] == 20
+    assert found["noises"]["flipped 0 %"]["suspicious"]["learned"]["number"] == 0
+    label_noise.figures([found])
+    return [found], label_noise.table
 
 
 def small_presets(patch):

@@ -1,11 +1,13 @@
 """kfac_approx="auto" beside the traces of dense blocks."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kfac_backend import examples_of_rows, kronecker_factors
+from kfac_backend import counted_positions, examples_of_rows, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.automatic_mode import block_traces, nearest_modes
 from kfac_backend.likelihoods import Classification
@@ -123,3 +125,35 @@ def test_deciding_draws_none_of_the_users_random_numbers(fisher):
         states.append((factors.options.kfac_approx, torch.get_rng_state()))
     assert states[0][0] == states[1][0]
     assert torch.equal(states[0][1], states[1][1])
+
+
+def test_what_a_mask_hides_is_in_no_trace():
+    """More padding, with any numbers in it, changes nothing; a mask that hides nothing neither."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, h: Tensor, mask: Tensor) -> Tensor:
+            h = self.two(self.one(h).tanh()) * mask[..., None]
+            return h.sum(1) / mask.sum(1, keepdim=True)
+
+    model, y = Mean().double(), torch.tensor([0, 1, 2, 1])
+    ragged = torch.arange(6) < torch.tensor([[6], [2], [3], [5]])
+    assignment = CurvaturePass(model, "classification").driver.proof.assignment
+
+    def traces(mask: Tensor, shows: Tensor | None, seed: int = 0) -> Tensor:
+        h = torch.cat([normal(4, 6, 4), 1 + normal(4, mask.shape[1] - 6, 4, seed=seed)], 1)
+        x = {"h": h, "mask": mask}
+        with nullcontext() if shows is None else counted_positions(shows):
+            of_layers = block_traces(model, assignment, Classification(), x, y)
+        return torch.stack([of_layers["one"], of_layers["two"]])
+
+    longer = nn.functional.pad(ragged, (0, 3))
+    assert_close(traces(longer, longer, 1), traces(ragged, ragged))
+    assert_close(traces(longer, longer, 2), traces(ragged, ragged))
+    whole = torch.ones(4, 6, dtype=torch.bool)
+    assert_close(traces(whole, whole), traces(whole, None))
+    # Negative control: without the mask, the padding counts.
+    assert not torch.allclose(traces(longer, None, 1), traces(ragged, None), rtol=0.01)

@@ -11,8 +11,7 @@ from kfac_backend import likelihoods
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.task import Task
 from kfac_backend.fisher import DrawnLabels, ExactGGN
-from kfac_backend.likelihoods import likelihood_of
-from kfac_backend.loss import IGNORED, check_targets, loss_sum
+from kfac_backend.likelihoods import IGNORED, check_targets, likelihood_of, loss_sum
 from kfac_backend.options import CurvatureOptions, TargetOptions
 from tests import oracles
 

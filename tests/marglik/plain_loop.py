@@ -21,11 +21,12 @@ def learn(
     *,
     scheduler: Any = None,
     loss: Callable[..., Any] = cross_entropy,
+    held_out: Any = None,
     clip: float = inf,
     after_step: Callable[[], None] = lambda: None,
 ) -> PriorLearner:
     """Train from the first epoch to the last; returns the learner."""
-    prior.start(model, optimizer, data, epochs)
+    prior.start(model, optimizer, data, epochs, held_out=held_out)
     for _ in range(epochs):
         for x, y in data:
             model.train()

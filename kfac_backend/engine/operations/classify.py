@@ -41,7 +41,7 @@ class _CopiedParameters(Sink):
         self.names: set[str] = set()
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Take a copy's name."""
+        """Note the name of a parameter that is copied."""
         if isinstance(tracked.layer, OwnParameter):
             self.names.update(tracked.parameters.values())
 

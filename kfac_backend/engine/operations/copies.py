@@ -61,7 +61,7 @@ class Copies:
         # all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
-        capture.sources.append(source)
+        capture.add_source(source)
         examples = M // rows_of_each if rows is None else rows.num_examples
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():

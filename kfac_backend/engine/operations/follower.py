@@ -119,7 +119,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensor arguments."""
+        """The tensors among the arguments."""
         return tensors_in((self.args, self.kwargs))
 
     @property

@@ -44,12 +44,12 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Y itself."""
+        """The map's output y, which is known already."""
         return y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Keep the weight."""
+        """Save the weight, by which `backward` multiplies."""
         ctx.save_for_backward(inputs[2])
 
     @staticmethod

@@ -114,7 +114,11 @@ def test_refused_with_the_way_out(case):
 
 @pytest.mark.parametrize(
     ("data", "error", "match"),
-    [([], ValueError, "The data is empty"), ([X[0]], TypeError, r"expected \(x, y\)")],
+    [
+        ([], ValueError, "The data is empty"),
+        ([X[0]], TypeError, r"expected \(x, y\)"),
+        ([(X, Y), (X, 1)], TypeError, "the data int as targets"),
+    ],
 )
 def test_data_of_no_batches(data, error, match):
     with pytest.raises(error, match=match):

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 from kfac_backend.ranks import Ranks
+from marglik import PriorLearner
 from marglik.callbacks.lightning import STEPS, MarginalLikelihood
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -25,7 +26,9 @@ from tests.marglik.callbacks.online import (
     in_an_own_loop,
     loader,
     network,
+    sgd,
 )
+from tests.marglik.plain_loop import learn
 
 KNOWS = "weights_only" in inspect.signature(L.Trainer.fit).parameters  # since Lightning 2.6
 SAFELY = {"weights_only": True} if KNOWS else {}
@@ -94,6 +97,33 @@ def test_decays_are_those_of_an_own_loop_to_the_bit(whole, clip):
         enable_progress_bar=False, enable_model_summary=False,
     ).fit(plain, loader())  # fmt: skip
     assert not torch.equal(plain.net[0].weight, model[0].weight)
+
+
+def test_label_noise_is_learned_from_held_out_labels():
+    """As in an own loop, to the bit, whose loss is that of the likelihood of each step."""
+    x = torch.randn(300, 4, generator=torch.Generator().manual_seed(2))
+    y = in_an_own_loop(math.inf)[0](x).argmax(1)  # what is learned soon, and a part of it wrong
+    drawn = torch.randint(3, (300,), generator=torch.Generator().manual_seed(3))
+    held_out = [(x, torch.where(torch.arange(300) % 4 == 0, drawn, y))]
+    prior = MarginalLikelihood("noisy_classification", network="net", held_out=held_out, **OPTIONS)
+    noises = []
+
+    class Noisy(Classifier):
+        def training_step(self, batch, index):
+            noises.append(float(prior.learner.likelihood.parameters["noise"]))
+            return prior.learner.likelihood.loss(self.net(batch[0]), batch[1]) / len(batch[0])
+
+    module, own, other = Noisy(), network(), PriorLearner("noisy_classification", **OPTIONS)
+    trainer(prior).fit(module, loader())
+
+    def loss(f, y):
+        return other.likelihood.loss(f, y) / len(f)
+
+    learn(own, sgd(own), other, loader(), EPOCHS, loss=loss, held_out=held_out)
+    assert prior.learner.likelihood == other.likelihood
+    for p, q in zip(module.net.parameters(), own.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert noises[0] == 0 < noises[-1] and prior.posterior.likelihood == other.likelihood
 
 
 class Stop(L.Callback):

@@ -51,17 +51,19 @@ def batch(N: int = 6, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": words * mask, "attention_mask": mask, "labels": labels}
 
 
-def test_a_tokenizers_batches_and_padding_on_either_side():
+@pytest.mark.parametrize("mode", ["expand", "auto"])
+def test_a_tokenizers_batches_and_padding_on_either_side(mode):
     """BatchEncoding is a mapping, but no dict; words under the mask count nowhere."""
     model, data = classifier(), batch(8)
-    laplace = KronLaplace(model, "classification")
+    model.gradient_checkpointing_enable()
+    laplace = KronLaplace(model, "classification", kfac_approx=mode)
     laplace.fit([transformers.BatchEncoding(data)])
     longer = {
         "input_ids": nn.functional.pad(data["input_ids"], (0, 3)),
         "attention_mask": nn.functional.pad(data["attention_mask"], (0, 3)),
         "labels": data["labels"],
     }
-    again = KronLaplace(model, "classification")
+    again = KronLaplace(model, "classification", kfac_approx=mode)
     again.fit([longer])
     for name, block in laplace.factors.blocks.items():
         assert_close(again.factors.to_dense(name), block.to_dense())

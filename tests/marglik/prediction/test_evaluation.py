@@ -109,6 +109,28 @@ def test_metrics_are_those_of_all_examples_at_once(record, digits, predictives):
     assert {*found} == {"auroc", "auroc_epistemic", "aupr", "fpr95"}
 
 
+def test_where_labels_may_be_wrong_the_nll_of_both_kinds_is_there(digits, predictives):
+    model, noise, y = predictives["MAP"].model, 0.3, digits.test[1]
+    p = model(normalised(digits.test[0], digits)).softmax(-1).double()
+    nll = {
+        "true": -p.gather(1, y[:, None]).log().mean().item(),
+        "recorded": -((1 - noise) * p + noise / 10).gather(1, y[:, None]).log().mean().item(),
+    }
+    for text, labels, other in (
+        (f"noisy_classification(noise={noise})", "true", "recorded_labels"),
+        (f"noisy_classification(noise={noise})", "recorded", "true_class"),
+        ("noisy_classification(noise=0.01)", "true", None),
+    ):
+        drawn = noise if labels == "recorded" else 0.0
+        predict = map_predictive(model, text, label_noise=drawn)
+        record, _ = evaluate({"MAP": predict}, digits, text, labels=labels)
+        metrics = record["predictives"]["MAP"]["metrics"]
+        assert metrics["test/cls/NLL"] == pytest.approx(nll[labels], rel=1e-4)
+        kinds = {key: value for key, value in metrics.items() if key.startswith("test/cls/NLL_")}
+        expected = {} if other is None else {f"test/cls/NLL_{other}": nll[other.split("_")[0]]}
+        assert kinds == pytest.approx(expected, rel=1e-4)
+
+
 def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):
     x, y = normalised(digits.test[0], digits), digits.test[1]
     scores = {n: example_scores(p(x), y, "classification") for n, p in predictives.items()}

@@ -134,6 +134,9 @@ def test_probabilities_of_being_wrong_are_bayes_rule_and_calibrated():
             assert wrong[some].mean().item() == pytest.approx(
                 found.wrong[some].mean().item(), abs=0.04
             )
+    # Blurred predictions with the temperature that sharpens them again have the same.
+    blurred = suspicious_labels(y, (0.5 * p.log()).softmax(1), noise, output_temperature=0.5)
+    assert_close(blurred.wrong[blurred.index.argsort()], found.wrong[found.index.argsort()])
     # Negative control: with another share of wrong labels they are not.
     other = suspicious_labels(y, p, 0.1)
     some = other.wrong > 0.3

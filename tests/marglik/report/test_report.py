@@ -4,12 +4,20 @@ import base64
 import json
 import math
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from scipy import stats
 
-from marglik.records import Coverage, Metrics, PredictiveRecord, to_json
+from marglik.records import (
+    Coverage,
+    Metrics,
+    PredictiveRecord,
+    SuspiciousLabel,
+    SuspiciousLabels,
+    to_json,
+)
 from marglik.report import write_report
 from marglik.report.charts import SERIES, Chart, reliability_chart
 from marglik.report.contents import Predictive, differing, read_runs
@@ -178,6 +186,16 @@ def test_runs_are_named_by_their_folders(copied):
     a, b, other = copied("a"), copied("b"), copied("a")
     assert [(run.label, run.style) for run in read_runs([a, b])] == [("a", 0), ("b", 1)]
     assert [run.label for run in read_runs([a, other])] == [str(a), str(other)]
+
+
+def test_suspicious_labels_have_a_probability_of_being_wrong_where_it_is_known(run):
+    for wrong in (None, 0.973):
+        one = SuspiciousLabel(7, "3", "8", 2.5, wrong)
+        results = replace(run.results, suspicious_labels=SuspiciousLabels(10, 1, 0.9, [one]))
+        _, table = SECTIONS["suspicious"]([replace(run, results=results)])
+        assert ("probability of being wrong" in table.columns) == (wrong is not None)
+        assert len(table.columns) == 1 + len(table.rows[0].cells)
+        assert (table.rows[0].cells[-1] == "0.97") == (wrong is not None)
 
 
 def test_what_differs():

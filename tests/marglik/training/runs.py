@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "K-FAC": {"kfac": {"ema_decay": 0.5, "factor_every": 2, "update_every": 3}},
     "random labels": {"curvature": {"fisher": "mc"}},
     "regression, MacKay": {"likelihood": "regression", "method": "mackay"},
+    "noisy labels": {"likelihood": "noisy_classification", "epochs": 10},
     "the sampler's generator": {"sampler": True},
     "images": {"images": True},
     "ranges": {"images": True, "augmented": True, "keep": "last"},
@@ -99,9 +100,10 @@ def make(
         loader = loader or batches(likelihood, options.get("n", 23), options.get("batch_size", 8))
     elif loader is None:
         loader, curvature_loader = _loaders(options, dtype, seed)
+    held_out = batches(likelihood, 300, 100) if likelihood == "noisy_classification" else None
     return OnlineTraining(
         model, optimizer, loader, learner, scheduler=scheduler(optimizer),
-        curvature_loader=curvature_loader, on_record=on_record, fabric=fabric,
+        curvature_loader=curvature_loader, on_record=on_record, fabric=fabric, held_out=held_out,
     )  # fmt: skip
 
 
@@ -117,7 +119,11 @@ def data(likelihood: str, n: int, dtype: torch.dtype = torch.float64) -> tuple[A
     x = torch.randn(n, 4, generator=generator, dtype=torch.float64).to(dtype)
     if likelihood == "regression":
         return x, x[:, :3].sin() + 0.1 * torch.randn(n, 3, generator=generator, dtype=dtype)
-    return x, x[:, :3].argmax(-1)
+    y = x[:, :3].argmax(-1)
+    if likelihood == "noisy_classification":
+        drawn = torch.randint(3, (n,), generator=generator)
+        y = torch.where(torch.arange(n) % 4 == 0, drawn, y)
+    return x, y
 
 
 class Noisy(TensorDataset):
@@ -219,7 +225,11 @@ def on_ranks(case: str, options: dict[str, Any], kind: str = "") -> dict[str, An
     found = outcome(run, result)
     kept = ("parameters", "laplace", "evidence", "records", "probabilities")
     drawn = {"mask": masks[0][:3], "next": torch.rand(3)}
-    return {name: found[name] for name in kept} | {"n": run.learner.problem.num_data} | drawn
+    noise = float(run.learner.likelihood.parameters.get("noise", 0.0))
+    for record in found["records"]:
+        record.pop("likelihood", None)  # a text, with all digits of the noise
+    learned = {"n": run.learner.problem.num_data, "noise": noise}
+    return {name: found[name] for name in kept} | learned | drawn
 
 
 def until(stop: int, folder: str, case: str) -> dict[str, Any] | None:

@@ -141,9 +141,10 @@ def with_the_command(text, folder):
         Splits((x, y), None, (x, y), "made"), 0, OptimizerConfig("adamw", lr=LR),
         PriorConfig(**OPTIONS), CurvatureConfig(), PredictiveConfig(), None,
         RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
-        Fabric(accelerator="cpu", devices=1), likelihood=text,
+        Fabric(accelerator="cpu", devices=1), likelihood=likelihood_of(text),
     )  # fmt: skip
-    learned = Training("learned", lambda: network(text), 0, "learned")
+    model = network(text)
+    learned = Training("learned", lambda: model, 0, "learned")
     return setup.train(learned)[1].laplace
 
 
@@ -230,10 +231,12 @@ def after_training(text, folder):
 
 
 WAYS = [
-    in_a_plain_loop, with_online_training, resumed, with_marglik_training, with_the_command,
+    with_online_training, resumed, with_marglik_training, with_the_command,
     with_lightning, with_hugging_face, after_training,
 ]  # fmt: skip
-CASES = [(text, way) for text in OUTPUTS for way in WAYS]
+# Each likelihood in one way; in each other way one of classes, one with σ, one with two numbers.
+CASES = [(text, in_a_plain_loop) for text in OUTPUTS]
+CASES += [(text, way) for text in ("classification", "regression", "student_t") for way in WAYS]
 CASES += [(text, with_estimators) for text in ESTIMATORS]
 
 
