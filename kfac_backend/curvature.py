@@ -62,7 +62,8 @@ def kronecker_factors(
         process_group: the ranks of `torch.distributed` that have a shard of the data each. Every
             rank must call this function, and gets the factors of all the data. Shards may differ in
             size, or be empty, but must not overlap (``DistributedSampler`` repeats examples where
-            the ranks do not divide their number). None: this process alone.
+            the ranks do not divide their number). None: this process alone. Over a model under
+            `torch.distributed.fsdp.fully_shard` all ranks that share it pass together.
         keywords: single options, in place of those of ``options``: ``kfac_approx="reduce"``.
 
     With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
@@ -169,7 +170,8 @@ class CurvaturePass:
         driver = self.driver
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.
         # Until then A is a sum over terms, too, and all sums of all ranks and batches just add.
-        sums = driver.finish()
+        # Whoever shards a model has no memory for all its factors on each rank.
+        sums = driver.finish(by_owners=driver.is_sharded)
         if not sums.num_data:
             raise ValueError(
                 "The data is empty: no batch was added since the pass began, or since the last "

@@ -10,24 +10,25 @@ same order. A rank that fails ends, and torchrun then ends the others; those tha
 hangs fail after the timeout of the process group, with an error of torch.distributed.
 """
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from kfac_backend.options import KfacApprox
+from kfac_backend.sharding import squared_norms
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
 """The ranks that share the data: a process group, the default one if there is one, or none."""
 
@@ -91,18 +92,47 @@ class Ranks:
             start = partial(dist.all_reduce, group=self._group, async_op=True)
             _send((tensor, start) for tensor in tensors)
 
-    def owners(self, costs: Sequence[float]) -> list[int]:
+    def any(self, is_so: bool, device: torch.device) -> bool:
+        """Whether it is so on any rank; collective."""
+        if self.size == 1:
+            return is_so
+        flag = torch.tensor(int(is_so), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def in_step(self, items: Iterable[T], device: torch.device) -> Iterator[T | None]:
+        """The items, and None as long as another rank has more; collective at each step."""
+        iterator, end = iter(items), object()
+        while True:
+            item = next(iterator, end)
+            if not self.any(item is not end, device):
+                return
+            yield None if item is end else item  # pyright: ignore[reportReturnType]
+
+    def reduce_(self, owned: Iterable[tuple[Tensor, int]]) -> None:
+        """Give each tensor's owner, a rank, its sum over all ranks; collective.
+
+        The others' tensors have no meaning afterwards. Half of the bytes of `sum_`.
+        """
+        if self.size > 1:
+            start = partial(dist.reduce, group=self._group, async_op=True)
+            _send((tensor, partial(start, group_dst=owner)) for tensor, owner in owned)
+
+    def owners(
+        self, costs: Sequence[float], holders: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
         """The rank that does each piece of work: the largest first, to the rank with the least.
+
+        ``holders`` has the ranks that can do it, where not all can.
 
         The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds
         on multiprocessing timing anomalies"). Not collective.
         """
-        # A heap of (work so far, rank): its top is the rank with the least.
-        loads = [(0.0, rank) for rank in range(self.size)]
-        owners = [0] * len(costs)
+        loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            load, owners[index] = heapq.heappop(loads)
-            heapq.heappush(loads, (load + costs[index], owners[index]))
+            able = range(self.size) if holders is None else holders[index]
+            owners[index] = min(able, key=lambda rank: (loads[rank], rank))
+            loads[owners[index]] += costs[index]
         return owners
 
     def exchange_(self, owned: Iterable[tuple[Tensor, int]]) -> None:
@@ -176,6 +206,31 @@ class PassSums:
             others={name: change(tensor) for name, tensor in self.others.items()},
         )
 
+    def owners(self, ranks: Ranks) -> dict[str, int]:
+        """Parameter name -> the rank that keeps its sums, balanced by the eigenvalues' cost d³."""
+        costs = dict.fromkeys([*self.blocks, *self.others], 0.0)
+        for name, layers in self.blocks.items():
+            for t in (t for one in layers for t in (one.B, one.A) if t is not None):
+                costs[name] += t.shape[:-2].numel() * t.shape[-1] ** 3
+        return dict(zip(costs, ranks.owners(list(costs.values())), strict=True))
+
+    def reduce_(self, ranks: Ranks) -> "PassSums":
+        """The sums over all ranks by their owners, in place; others have shapes alone; collective.
+
+        What another rank keeps lies on the meta device: it has no values and takes no memory.
+        """
+        owners, pieces = self.owners(ranks), dict[str, PassSums]()
+        for name in owners:
+            blocks = {name: self.blocks[name]} if name in self.blocks else {}
+            others = {name: self.others[name]} if name in self.others else {}
+            pieces[name] = replace(self, blocks=blocks, others=others)
+        ranks.reduce_((t, owners[n]) for n, piece in pieces.items() for t in piece.tensors())
+        for name, owner in owners.items():
+            if owner != ranks.rank:
+                pieces[name] = pieces[name].map(lambda t: torch.empty_like(t, device="meta"))
+        blocks = {n: pieces[n].blocks[n] for n in self.blocks}
+        return replace(self, blocks=blocks, others={n: pieces[n].others[n] for n in self.others})
+
     def tensors(self) -> list[Tensor]:
         """All tensors. One that a weight and its bias share comes twice."""
         tensors: list[Tensor] = []
@@ -218,7 +273,12 @@ class PassSums:
 
 
 def sum_over_ranks(
-    sums: PassSums, ranks: Ranks, model: nn.Module, must_agree: Mapping[str, Any]
+    sums: PassSums,
+    ranks: Ranks,
+    model: nn.Module,
+    must_agree: Mapping[str, Any],
+    *,
+    by_owners: bool = False,
 ) -> PassSums:
     """The sums over all ranks' data, in place, the same to the bit on each rank; collective.
 
@@ -227,6 +287,7 @@ def sum_over_ranks(
         ranks: all ranks.
         model: the model, which must be the same on all ranks, up to rounding.
         must_agree: what else must be the same, such as options, by the names that errors use.
+        by_owners: whether each sum is kept by one rank alone, see `PassSums.reduce_`.
 
     Raises:
         RankError: a rank has another model, other options or another version.
@@ -242,7 +303,7 @@ def sum_over_ranks(
         "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
         **must_agree,
     }
-    norms = torch.stack([torch.linalg.vector_norm(p).double() for p in trainable.values()])
+    norms = squared_norms(list(trainable.values())).sqrt()
     by_name = dict(zip(trainable, norms.tolist(), strict=True))
     # On the meta device tensors have shapes, and no entries that would have to be sent.
     shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
@@ -260,7 +321,10 @@ def sum_over_ranks(
         sums = with_data[0].map(lambda tensor: torch.zeros_like(tensor, device=device))
     sums = sums.without_shared_memory()
     # Step 3: the sums of all tensors. The counts came with the messages.
-    ranks.sum_(sums.tensors())
+    if by_owners:
+        sums = sums.reduce_(ranks)
+    else:
+        ranks.sum_(sums.tensors())
     return sums.with_counts_of(with_data)
 
 

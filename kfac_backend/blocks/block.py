@@ -168,6 +168,8 @@ class KroneckerBlock:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
         """The block on another device or in another dtype."""
+        if self.B.is_meta:  # another rank's: it has no values to move
+            device = None
         B, rows = self.B.to(device, dtype), self.rows_of_A
         # In another dtype A is the Gram matrix of the rows in that dtype, as it is once loaded; in
         # half precision, in which no Gram matrix is summed, it has no rows.
@@ -235,14 +237,19 @@ class KroneckerBlock:
         return decompose([self])[0]
 
 
-def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> None:
+def compute_eigenvalues(
+    blocks: Iterable[KroneckerBlock],
+    ranks: Ranks | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Compute the eigenvalues of all blocks, which keep them.
 
     Args:
         blocks: the blocks; those that know their eigenvalues already are left out.
         ranks: the ranks that share the work, the largest factors first by d³. All must have the
             same blocks and call this; all get the same numbers to the bit. None: this process does
-            all the work.
+            all the work. A factor that not all have is solved by one that has it.
+        device: that of the results; None takes the factors'.
 
     Raises:
         ValueError: a factor that is not finite.
@@ -252,15 +259,20 @@ def compute_eigenvalues(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = 
     blocks = [
         b for b in blocks if type(b) is KroneckerBlock and b._remembered("_eigenvalues") is None
     ]
-    for block, eigenvalues in zip(blocks, _solved(blocks, ranks, vectors=False), strict=True):
+    solved = _solved(blocks, ranks, device, vectors=False)
+    for block, eigenvalues in zip(blocks, solved, strict=True):
         block._remember("_eigenvalues", eigenvalues)
 
 
-def decompose(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> list["EigenBlock"]:
+def decompose(
+    blocks: Iterable[KroneckerBlock],
+    ranks: Ranks | None = None,
+    device: torch.device | None = None,
+) -> list["EigenBlock"]:
     """Eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
     blocks = list(blocks)
     plain = [b for b in blocks if type(b) is KroneckerBlock]
-    solved = iter(_solved(plain, ranks, vectors=True))
+    solved = iter(_solved(plain, ranks, device, vectors=True))
     return [
         block.eigen
         if isinstance(block, CorrectedBlock)
@@ -270,7 +282,11 @@ def decompose(blocks: Iterable[KroneckerBlock], ranks: Ranks | None = None) -> l
 
 
 def _solved(
-    blocks: list[KroneckerBlock], ranks: Ranks | None, *, vectors: bool
+    blocks: list[KroneckerBlock],
+    ranks: Ranks | None,
+    device: torch.device | None,
+    *,
+    vectors: bool,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     # By memory, so that a factor which a weight and its bias share is solved once.
@@ -282,16 +298,25 @@ def _solved(
     # Each rank solves its own factors, the largest first, and receives those of the others.
     ranks = ranks or Ranks(None)
     keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
-    owners = ranks.owners([_cost(factors[key].matrix) for key in keys])
+    of_ranks = ranks.gather([not factors[key].matrix.is_meta for key in keys])
+    holders = [[r for r, has in enumerate(of_all) if has] for of_all in zip(*of_ranks, strict=True)]
+    if not all(holders):
+        raise RuntimeError(
+            f"{factors[keys[holders.index([])]].name} of a model under fully_shard is kept by "
+            "another rank. Bring all factors to this one first: factors.gathered(ranks), on all "
+            "ranks."
+        )
+    owners = ranks.owners([_cost(factors[key].matrix) for key in keys], holders)
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
     solved = {key: _parts(one, vectors) for key, one in zip(own, solutions, strict=True)}
     for key in keys:
         if key not in solved:
             F = factors[key].matrix
-            values = F.new_empty(F.shape[:-1], dtype=None if vectors else torch.float64)
-            other = torch.empty_like(F) if vectors else F.new_zeros((), dtype=torch.int64)
-            solved[key] = values, other
+            dtype, there = F.dtype if vectors else torch.float64, device or F.device
+            shape, kind = (F.shape, F.dtype) if vectors else ((), torch.int64)
+            values = torch.empty(F.shape[:-1], dtype=dtype, device=there)
+            solved[key] = values, torch.zeros(shape, dtype=kind, device=there)
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
@@ -304,6 +329,8 @@ def _parts(one: EigenDecomposition, vectors: bool) -> tuple[Tensor, Tensor]:
 
 def _identity(factor: Tensor) -> object:
     """A key that is equal for factors in the same memory, such as two views of one tensor."""
+    if factor.is_meta:
+        return id(factor)
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 

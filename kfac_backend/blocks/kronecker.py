@@ -19,6 +19,7 @@ from kfac_backend.blocks.block import (
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
+from kfac_backend.ranks import Ranks
 
 FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 7
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
@@ -93,6 +94,37 @@ class KroneckerFactors:
         moved = {name: block.to(device, dtype) for name, block in self.blocks.items()}
         return replace(self, blocks=moved)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all blocks are here, and not with another rank that shares a sharded model."""
+        return not any(F.is_meta for b in self.blocks.values() for F, _ in b.named_factors())
+
+    def gathered(self, ranks: Ranks, device: torch.device | str = "cpu") -> "KroneckerFactors":
+        """The factors with all blocks on each rank, from the ranks that keep them; collective.
+
+        To save them, or for a whole model. Factors of a model that is not sharded are whole.
+
+        Args:
+            ranks: those that share the model.
+            device: of the blocks that come from other ranks.
+        """
+        here = {name: not block.B.is_meta for name, block in self.blocks.items()}
+        of_ranks, blocks = ranks.gather(here), dict[str, KroneckerBlock]()
+        received: list[tuple[Tensor, int]] = []
+        for name, block in self.blocks.items():
+            if not here[name]:
+                B, A = (
+                    None if F is None else torch.empty_like(F, device=device)
+                    for F in (block.B, block.A)
+                )
+                block = replace(block, B=B, A=A)
+            blocks[name] = block
+            if not all(of_rank[name] for of_rank in of_ranks):
+                owner = next(rank for rank, of_rank in enumerate(of_ranks) if of_rank[name])
+                received += [(F, owner) for F, _ in block.named_factors()]
+        ranks.exchange_(received)
+        return replace(self, blocks=blocks)
+
     def to_dense(self, name: str) -> Tensor:
         """The block of one parameter as a (P, P) matrix."""
         return self.blocks[name].to_dense()
@@ -147,6 +179,11 @@ class KroneckerFactors:
 
     def state_dict(self) -> dict[str, Any]:
         """The factors as plain data and tensors, which `torch.load` reads with its defaults."""
+        if not self.is_whole:
+            raise ValueError(
+                "Some blocks are kept by other ranks. Bring them here first, on all ranks: "
+                "factors.gathered(ranks)."
+            )
         header = {
             "format": FORMAT,
             "version": FORMAT_VERSION,

@@ -7,6 +7,7 @@ propagated back, and positions do not depend on each other. The variances alone,
 array.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kfac_backend.engine.batches import detached
 from kfac_backend.engine.calls import call_with, close, preserve_state
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.sharding import detached_parameters, is_sharded
 
 
 class LastLayerCovariance:
@@ -132,11 +134,20 @@ class LastLayerCovariance:
             runs.append((rule.input_of(args, kwargs), output))
             return output.clone()  # which activations may change in place
 
-        self._layer.register_forward_hook(hook, with_kwargs=True)  # `preserve_state` takes it away
+        copies = is_sharded(self._model)  # FSDP drops whole weights when the layer has run
+        own: dict[str, Tensor | None] = {}
+
+        def before(layer: nn.Module, args: tuple) -> None:
+            for local, p in layer._parameters.items():
+                own[local] = p if p is None else p.detach().clone() if copies else p.detach()
+
+        # `preserve_state` takes them away.
+        self._layer.register_forward_pre_hook(before)
+        self._layer.register_forward_hook(hook, with_kwargs=True)
         learned: dict[str, Tensor] = {}  # others are constants for `call_with`
         if self._alone:
-            for name in self._parameters.values():
-                learned[name] = self._model.get_parameter(name).detach().requires_grad_()
+            values = detached_parameters(self._model)
+            learned = {name: values[name].requires_grad_() for name in self._parameters.values()}
         with torch.enable_grad():
             f = call_with(self._model, learned, x)
         if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
@@ -153,19 +164,7 @@ class LastLayerCovariance:
         f, z, a = f.detach(), z.detach(), a.detach()
         if not (_same(z, f, rule.features) and _same(back, noise, rule.features)):
             return None
-        return (f, a, rule) if self._computes(rule, a[:1], f[:1]) else None
-
-    def _computes(self, rule: WeightSharingRule, a: Tensor, f: Tensor) -> bool:
-        """Whether an example's outputs are W a_r + b."""
-        weight: Any = self._layer.weight
-        weight = weight.detach()
-        weight = weight if rule.transposed else weight.flatten(1).mT
-        inputs = rule.inputs(a)[0]  # (1, R, d_in)
-        if inputs.shape[-1] != len(weight) or inputs.shape[1] != _positions(f).shape[1]:
-            return False
-        bias: Any = getattr(self._layer, "bias", None)
-        bias = 0.0 if bias is None else bias.detach()
-        return close(_positions(f), inputs.to(weight.dtype) @ weight + bias)
+        return (f, a, rule) if _computes(own, rule, a[:1], f[:1]) else None
 
     def _of_linear(
         self,
@@ -236,6 +235,19 @@ class LastLayerCovariance:
                 equal = columns[:, :, None] == columns[:, None]
                 total = total + equal * w.expand(len(a), C).gather(1, columns)[:, None]
         return total
+
+
+def _computes(
+    parameters: Mapping[str, Tensor | None], rule: WeightSharingRule, a: Tensor, f: Tensor
+) -> bool:
+    """Whether an example's outputs are W a_r + b."""
+    weight, bias = parameters["weight"], parameters.get("bias")
+    assert weight is not None
+    weight = weight if rule.transposed else weight.flatten(1).mT
+    inputs = rule.inputs(a)[0]  # (1, R, d_in)
+    if inputs.shape[-1] != len(weight) or inputs.shape[1] != _positions(f).shape[1]:
+        return False
+    return close(_positions(f), inputs.to(weight.dtype) @ weight + (0.0 if bias is None else bias))
 
 
 def _positions(f: Tensor) -> Tensor:

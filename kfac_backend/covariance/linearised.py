@@ -12,6 +12,7 @@ from kfac_backend.engine.batches import detached, examples, make_plan
 from kfac_backend.engine.calls import call_with, num_examples, plain_attention
 from kfac_backend.engine.padding import NoTangentOfPadding
 from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.sharding import check_whole
 
 
 def linearised_outputs(
@@ -32,6 +33,7 @@ def linearised_outputs(
         TypeError: a model whose output is not a tensor.
         NotImplementedError: an operation without a forward derivative.
     """
+    check_whole(model, "The linearised network")
     parameters = {name: model.get_parameter(name).detach() for name in changes}
     device = next(model.parameters()).device
     with (

@@ -60,6 +60,7 @@ from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import TrackedLayer, assignment_of_blocks
 from kfac_backend.layers import ExampleGradients, Use
 from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.sharding import check_whole
 
 CPU_MEMORY = 144 * 2**20
 """Bytes for gradients on a CPU."""
@@ -182,6 +183,7 @@ class OutputCovariance:
     ) -> None:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
+        check_whole(model, "The covariance of outputs by more than the last layer")
         sizes = {name: block.numel for name, (block, _) in precision.items()}
         self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model

@@ -19,6 +19,7 @@ from kfac_backend.engine.calls import (
     map_entries,
     num_examples,
 )
+from kfac_backend.sharding import is_sharded
 
 LARGEST_ACTIVATION = 8 * 2**20
 """Bytes of the largest activation of a part of a batch, on a CPU.
@@ -137,7 +138,8 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     N = num_examples(x)
     if not N:
         return Plan()
-    on_cpu = device.type == "cpu"
+    # Ranks that share a model run it equally often, whatever the sizes of their batches are.
+    is_alone = device.type == "cpu" and not is_sharded(model)
     sizes: list[int] = []  # bytes of all modules' outputs
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -160,7 +162,7 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
                 alone = [call_with(model, {}, one) for one in ones]
             by_example = max(sizes, default=0)
             both = call_with(model, {}, ends)
-            weights = in_channels_last(model) if on_cpu else {}
+            weights = in_channels_last(model) if is_alone else {}
             channels_last = False
             if weights:
                 f = attempt(lambda: call_with(model, weights, ends))
@@ -170,7 +172,7 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
             and by_example > 0
             and all(close(both[k : k + 1], f) for k, f in enumerate(alone))
         )
-        size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
+        size = max(1, LARGEST_ACTIVATION // by_example) if splits and is_alone else None
         return Plan(size, channels_last, splits)
 
     plan = attempt(trial)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.checks import check_dtypes, check_output, is_out_of_memory
 from kfac_backend.engine.rule_assignment import RuleAssignment
+from kfac_backend.sharding import is_sharded, named_tensors, reshard, substituted
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ def state_restorer(*modules: nn.Module) -> Callable[[], None]:
 
     For what is below these modules, too. It restores no values.
     """
+    for root in modules:
+        reshard(root)  # what FSDP has gathered is no parameter object of its own
     kinds = ("_forward_hooks", "_forward_pre_hooks")  # and what belongs to them
     before: list[tuple[dict, dict]] = []  # a dictionary, and its present entries
     for attributes in (vars(m) for root in modules for m in root.modules()):
@@ -44,6 +47,8 @@ def state_restorer(*modules: nn.Module) -> Callable[[], None]:
         before += [(d, d.copy()) for d in entries]
 
     def restore() -> None:
+        for root in modules:
+            reshard(root)
         for present, former in before:
             if "_parameters" in present:  # the module's own attributes
                 present.pop("forward", None)
@@ -167,16 +172,15 @@ def _called(
     """The model's own output object; arguments are copied, since it may change them in place."""
     args = tuple(map(_copied, args))
     kwargs = {key: _copied(value) for key, value in kwargs.items()}
-    first = {id(p): name for name, p in model.named_parameters()}
-    values = {name: p.detach() for name, p in model.named_parameters()} | parameters
+    values: dict[int, Tensor] = {}  # of a parameter's id: what takes its place
     state: dict[str, Tensor] = {}
+    # All parameters are given anew, so that nothing is written into the model, and under each of
+    # their names. functional_call's own tie_weights visits a module with two names twice and leaves
+    # it without its parameters afterwards (pytorch issue 164759).
+    for name, p in named_tensors(model).items():
+        state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
-        # All parameters are given anew, so that nothing is written into the model, and under each
-        # of their names. functional_call's own tie_weights visits a module with two names twice
-        # and leaves it without its parameters afterwards (pytorch issue 164759).
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            state[path + local] = values[first[id(p)]]
         # Buffers that may change, such as running statistics, are copies.
         if module.training:
             for local, buffer in module.named_buffers(recurse=False):
@@ -187,6 +191,9 @@ def _called(
     mha.set_fastpath_enabled(False)
     try:
         with uncompiled():
+            if is_sharded(model):
+                with substituted(model, state):
+                    return model(*args, **kwargs)
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except (RuntimeError, ValueError) as error:
         check_dtypes(model, (*args, kwargs), error)

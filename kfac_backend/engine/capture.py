@@ -34,6 +34,7 @@ from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
+from kfac_backend.sharding import detached_parameters, is_sharded
 
 if TYPE_CHECKING:
     from kfac_backend.engine.operations.copies import Copies
@@ -207,10 +208,8 @@ class Capture:
                 from kfac_backend.engine.operations.copies import Copies
                 from kfac_backend.engine.operations.follower import Follower
 
-                leaves = {
-                    name: self._model.get_parameter(name).detach().requires_grad_()
-                    for name in operations.names
-                }
+                values = detached_parameters(self._model) if operations.names else {}
+                leaves = {name: values[name].requires_grad_() for name in operations.names}
                 make = self._make_follower or Follower
                 self._copies = Copies(self)
                 ran = self._function_ran
@@ -243,7 +242,11 @@ class Capture:
                 )
             layer: Any = tracked.layer
             (name,) = tracked.parameters.values()
-            copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
+            if is_sharded(self._model):  # a source without values yet, which nothing may read
+                copy = layer.copies(detached_parameters(self._model)[name], N).requires_grad_()
+                self.sources.append(copy)
+            else:
+                copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
             use = Use(copy.new_zeros(N, 0))  # there is no input, only a number of examples
             self.hand_input(tracked, use)
             copies[name] = self._with_hook(copy, tracked, use)

@@ -12,15 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfac_backend.likelihoods import Likelihood, Weighted
 from kfac_backend.precision import at_least_float32
+from kfac_backend.sharding import check_sharding
 
 
 def check_module(model: object) -> None:
-    """Raise an error unless this is a module that lies whole in this process, and runs as Python.
+    """Raise an error unless this is a module that runs as Python, whole or under fully_shard.
 
     Raises:
         TypeError: not a module, or one that contains a wrapper for several devices.
         ValueError: parameters on the meta device, which have no values.
-        NotImplementedError: parameters that are spread over ranks (FSDP, tensor parallelism).
+        NotImplementedError: parameters that are spread over ranks by other means than fully_shard.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -49,14 +50,7 @@ def check_module(model: object) -> None:
                 f"Parameter '{name}' is on the meta device and has no values. Move the model to a "
                 "device (model.to_empty), and load its weights."
             )
-        if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":
-            raise NotImplementedError(
-                f"Parameter '{name}' is spread over ranks (FSDP or tensor parallelism), and hooks "
-                "would see a part of it. The whole model must lie on each rank: use "
-                "DistributedDataParallel for the training, or gather the parameters into a model "
-                "of its own (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "full_state_dict=True) before the curvature pass."
-            )
+    check_sharding(model)
 
 
 def check_batch_norm(model: nn.Module, way_out: str = "") -> None:

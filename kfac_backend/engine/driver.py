@@ -33,8 +33,8 @@ from kfac_backend.engine.checks import (
     out_of_memory,
     total_memory,
 )
-from kfac_backend.engine.proof import Proof
-from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
 from kfac_backend.engine.task import Task, counting
 from kfac_backend.fisher import warn_of_many_passes
 from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, loss_sum, num_counted_terms
@@ -47,6 +47,7 @@ from kfac_backend.precision import (
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
+from kfac_backend.sharding import is_sharded, ranks_of_model, reshard
 
 
 class Driver:
@@ -85,6 +86,8 @@ class Driver:
         """What the batches mean."""
         self.likelihood = self.task.likelihood
         self._generator = generator
+        # An input and targets that all ranks have; with it one runs that has no batch of its own.
+        self._common: tuple[Any, Any] | None = None
         self.proof = Proof(model, assignment or assign_rules(model, options.unsupported))
         """What is known of the model and its layers."""
         self.kfac_approx: KfacApprox = options.kfac_approx
@@ -97,6 +100,13 @@ class Driver:
         """What receives the layers' inputs and gradients."""
         # Asked anew, since the model may have moved between two passes.
         self.device = next(self.model.parameters()).device
+        self.is_sharded = is_sharded(self.model)
+        """Whether all ranks run the model together, see `sharding`."""
+        if self.is_sharded and (number := ranks_of_model(self.model)) != self.ranks.size:
+            raise ValueError(
+                f"The model is sharded over {number} ranks, and {self.ranks.size} of them shall "
+                "pass over the data. All run it together: pass process_group='default'."
+            )
         self.precision: BackwardPrecision = self.options.backward_precision
         check_precision(self.precision, self.device)
         self.failed = False
@@ -120,14 +130,20 @@ class Driver:
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
         """Add all batches of some data; errors are those of `add`."""
-        for batch in each_batch(data, description, progress):
+        batches = each_batch(data, description, progress)
+        for batch in self.ranks.in_step(batches, self.device) if self.is_sharded else batches:
+            if batch is None:
+                self._run_along()
+                continue
             x, y = self.task.split(batch)
-            if self.precision == "auto" and self.num_data >= LONG_PASS:
+            if self.precision == "auto" and not self.is_sharded and self.num_data >= LONG_PASS:
                 self.precision = self._fitting_precision(x, y)
             self.add(x, y)
 
     def add(self, x: Any, y: Any) -> None:
         """Add one batch: forward passes of its parts, and one backward pass per vector.
+
+        Collective for a model under `fully_shard`: all ranks add equally many batches.
 
         Raises:
             torch.OutOfMemoryError: naming a batch size that fits.
@@ -142,17 +158,19 @@ class Driver:
         self.failed, kfac_approx = True, self.kfac_approx
         with full_float32():
             if not self._fits(x, y):
-                fitting = self._fitting_size(x, y)
+                # Other ranks would have to try smaller batches, too.
+                fitting = None if self.is_sharded else self._fitting_size(x, y)
                 self.kfac_approx = kfac_approx  # not decided by the examples that happen to fit
                 raise out_of_memory(self.model, self.device, len(y), fitting)
             if self._late.is_time():
                 self._late.read(self.model, self.task.check)
+        reshard(self.model)
         self.failed = False
 
-    def finish(self) -> PassSums:
+    def finish(self, *, by_owners: bool = False) -> PassSums:
         """The sums over all ranks' data; the sink holds none afterwards, until `start`.
 
-        Collective.
+        Collective. ``by_owners`` lets each be kept by one rank alone, see `sum_over_ranks`.
         """
         self.check_whole()
         # If a check or the sum over ranks fails now, the pass must begin again.
@@ -168,7 +186,7 @@ class Driver:
             padding=self.proof.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": str(self.likelihood), "the options": repr(self.options)}
-        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree)
+        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
         # Advance the common generator, so that the next pass draws other labels.
         if self.fisher.draws and self.ranks.size > 1:
             common = self._common_generator()
@@ -209,7 +227,11 @@ class Driver:
             # One backward pass for each vector v of the root of the loss Hessian, with the
             # outputs' gradient v: what reaches a layer's output is b, whose outer products are
             # B. The vectors are made one by one, so that memory never holds all of them.
-            capture.backward(f, self.vectors(f if self.sink.differentiable else f.detach(), y))
+            vectors = self.vectors(f if self.sink.differentiable else f.detach(), y)
+            if self.is_sharded:  # terms that count for no example of a batch have no vector
+                steps = self.ranks.in_step(vectors, self.device)
+                vectors = (torch.zeros_like(f) if v is None else v for v in steps)
+            capture.backward(f, vectors)
 
     def vectors(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
         """The Fisher's vectors at outputs and targets."""
@@ -246,8 +268,7 @@ class Driver:
                 self.propagate(capture, f, y)
                 capture.check_runs()
                 masked = capture.masked
-            if masked - self.proof.masked:  # hidden rows in layers that had none before
-                self.proof.make_for_masks(x, mask, self._ignored(y))
+            self._prove_masked(masked, x, y)
             with self._no_autocast():
                 self.sink.part_done(f, y)
         if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
@@ -294,17 +315,18 @@ class Driver:
         """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
             # First the targets, since the proof must know which loss terms count.
-            y = self.task.targets(self.model, x, y)
-            self._verify(x, y)
-            if self.kfac_approx == "auto":
-                self._decide_mode(x, y)
+            if self.is_sharded:
+                self._prepare_together(x, y)
+            else:
+                self._prepare(x, y)
+            y = self.task.targets(None if self.is_sharded else self.model, x, y)
             # Parts of a batch must give what the batch gives, up to rounding. Only of one tensor of
             # inputs can that be known: the rows of a mapping's layers depend on its mask or its
-            # lengths.
+            # lengths. Ranks that share a model run whole batches, one each.
             plan = self.proof.plan
             sizes = [s for s in (plan.part_size, self.sink.most_examples) if s is not None]
             splits = plan.splits and isinstance(x, Tensor) and splits_by_example(x, y)
-            is_large = splits and bool(sizes) and len(y) > min(sizes)
+            is_large = splits and bool(sizes) and len(y) > min(sizes) and not self.is_sharded
             if is_large and self.proof.same_in_parts(x):
                 for part in parts(x, y, min(sizes)):
                     with self.proof.part(len(part[1])):
@@ -328,6 +350,76 @@ class Driver:
                 return size
             size //= 2
         return None
+
+    def _prepare(self, x: Any, y: Any) -> None:
+        """Make what is missing of the proof, and decide the mode."""
+        y = self.task.targets(self.model, x, y)
+        self._verify(x, y)
+        if self.kfac_approx == "auto":
+            self._decide_mode(x, y)
+
+    def _prepare_together(self, x: Any = None, y: Any = None) -> None:
+        """The same on all ranks, on the same examples of those that miss something; collective.
+
+        How often the model runs depends on what these examples show.
+        """
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        mask = None if y is None or self.proof.holds_for_masks else self.task.mask(x)
+        misses = y is not None and (
+            not self.proof.is_made(N) or mask is not None or self.kfac_approx == "auto"
+        )
+        if not self.ranks.any(misses, self.device):
+            return
+        self._common = None
+        for batch in self.examples_of_ranks((x, y, mask) if misses else None):
+            self._common = self._common or batch
+            self._prepare(*batch)
+        if self.proof.assignment.diagonal:
+            raise NotImplementedError(
+                f"Parameter '{self.proof.assignment.diagonal[0]}' has no K-FAC rule, and the exact "
+                "diagonal of its block (unsupported='diagonal') needs whole models; this one is "
+                "under fully_shard. Freeze it (requires_grad_(False)), or use "
+                "DistributedDataParallel."
+            )
+
+    def examples_of_ranks(self, batch: tuple[Any, Any, Tensor | None] | None) -> list[Any]:
+        """A few examples of each rank's batch, most first, for all ranks; collective."""
+        some = None
+        if batch is not None:
+            x, y, mask = batch
+            if splits_by_example(x, y):
+                # One whose positions a mask hides, if there are any, and the first ones.
+                hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
+                which = list(dict.fromkeys([hiding, *range(min(len(y), MOST_EXAMPLES))]))
+                which = torch.tensor(which, device=self.device)
+                x, y = examples(x, which), y[which]
+            some = detached(x, torch.device("cpu")), detached(y, torch.device("cpu"))
+        batches = [some for some in self.ranks.gather(some) if some is not None]
+        batches.sort(key=lambda some: -len(some[1]) if isinstance(some[1], Tensor) else 0)
+        return [tuple(detached(value, self.device) for value in some) for some in batches]
+
+    def _run_along(self) -> None:
+        """Run the model on the common examples, as often as other ranks do on a batch."""
+        self._prepare_together()
+        assert self._common is not None
+        x, y = self._common
+        with full_float32(), Capture(self.model, self.proof.assignment) as capture:
+            f = capture.forward(x)
+            nothing = self.ranks.in_step((), self.device)
+            capture.backward(f, (torch.zeros_like(f) for _ in nothing))
+            self._prove_masked(set(), x, y)
+        reshard(self.model)
+
+    def _prove_masked(self, masked: set[TrackedLayer], x: Any, y: Any) -> None:
+        """Prove that masks do no harm in layers some of whose rows they hide, unless it is."""
+        is_new = bool(masked - self.proof.masked)
+        batches = [(x, y)]
+        if self.is_sharded:
+            if not self.ranks.any(is_new, self.device):
+                return
+            batches = self.examples_of_ranks((x, y, self.task.mask(x)) if is_new else None)
+        for x, y in batches if is_new or self.is_sharded else ():
+            self.proof.make_for_masks(x, self.task.mask(x), self._ignored(y))
 
     def _verify(self, x: Any, y: Any) -> None:
         """Make what is missing of the proof."""

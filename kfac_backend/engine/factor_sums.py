@@ -284,6 +284,12 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
 
     A factor of a block may be a diagonal, (V, 1, 1).
     """
+    if blocks[0].B.is_meta:  # another rank's, of which only the shapes are here
+        meta = [block.B if block.B.dim() == 2 else _dense(block.B) for block in blocks]
+        diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
+        return KroneckerBlock(
+            blocks[0].name, blocks[0].B if diagonal else meta[0], _dense(blocks[0].A)
+        )
     blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import call_with
 from kfac_backend.engine.operations.follower import tensors_in
+from kfac_backend.sharding import detached_parameters
 
 LOOKUPS = (F.embedding, F.embedding_bag)
 """Functions with the arguments ``input``, ``weight`` and ``padding_idx``."""
@@ -29,7 +30,8 @@ def padding_rows(model: nn.Module, x: Any) -> dict[str, int]:
     Frozen parameters are left out. The model runs in the mode that it is in.
     """
     x = to_device(x, next(model.parameters()).device)
-    values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    values = {name: p for name, p in detached_parameters(model).items() if name in trainable}
     with torch.no_grad(), _Uses(values) as uses:
         call_with(model, values, x)
     only = {name: next(iter(rows)) for name, rows in uses.rows.items() if len(rows) == 1}

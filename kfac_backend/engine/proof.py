@@ -51,6 +51,7 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows
 from kfac_backend.layers.rule import summed_gradients
+from kfac_backend.sharding import detached_parameters, reshard
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -308,6 +309,7 @@ class Proof:
 
 def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """A model's modules and parameters, and what is to be compared of them: all but numbers."""
+    reshard(model)  # what FSDP still keeps gathered are other tensors
     modules = list(model.modules())
     parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
     kinds: list[Any] = [(id(module), module.training) for module in modules]
@@ -430,7 +432,8 @@ def verify_uses(
     }
     # Step 2: a forward pass, in which each layer's output is detached.
     names = {name for t in assignment.layers for name in t.parameters.values()}
-    leaves = {n: p.detach().requires_grad_() for n, p in model.named_parameters() if n in names}
+    values = detached_parameters(model)
+    leaves = {name: p.requires_grad_() for name, p in values.items() if name in names}
     # The rules that match all runs of a layer so far; empty if none does.
     rules: dict[TrackedLayer, list[type[Rule]]] = {}
     # The parameters that are used outside of their layer's forward -> the message.
@@ -923,7 +926,8 @@ def verify_gradients(
     if not messages:
         return
     # The random gradient u is propagated back twice: by the rules, and by autograd to the leaves.
-    leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in messages}
+    values = detached_parameters(model)
+    leaves = {name: values[name].requires_grad_() for name in messages}
     by_rules = _SummedGradients(assignment, leaves)
     with torch.enable_grad():
         forwards = explicit_forwards(assignment) if by_parts else _without_cudnn()

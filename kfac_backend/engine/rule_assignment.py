@@ -26,6 +26,7 @@ from kfac_backend.layers import (
 from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule
 from kfac_backend.layers.rows import Run
 from kfac_backend.options import Unsupported
+from kfac_backend.sharding import whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +335,7 @@ def _own_parameter(
             f"{local}=(1, ...)."
         )
     try:
-        p.detach().reshape(view)
+        whole_shape(p.detach()).reshape(view)
     except RuntimeError as error:
         raise ValueError(
             f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}, of which "

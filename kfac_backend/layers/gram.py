@@ -51,7 +51,8 @@ class Gram(ABC):
 
     def __init__(self, like: Tensor, groups: int, size: int) -> None:
         self.groups, self.size = groups, size
-        self.like = at_least_float32(like.new_empty(0))
+        # Not like.new_empty, which of a sharded weight would be sharded, too.
+        self.like = at_least_float32(torch.empty(0, dtype=like.dtype, device=like.device))
         """An empty tensor of its dtype, on its device."""
 
     @abstractmethod

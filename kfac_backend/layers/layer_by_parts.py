@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_backend.sharding import whole_shape
+
 
 class LinearPart(nn.Module):
     """One linear map of a layer, y = x Wᵀ + b, whose parameters are the layer's own.
@@ -60,7 +62,7 @@ class LinearPart(nn.Module):
 
     def _own(self, local: str) -> Tensor:
         # Looked up by name each time, since a curvature pass replaces the layer's tensors.
-        tensor = getattr(self._layer[0], self.parameter_of[local])
+        tensor = whole_shape(getattr(self._layer[0], self.parameter_of[local]))
         slots = self.slots.get(local, 1)
         if slots == 1:
             return tensor
@@ -104,7 +106,7 @@ class FunctionalLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight."""
-        weight = getattr(*self._places["weight"])
+        weight = whole_shape(getattr(*self._places["weight"]))
         return weight if self._slot is None else weight[self._slot]
 
     @property

@@ -67,7 +67,7 @@ class PatchGram(Gram):
     """Σ of patch patchᵀ over images that were added, (G, d, d) in the order of `patches`."""
 
     def __init__(self, weight: Tensor, kernel_size: tuple[int, ...], groups: int = 1) -> None:
-        super().__init__(weight, groups, weight[0].numel())
+        super().__init__(weight, groups, weight.shape[1:].numel())
         self._kernel = kernel_size
         self._unfolded: DenseGram | None = None
         self._correlations: dict[tuple[Window, Window, str], _Correlation] = {}

@@ -78,7 +78,7 @@ class WeightSharingRule(Rule):
         weight, G = self.layer.weight, self.groups
         if of_rows and self._is_diagonal:
             return DiagonalGram(weight, len(weight))
-        return DenseGram(weight, G, len(weight) // G if of_rows else weight[0].numel())
+        return DenseGram(weight, G, len(weight) // G if of_rows else weight.shape[1:].numel())
 
     def _bias_gram(self) -> Gram:
         bias, is_diagonal = self.layer.bias, self._is_diagonal and not self.transposed

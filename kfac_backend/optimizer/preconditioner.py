@@ -35,6 +35,14 @@ from kfac_backend.options import (
     check_positive,
 )
 from kfac_backend.ranks import ProcessGroupOption, Ranks
+from kfac_backend.sharding import (
+    is_part,
+    local_part,
+    local_row,
+    norms_over_parts,
+    part_of_whole,
+    sum_over_parts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +289,7 @@ class KfacPreconditioner:
         rows = []
         for name, (first, _) in self._constants.items():
             p = self._parameters[name].detach()
-            rows.append(p[first // p[0].numel()])
+            rows.append(local_row(p, first // p.shape[1:].numel()))
         before = [row.clone() for row in rows]
         yield
         for row, value in zip(rows, before, strict=True):
@@ -457,12 +465,20 @@ class KfacPreconditioner:
         gradients = self._with_gradient()
         if not gradients:
             return
-        largest = torch._foreach_norm(list(gradients.values()), ord=float("inf"))
+        parts = list(map(local_part, gradients.values()))
+        largest = torch._foreach_norm([g for g in parts if g.numel()], ord=float("inf"))
+        if not largest:  # this rank has a part of no gradient
+            largest = [torch.zeros(())]
         # Not all in float32, in which a large number of float64 is infinite.
         wide = torch.promote_types(torch.float32, max(largest, key=lambda n: n.itemsize).dtype)
-        if torch.stack([norm.to(wide) for norm in largest]).isfinite().all():
+        is_finite = bool(torch.stack([norm.to(wide) for norm in largest]).isfinite().all())
+        if any(map(is_part, gradients.values())):  # all ranks raise it
+            is_finite = not self.ranks.any(not is_finite, self._generator.device)
+        if is_finite:
             return
-        wrong = next(name for name, g in gradients.items() if not torch.isfinite(g).all())
+        norms = norms_over_parts([part.norm() for part in parts], list(gradients.values()))
+        finite = zip(gradients, norms, strict=True)
+        wrong = next(name for name, norm in finite if not norm.isfinite())
         raise diverging(f"The gradient of '{wrong}'")
 
     def _with_gradient(self) -> dict[str, Tensor]:
@@ -475,10 +491,22 @@ class KfacPreconditioner:
         if not inverses:
             return
         gradients = [of_all[name] for name in inverses]
-        natural = precondition(list(inverses.values()), gradients)  # (F + λI)⁻¹ g
+        if any(map(is_part, gradients)):
+            # One after the other, so that one gradient is whole at a time.
+            natural = [
+                part_of_whole(precondition([inverse], [g.full_tensor()])[0], g)  # pyright: ignore
+                if is_part(g)
+                else precondition([inverse], [g])[0]
+                for inverse, g in zip(inverses.values(), gradients, strict=True)
+            ]
+        else:
+            natural = precondition(list(inverses.values()), gradients)  # (F + λI)⁻¹ g
+        whole, gradients = gradients, list(map(local_part, gradients))
         # One factor for all parameters, so that the direction of the step stays.
         if lr is not None and limit is not None:
             products = torch._foreach_mul(natural, gradients)
+            if any(map(is_part, whole)):
+                products = sum_over_parts([p.sum() for p in products], whole)
             products = torch.cat([product.flatten().float() for product in products])
             torch._foreach_mul_(natural, kl_clip_factor(products, lr, limit))
         torch._foreach_copy_(gradients, natural)

@@ -51,6 +51,7 @@ from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import full_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
+from kfac_backend.sharding import gathered_again, is_substituted
 
 MeanOver = Literal["terms", "examples"]
 """What a loss is a mean over: its terms, or examples, whose terms are summed."""
@@ -114,7 +115,10 @@ class TrainingPass:
         # torch.compile traces the hook, and would swallow an error that it raises itself.
         self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_ModelHook(self._begin), with_kwargs=True),
+            # Before FSDP's, which gathers for this forward pass and would see those of the proof.
+            model.register_forward_pre_hook(
+                _ModelHook(self._begin), with_kwargs=True, prepend=self._driver.is_sharded
+            ),
             # Called after an error in the forward pass, too, so that no layer keeps its hooks.
             model.register_forward_hook(_ModelHook(self._end), always_call=True),
         ]
@@ -218,6 +222,8 @@ class TrainingPass:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
         is_itself = next(self._model.parameters()) is self._probe
+        if self._driver.is_sharded:  # gathered parameters are other tensors, too
+            is_itself = not is_substituted(self._model)
         if self._is_paused or not torch.is_grad_enabled() or not is_itself or not self.is_due:
             return
         trained = self._trained()
@@ -286,7 +292,10 @@ class TrainingPass:
             return
         forward.capture.end()
         forward.capture.check_examples(len(f), hides=forward.mask is not None)
-        if forward.capture.masked - self._driver.proof.masked:  # hidden rows where were none before
+        is_new = bool(forward.capture.masked - self._driver.proof.masked)  # where none was hidden
+        if self._driver.is_sharded:
+            is_new = forward.mask is not None and self.ranks.any(is_new, self._driver.device)
+        if is_new:
             self._prove(forward.x, forward.mask)
         forward.x = None
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
@@ -318,7 +327,8 @@ class TrainingPass:
         driver.count(f, y)
         if driver.fisher.is_loss_gradient:
             return  # the backward pass that goes on from here shows the gradients
-        driver.propagate(forward.capture, f, y)
+        with gathered_again(self._model):
+            driver.propagate(forward.capture, f, y)
         self._finish()
 
     def _compare(self, f: Tensor, g: Tensor) -> None:
@@ -363,31 +373,48 @@ class TrainingPass:
     def _prove(self, x: Any, mask: Tensor | None) -> None:
         """Prove, in eval mode, that the hooks see all, and the mask's part; see `Proof`."""
         N, driver, proof = num_examples(x), self._driver, self._driver.proof
-        if proof.is_made(N) and mask is None:
+        misses = not proof.is_made(N) or mask is not None
+        if driver.is_sharded:
+            misses = self.ranks.any(misses, driver.device)
+        if not misses:
             return
-        x = detached(x, driver.device)
+        batches = [(detached(x, driver.device), mask)]
+        if driver.is_sharded:  # which run the model equally often
+            some = driver.examples_of_ranks((x, torch.zeros(N or 0), mask))
+            batches = [(x, None if mask is None else driver.task.mask(x)) for x, _ in some]
         try:
             with self.paused(), preserve_state(self._model), full_float32():
                 self._model.eval()
-                if not proof.is_made(N):
-                    proof.make(x, N)
-                    self._leave_out_followed()
-                    if driver.kfac_approx == "auto":
-                        driver.kfac_approx = automatic_mode(proof.output_dim)
-                if mask is not None:
-                    # Positions that the mask hides have no loss term.
-                    ignored = ~mask if proof.output_dim > 2 else None
-                    proof.make_for_masks(x, mask, ignored)
+                for some, its_mask in batches:
+                    self._prove_on(some, its_mask)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
                 "train with their plain gradients."
             ) from error
 
+    def _prove_on(self, x: Any, mask: Tensor | None) -> None:
+        N, driver, proof = num_examples(x), self._driver, self._driver.proof
+        if not proof.is_made(N):
+            proof.make(x, N)
+            self._leave_out_followed()
+            if driver.kfac_approx == "auto":
+                driver.kfac_approx = automatic_mode(proof.output_dim)
+        if mask is not None:
+            # Positions that the mask hides have no loss term.
+            ignored = ~mask if proof.output_dim > 2 else None
+            proof.make_for_masks(x, mask, ignored)
+
     def _leave_out_followed(self) -> None:
-        """Leave out parameters whose uses the proof follows operation by operation."""
+        """Leave out parameters whose uses the proof follows operation by operation.
+
+        Of a sharded model also own parameters, whose copies FSDP would undo when it gathers.
+        """
         assignment = self._driver.proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
+        if self._driver.is_sharded:
+            own = assignment.own_parameters
+            followed |= dict.fromkeys(n for t in own for n in t.parameters.values())
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):
                 followed |= dict.fromkeys(tracked.parameters.values())

@@ -44,11 +44,17 @@ class EvidenceTerms:
         squares = mean.double().square().split([block.numel for block in blocks])
         for block, part in zip(blocks, squares, strict=True):
             part[slice(*block.constants)] = 0
+        return cls.of_norms(factors, torch.stack([part.sum() for part in squares]))
+
+    @classmethod
+    def of_norms(cls, factors: KroneckerFactors, squared_norms: Tensor) -> "EvidenceTerms":
+        """The terms of factors at parameters of these ‖θ_b‖² (B,)."""
+        blocks = list(factors.blocks.values())
         sizes = [block.num_parameters for block in blocks]
         return cls(
             spectra=Spectra.of(blocks),
-            sizes=torch.tensor(sizes, dtype=torch.float64, device=mean.device),
-            squared_norms=torch.stack([part.sum() for part in squares]),
+            sizes=torch.tensor(sizes, dtype=torch.float64, device=squared_norms.device),
+            squared_norms=squared_norms,
             loss=factors.loss,
             num_targets=factors.num_loss_terms * factors.num_outputs,
             likelihood=factors.likelihood,

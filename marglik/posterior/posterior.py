@@ -36,6 +36,14 @@ from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
+from kfac_backend.sharding import (
+    check_whole,
+    is_part,
+    is_sharded,
+    local_part,
+    reshard,
+    squared_norms,
+)
 from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior import evidence
 from marglik.posterior.evidence import EvidenceTerms, as_tensor
@@ -122,6 +130,7 @@ class Posterior:
         check_option("structure", structure, Structure)
         options = options.replace(**keywords)
         if structure != "kron":
+            check_whole(model, f"structure {structure!r}")
             _check_of_jacobians(options, structure)
         self.structure, self.rank, self.enable_backprop = structure, rank, enable_backprop
         self.ranks = Ranks(process_group)
@@ -144,11 +153,11 @@ class Posterior:
         self.temperature = temperature
         self._curvature: KroneckerFactors | JacobianGGN | None = None
         self._forget()
+        self._fitted: dict[str, Tensor] = {}
         self.prior_mean = prior_mean
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
-        self._fitted: dict[str, Tensor] = {}
         self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs = 0, 0
         self.calibrations = {}
@@ -179,6 +188,7 @@ class Posterior:
     @property
     def params(self) -> list[nn.Parameter]:
         """The network's trainable parameters, in ``parameters()`` order."""
+        reshard(self.model)
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property
@@ -264,6 +274,11 @@ class Posterior:
             raise ValueError(
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
                 "finite number per trainable parameter."
+            )
+        if is_sharded(self.model) and (self._fitted or mean.numel() > 1):
+            raise NotImplementedError(
+                "The prior of a network under fully_shard has one mean for all parameters, which "
+                "is set before the fit: Posterior(..., prior_mean=0.1)."
             )
         self._prior_mean = mean.detach().to(self._device, self._dtype)
         self._terms = None
@@ -352,7 +367,7 @@ class Posterior:
         if self.ranks.size > 1 and isinstance(curvature, KroneckerFactors):
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
-            compute_eigenvalues(curvature.blocks.values(), self.ranks)
+            compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         self.restore(curvature)
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
@@ -404,7 +419,7 @@ class Posterior:
             )
         elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
             raise ValueError("The GGN is of parameters that have no posterior here.")
-        self._take_weights()
+        self._take_weights(curvature)
         self.calibrations = {}
         self._set_curvature(curvature)
 
@@ -431,16 +446,40 @@ class Posterior:
 
     # --- the weights of the fit ---
 
-    def _take_weights(self) -> None:
-        """Take the mean, and what `check_weights` compares, from the network."""
-        self.mean = parameter_vector(self.params).detach()
+    def _take_weights(self, curvature: KroneckerFactors | JacobianGGN) -> None:
+        """Take the mean, and what `check_weights` compares, from the network.
+
+        Of a network under `fully_shard` that is this rank's part of them; collective.
+        """
         statistics = running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
-        self._fitted |= self.named(self.mean)
+        if not is_sharded(self.model):
+            self.mean = parameter_vector(self.params).detach()
+            self._fitted |= self.named(self.mean)
+            return
+        assert isinstance(curvature, KroneckerFactors)
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        parts = {name: local_part(p).clone() for name, p in named.items()}
+        self.mean = parameter_vector(parts.values())
+        self._fitted |= parts
+        rows = {
+            i: block.constants[0] // named[name].shape[1:].numel()
+            for i, (name, block) in enumerate(curvature.blocks.items())
+            if block.constants[0] < block.constants[1]
+        }
+        # Now, as all ranks are here: later one alone may ask for the evidence.
+        self._squared_norms = squared_norms(
+            list(named.values()), rows, float(self._prior_mean.mean())
+        )
 
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
-        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        reshard(self.model)
+        trainable = {
+            n: local_part(p) if is_part(p) else p
+            for n, p in self.model.named_parameters()
+            if p.requires_grad
+        }
         return running_statistics(self.model) | trainable
 
     def fitted_weights(self) -> dict[str, Tensor]:
@@ -535,7 +574,10 @@ class Posterior:
         curvature = self.fitted_curvature()
         if self._terms is None:
             difference = (self.mean - self._prior_mean).detach()
-            if isinstance(curvature, KroneckerFactors):
+            if is_sharded(self.model):
+                assert isinstance(curvature, KroneckerFactors)
+                self._terms = EvidenceTerms.of_norms(curvature, self._squared_norms)
+            elif isinstance(curvature, KroneckerFactors):
                 self._terms = EvidenceTerms.from_factors(curvature, difference)
             else:
                 self._terms = EvidenceTerms.from_ggn(curvature, difference)
@@ -687,7 +729,9 @@ class Posterior:
         """Compute eigenvectors, at least in float32."""
         wide = [block.to(dtype=self._wide_dtype) for block in blocks]
         names = [block.name for block in blocks]
-        self._eigen |= zip(names, decompose(wide, ranks), strict=True)
+        if is_sharded(self.model):  # which all ranks ask for, as they run it together
+            ranks = self.ranks
+        self._eigen |= zip(names, decompose(wide, ranks, self._device), strict=True)
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
@@ -699,6 +743,7 @@ class Posterior:
             ValueError: ``n_samples`` is not positive, or the network has other weights.
         """
         check_positive("n_samples", n_samples)
+        check_whole(self.model, "A sample of parameters")
         self.fitted_curvature()
         self.check_weights()
         changes = self.precision().sample(n_samples, generator)
@@ -738,6 +783,7 @@ class Posterior:
             samples: parameter vectors θ, as `sample` returns them.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
         """
+        check_whole(self.model, "The network at other parameters")
         x = to_device(x, self._device)
 
         def outputs(sample: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.checks import check_module
 from kfac_backend.files import read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions
+from kfac_backend.sharding import check_whole
 from marglik.posterior.posterior import Posterior
 from marglik.specification import build_from_spec
 from marglik.storage.model_state import (
@@ -64,6 +65,7 @@ def save_posterior(
         ValueError: a network that changed since the fit.
         TypeError: a ``model`` or ``data`` that is not plain data.
     """
+    check_whole(laplace.model, "A saved posterior")
     folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
     laplace.check_weights()
     names = list(factors.blocks)

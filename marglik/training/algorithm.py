@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.sharding import local_part
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import (
@@ -226,9 +227,12 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     # compared by value, as the loop may have loaded others since; and an update at them, perhaps
     # before a resume, is not made again.
     numbers: dict[str, float] = {}
-    here, posterior = parameter_vector(problem.named.values()), state.posterior
+    here = parameter_vector(map(local_part, problem.named.values()))
+    posterior = state.posterior
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
+        # Of sharded parameters each rank compares its own.
+        is_fitted = not problem.ranks.any(not is_fitted, here.device)
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         latest = state.record.get("draws_labels"), state.record.get("num_examples")
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.sharding import local_part, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
 
 if TYPE_CHECKING:
@@ -351,8 +352,10 @@ def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
     for p in (weight, bias):
         if p is None or p.grad is None:
             continue
-        inner = inner + (p.grad * p).sum()
-        squares, lengths = squares + p.grad.square().sum(), lengths + p.square().sum()
+        part, gradient = local_part(p), local_part(p.grad)
+        products = (gradient * part).sum(), gradient.square().sum(), part.square().sum()
+        of_p = sum_over_parts(products, [p, p, p])
+        inner, squares, lengths = inner + of_p[0], squares + of_p[1], lengths + of_p[2]
         if inner.abs() <= LARGEST_COSINE * (squares * lengths).sqrt().clamp(min=1e-30):
             return True
     return False
@@ -380,8 +383,10 @@ def clip_gradients(
         The new running mean, and whether the gradients were limited. On a GPU they are tensors,
         since reading a number would wait for it.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm: Any = torch.stack(torch._foreach_norm(gradients)).norm().float()
+    with_gradient = [p for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
+    norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
+    norm: Any = torch.stack(norms).norm().float()
     if norm.device.type == "cpu":  # a dozen operations on tensors would take longer than the norm
         norm, scale = float(norm), float(scale)
         running = None if running is None else float(running)

@@ -26,6 +26,7 @@ from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import Likelihood
+from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode, in_eval_mode
 from marglik.posterior.posterior import Posterior
@@ -44,6 +45,7 @@ def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None
     names, modules = by_evidence(problem), state.ranges.modules
     if not (names or modules):
         return
+    check_whole(problem.model, "Learning what the loss or the inputs depend on")
     curvature = problem.options.curvature
     posterior = Posterior(problem.model, state.likelihood, curvature, process_group=None)
     with forked_random_numbers(problem.model):

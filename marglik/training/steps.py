@@ -19,6 +19,14 @@ from kfac_backend.engine.calls import arguments
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import (
+    is_part,
+    local_part,
+    norms_over_parts,
+    part_of_whole,
+    with_local_part,
+    without_row,
+)
 from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader
 
@@ -43,12 +51,14 @@ def add_penalty(
     # A parameter that the loss does not depend on still has its prior. The gradients are replaced:
     # after a compiled backward pass two parameters may share one tensor.
     pairs = [
-        (pull, p.grad) for pull, p in zip(pulls, parameters, strict=True) if p.grad is not None
+        (pull, local_part(p.grad))
+        for pull, p in zip(pulls, parameters, strict=True)
+        if p.grad is not None
     ]
     if pairs:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
     for p, pull in zip(parameters, pulls, strict=True):
-        p.grad = pull
+        p.grad = with_local_part(p, pull)
 
 
 @torch.no_grad()
@@ -58,17 +68,16 @@ def penalty_value(
     padding: Mapping[int, int] = {},  # noqa: B006
 ) -> Tensor:
     """½ Σ wd ‖θ‖², a scalar."""
-    norms = torch._foreach_norm(_with_prior(parameters, padding))
+    norms = norms_over_parts(torch._foreach_norm(_with_prior(parameters, padding)), parameters)
     weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
     return 0.5 * torch.stack(weighted).square().sum()
 
 
 def _with_prior(parameters: list[nn.Parameter], padding: Mapping[int, int]) -> list[Tensor]:
     """The parameters, with zeros in the rows that are constants."""
-    values: list[Tensor] = list(parameters)
+    values = list(map(local_part, parameters))
     for i, row in padding.items():
-        values[i] = parameters[i].clone()
-        values[i][row] = 0
+        values[i] = without_row(parameters[i], row)
     return values
 
 
@@ -89,21 +98,22 @@ class WeightAverage:
     def add(self) -> None:
         """Include the present values."""
         if not self.count:
-            self._values = [p.detach().clone() for p in self._parameters]
+            self._values = [local_part(p).clone() for p in self._parameters]
         else:
             add = get_swa_multi_avg_fn()
-            add(self._values, self._parameters, self.count)  # pyright: ignore[reportArgumentType]
+            parts = list(map(local_part, self._parameters))
+            add(self._values, parts, self.count)  # pyright: ignore[reportArgumentType]
         self.count += 1
 
     @torch.no_grad()
     def write(self) -> None:
         """Give the parameters their averages."""
-        torch._foreach_copy_(list[Tensor](self._parameters), self._values)
+        torch._foreach_copy_(list(map(local_part, self._parameters)), self._values)
 
     @contextmanager
     def written(self) -> Iterator[None]:
         """A context in which the parameters have their averages, with the present values."""
-        present = [p.detach().clone() for p in self._parameters]
+        present = [local_part(p).clone() for p in self._parameters]
         with_present = WeightAverage(self._parameters)
         with_present.load_state_dict(self.state_dict())
         with_present.add()
@@ -112,14 +122,18 @@ class WeightAverage:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(list[Tensor](self._parameters), present)
+                torch._foreach_copy_(list(map(local_part, self._parameters)), present)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and the number of steps."""
-        return {"values": [value.clone() for value in self._values], "count": self.count}
+        """The averages and the number of steps; of sharded parameters they are sharded, too."""
+        pairs = zip(self._parameters, self._values)  # noqa: B905  # none before it begins
+        values = [with_local_part(p, value.clone()) for p, value in pairs]
+        return {"values": values, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on the parameters' devices.
+
+        Of sharded parameters the state may be sharded alike, or whole (`gathered_state`).
 
         Raises:
             ValueError: a state that lacks entries, or whose numbers were cast.
@@ -133,7 +147,12 @@ class WeightAverage:
                     "Load the state as it was saved, with the same model and dtype."
                 )
         self.count = state["count"]
-        self._values = [value.to(p, copy=True) for value, p in values]
+        self._values = [
+            local_part(value).to(local_part(p), copy=True)
+            if is_part(value) or not is_part(p)
+            else part_of_whole(value.to(p.device), p).clone()
+            for value, p in values
+        ]
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

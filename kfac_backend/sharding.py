@@ -1,0 +1,341 @@
+"""Models under `torch.distributed.fsdp.fully_shard`, whose parameters are spread over ranks.
+
+FSDP gathers the parameters of a module before it runs, and drops them afterwards: at any time but
+these each rank has only its part of them, a DTensor. Three things follow for a curvature pass:
+
+- Whatever takes a parameter's place takes it while the module runs (`substituted`). That is what
+  `torch.func.functional_call` does for whole models; here FSDP would undo it at each gathering.
+- What is differentiated with respect to a parameter needs a whole one. `whole_parameters` are
+  tensors of its shape whose memory is FSDP's own: it has values as long as FSDP keeps them.
+- Gathering is collective: all ranks must run the model equally often (`Driver`).
+
+Nothing is gathered that FSDP does not gather by itself, except that each of its modules is gathered
+once for its `whole_parameters`.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+_WHOLE: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+_RUNNING: set[int] = set()
+"""The id of each model that runs within `substituted`."""
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether this is a DTensor, of which each rank has a part."""
+    return hasattr(parameter, "to_local")
+
+
+def whole_shape(parameter: Tensor) -> Tensor:
+    """The parameter; if it is spread, a tensor of its shape and dtype whose values mean nothing.
+
+    A DTensor would be gathered where a row of it is read.
+    """
+    if not is_part(parameter):
+        return parameter
+    one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return one.expand(parameter.shape)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter or gradient, in the same memory; all of it unless spread."""
+    return parameter.detach().to_local() if is_part(parameter) else parameter.detach()  # pyright: ignore
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called for."""
+    # Loading it takes long, and nothing can be sharded unless somebody has.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [module for module in model.modules() if isinstance(module, kind)] if kind else []
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the model, or a part of it, is under `fully_shard`."""
+    return bool(sharded_modules(model))
+
+
+def ranks_of_model(model: nn.Module) -> int:
+    """The number of ranks over which a sharded model is spread or replicated."""
+    return max(p.device_mesh.size() for p in model.parameters() if is_part(p))  # pyright: ignore
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Raise an error if parameters are spread over ranks otherwise than by `fully_shard`.
+
+    Raises:
+        NotImplementedError: FSDP1, tensor parallelism, parameters that are offloaded.
+    """
+    way_out = (
+        "Shard it by torch.distributed.fsdp.fully_shard alone, keep it whole on each rank "
+        "(DistributedDataParallel), or gather the parameters into a model of its own (torch."
+        "distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True)."
+    )
+    # A forward pass without a backward pass leaves the root's parameters gathered; those that the
+    # caller will ask the model for are the parts.
+    reshard(model)
+    managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            which = f"Layer '{name}'" if name else "The model"
+            raise NotImplementedError(f"{which} is in FSDP1, FullyShardedDataParallel. {way_out}")
+    for name, p in model.named_parameters():
+        if type(p).__name__ == "FlatParameter":
+            raise NotImplementedError(f"Parameter '{name}' is FSDP1's FlatParameter. {way_out}")
+        if not is_part(p):
+            continue
+        placements, mesh = p.placements, p.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        if id(p) not in managed or sum(not one.is_replicate() for one in placements) != 1:
+            raise NotImplementedError(
+                f"Parameter '{name}' is spread over ranks by tensor parallelism (a DTensor with "
+                f"placements {placements}), and hooks would see a part of it. {way_out}"
+            )
+        if p.device.type != mesh.device_type:
+            raise NotImplementedError(
+                f"Parameter '{name}' is offloaded to {p.device}. Shard without CPUOffloadPolicy."
+            )
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Raise a NotImplementedError of what needs whole parameters on each rank, if it has parts."""
+    if is_sharded(model):
+        raise NotImplementedError(
+            f"{what} needs whole parameters on each rank, and {type(model).__name__} is under "
+            "fully_shard. Gather them into a model of its own (torch.distributed.checkpoint."
+            "state_dict.get_model_state_dict with full_state_dict=True), and give a posterior of "
+            "it the same factors (posterior.restore(factors))."
+        )
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop all parameters that FSDP has gathered and still keeps, such as those of the root."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+@contextmanager
+def gathered_again(model: nn.Module) -> Iterator[None]:
+    """A context after which FSDP has gathered again what it had gathered before.
+
+    For backward passes within a hook of another one, which would find the parameters dropped.
+    """
+    modules = sharded_modules(model)
+
+    def is_gathered(module: nn.Module) -> bool:
+        own = [p for p in module._parameters.values() if p is not None]
+        children = (child for child in module.children() if child not in modules)
+        return any(not is_part(p) for p in own) or any(map(is_gathered, children))
+
+    before = [module for module in modules if is_gathered(module)]
+    yield
+    for module in before:
+        module.unshard()
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Each name -> parameter; of a sharded one a whole tensor, see `whole_parameters`."""
+    whole = whole_parameters(model)
+    return {
+        f"{prefix}.{local}" if prefix else local: whole.get((prefix, local), p)
+        for prefix, module in model.named_modules()
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def detached_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """First name -> parameter without a graph; a sharded one as of `named_tensors`."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, p in named_tensors(model).items():
+        first.setdefault(id(p), (name, p.detach()))
+    return dict(first.values())
+
+
+def whole_parameters(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """(Module, local name) -> each sharded parameter as a whole tensor in FSDP's memory.
+
+    It has values while FSDP keeps the module's parameters gathered, and no memory else: only its
+    shape and dtype may be read then. Collective at the first call for a model.
+    """
+    modules = sharded_modules(model)
+    if not modules:
+        return {}
+    if model not in _WHOLE:
+        reshard(model)
+        names = {module: name for name, module in model.named_modules()}
+        parts = {
+            (name, local)
+            for name, module in model.named_modules()
+            for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if is_part(p)
+        }
+        whole: dict[tuple[str, str], Tensor] = {}
+        for sharded in modules:
+            sharded.unshard()
+            for module in sharded.modules():
+                for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
+                    if (names[module], local) in parts and not is_part(p):
+                        # The tensor itself: a parameter of two names is one tensor.
+                        whole[names[module], local] = p
+            sharded.reshard()
+        _WHOLE[model] = whole
+    return _WHOLE[model]
+
+
+def is_substituted(model: nn.Module) -> bool:
+    """Whether the model runs within `substituted`: for a curvature pass, and not by its user."""
+    return id(model) in _RUNNING
+
+
+@contextmanager
+def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which tensors take the place of parameters and buffers, of a sharded model.
+
+    Each takes the place of a sharded parameter from when FSDP has gathered it until it is dropped.
+
+    Args:
+        model: the model.
+        state: name, of every parameter under each of its names -> what takes its place.
+    """
+    whole = whole_parameters(model)
+    paths = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    replaced: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+
+    def put(entries: dict[str, Any], local: str, value: Tensor) -> None:
+        replaced.append((entries, local, entries[local], value))
+        entries[local] = value
+
+    def gathered(sharded: nn.Module, *_: Any) -> None:
+        for module in sharded.modules():
+            for local, p in module._parameters.items():
+                if p is None or is_part(p) or (paths[module][:-1], local) not in whole:
+                    continue
+                value = state[paths[module] + local]
+                if p is not value:
+                    put(module._parameters, local, value)
+
+    handles = []
+    try:
+        for module, path in paths.items():
+            for entries in (module._parameters, module._buffers):
+                for local in list(entries):
+                    if path + local in state and (path[:-1], local) not in whole:
+                        put(entries, local, state[path + local])
+        # Registered after FSDP's own hook, which gathers.
+        handles = [m.register_forward_pre_hook(gathered) for m in sharded_modules(model)]
+        for sharded in sharded_modules(model):
+            gathered(sharded)  # what FSDP has kept since it gathered it for an earlier run
+        _RUNNING.add(id(model))
+        yield
+    finally:
+        _RUNNING.discard(id(model))
+        for handle in handles:
+            handle.remove()
+        for entries, local, before, value in reversed(replaced):
+            if entries[local] is value:  # FSDP has not dropped it
+                entries[local] = before
+        if not torch.is_grad_enabled():  # otherwise a backward pass is to come
+            reshard(model)
+
+
+def shard_axis(parameter: Any) -> int:
+    """The axis of the mesh over which a sharded parameter is spread; HSDP has another one."""
+    (axis,) = (i for i, one in enumerate(parameter.placements) if not one.is_replicate())
+    return axis
+
+
+def local_row(parameter: Any, row: int) -> Tensor:
+    """What this rank has of a parameter's row, in the same memory; empty if that is nothing."""
+    part = local_part(parameter)
+    if is_part(parameter) and parameter.placements[axis := shard_axis(parameter)].dim == 0:
+        # As torch.chunk: all ranks but the last ones have equally many rows.
+        mesh = parameter.device_mesh
+        row -= mesh.get_local_rank(axis) * -(-len(parameter) // mesh.size(axis))
+    return part[row] if 0 <= row < len(part) else part[:0]
+
+
+def without_row(parameter: Tensor, row: int) -> Tensor:
+    """This rank's part of a parameter as a copy in which a row of the parameter is zero."""
+    copy = parameter.detach().clone()
+    local_row(copy, row).zero_()
+    return local_part(copy)
+
+
+def part_of_whole(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of a tensor that it has whole, spread like another one."""
+    from torch.distributed.tensor import distribute_tensor
+
+    spread = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return spread.to_local()
+
+
+def with_local_part(like: Any, part: Tensor) -> Tensor:
+    """A tensor spread like another one, of which this is this rank's part."""
+    if not is_part(like):
+        return part
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
+def gathered_state(state: Any) -> Any:
+    """A state with each sharded tensor whole, on all ranks; collective.
+
+    Whole states are of any number of ranks: save one, as of `PriorLearner.state_dict`, and load it
+    where others share the model.
+    """
+    if isinstance(state, Mapping):
+        return {key: gathered_state(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(gathered_state, state))
+    return state.full_tensor() if isinstance(state, Tensor) and is_part(state) else state  # pyright: ignore
+
+
+def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Each parameter's sum over its parts on all ranks, from that over this rank's part.
+
+    Collective if any parameter is sharded.
+    """
+    sums = list(sums)
+    by_group: dict[Any, list[int]] = {}
+    for i, p in enumerate(parameters):
+        if is_part(p):
+            group = p.device_mesh.get_group(shard_axis(p))  # pyright: ignore[reportAttributeAccessIssue]
+            by_group.setdefault(group, []).append(i)
+    for group, indices in by_group.items():
+        of_all = torch.stack([sums[i] for i in indices])
+        dist.all_reduce(of_all, group=group)
+        for i, total in zip(indices, of_all, strict=True):
+            sums[i] = total
+    return sums
+
+
+def norms_over_parts(norms: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Each parameter's norm, from that of this rank's part; collective if any is sharded."""
+    if not any(map(is_part, parameters)):
+        return list(norms)
+    return [s.sqrt() for s in sum_over_parts([norm.square() for norm in norms], parameters)]
+
+
+def squared_norms(
+    parameters: Sequence[Tensor],
+    rows: Mapping[int, int] = {},  # noqa: B006
+    mean: float = 0.0,
+) -> Tensor:
+    """‖θ − mean‖² of each parameter in float64; collective if any is sharded.
+
+    ``rows`` has, by a parameter's number, the row of it that is left out.
+    """
+    sums = []
+    for i, p in enumerate(parameters):
+        difference = local_part(p).double() - mean
+        if i in rows:
+            difference *= without_row(torch.ones_like(p), rows[i])
+        sums.append(difference.square().sum())
+    return torch.stack(sum_over_parts(sums, parameters))

@@ -1,0 +1,436 @@
+"""Models under `fully_shard` give what one process gives.
+
+The functions at the end run on each rank. A world of ranks computes all of it at once, as starting
+one takes seconds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing import assert_close
+
+from kfac_backend import kronecker_factors
+from kfac_backend.engine.batches import examples
+from kfac_backend.optimizer import KFAC
+from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import gathered_state, local_part
+from marglik import Posterior, PriorLearner
+from tests.kfac_backend.layer_cases import case
+from tests.kfac_backend.test_ranks import error_of, tensors
+from tests.random_numbers import normal
+
+LAYERS = "LSTM, packed", "padded tokens", "graphs", "experts", "two linear layers"
+"""Cases whose rules read the weights, or whose batches are more than a tensor."""
+
+
+@pytest.fixture(scope="module")
+def alone(worlds) -> dict[str, Any]:
+    """What one process has."""
+    (found,) = worlds.all(1, "tests.kfac_backend.test_sharding:everything")
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(worlds) -> list[dict[str, Any]]:
+    """What each of two ranks has."""
+    return worlds.all(2, "tests.kfac_backend.test_sharding:everything")
+
+
+def assert_equal(sharded: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+    """Equal to 1e-10."""
+    assert sharded.keys() == alone.keys()
+    for name, tensor in alone.items():
+        # Gradients that cancel leave squares of rounding.
+        atol = 1e-10 * float(tensor.abs().max()) + 1e-24
+        assert_close(sharded[name], tensor, rtol=1e-10, atol=atol, msg=name)
+
+
+def test_sharded_models_have_the_factors_and_evidence_of_one_process(alone, of_ranks):
+    for of_rank in of_ranks:
+        assert_equal(of_rank["numbers"], alone["numbers"])
+    assert len(alone["numbers"]) > 200
+
+
+def test_each_rank_keeps_its_share_of_parameters_and_factors(alone, of_ranks):
+    whole, shares = alone["at rest"], [of_rank["at rest"] for of_rank in of_ranks]
+    for of_rank in shares:
+        assert of_rank["parameters"] <= 1.15 * whole["parameters"] / len(shares)
+        assert of_rank["factors"] <= 1.15 * whole["factors"] / len(shares) + whole["largest"]
+        assert of_rank["reduced"] == whole["factors"]  # each once, to its owner
+    assert sum(of_rank["factors"] for of_rank in shares) == whole["factors"]
+    assert sum(of_rank["parameters"] for of_rank in shares) == whole["parameters"]
+
+
+@pytest.mark.parametrize("what", ["learner", "K-FAC"])
+def test_training_is_that_of_one_process(alone, of_ranks, what):
+    for of_rank in of_ranks:
+        assert_equal(of_rank[what], alone[what])
+    assert len(alone[what]) >= 4
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+def test_a_training_goes_on_with_another_number_of_ranks(worlds, first, then):
+    name = "tests.kfac_backend.test_sharding:part_of_training"
+    (whole,) = worlds.all(1, name, range(5))
+    saved, *_ = worlds.all(first, name, range(4))
+    assert saved["learner"]["averages"][0]["count"]
+    for of_rank in worlds.all(then, name, range(4, 5), saved):
+        assert_equal(of_rank["model"], whole["model"])
+        assert_close(of_rank["decays"], whole["decays"], rtol=1e-10, atol=0)
+
+
+def test_data_left_out_changes_the_evidence(alone):
+    # The control: the tolerance above tells when a shard of the data is missing.
+    numbers = alone["numbers"]
+    (less,) = (tensor for name, tensor in numbers.items() if "half of the data" in name)
+    assert abs(less - numbers["gpt, blocks, reduce, evidence"]) > 1
+
+
+def test_parameters_are_gathered_only_while_modules_run(of_ranks):
+    for of_rank in of_ranks:
+        assert of_rank["whole parameters after the pass"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "tensor parallelism": "Parameter '0.weight' is spread over ranks by tensor parallelism",
+        "FSDP1": "NotImplementedError: The model is in FSDP1",
+        "diagonal": "needs whole models; this one is under fully_shard",
+        "sample": "NotImplementedError: A sample of parameters needs whole parameters",
+        "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
+        "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",
+        "correction": "NotImplementedError: The correction of eigenvalues needs whole",
+        "one rank saves": "ValueError: Some blocks are kept by other ranks",
+        "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
+    }.items(),
+)
+def test_what_needs_whole_models_is_refused(of_ranks, name, words):
+    for of_rank in of_ranks:
+        assert words in of_rank["refused"][name]
+
+
+@pytest.mark.slow
+def test_replicated_shards_and_four_ranks(worlds, alone):
+    for of_rank in worlds.all(4, "tests.kfac_backend.test_sharding:numbers", ["gpt", "cnn"], True):
+        assert_equal(of_rank, {k: v for k, v in alone["numbers"].items() if k in of_rank})
+        assert len(of_rank) > 100
+    for use, names in (("of_learner", ["gpt"]), ("of_kfac", ["vit"])):
+        (whole,) = worlds.all(1, f"tests.kfac_backend.test_sharding:{use}", *names)
+        for of_rank in worlds.all(4, f"tests.kfac_backend.test_sharding:{use}", *names):
+            assert_equal(of_rank, whole)
+
+
+# --- on each rank ---
+
+
+class Block(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, d: int = 8):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(d), nn.MultiheadAttention(d, 2, batch_first=True)
+        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class GPT(nn.Module):
+    """A language model with an embedding of positions that no rule has, and a padding token."""
+
+    def __init__(self, V: int = 5, d: int = 8):
+        super().__init__()
+        self.tokens = nn.Embedding(V, d, padding_idx=0)
+        self.positions = nn.Parameter(0.1 * torch.randn(1, 4, d))
+        self.blocks = nn.ModuleList([Block(d), Block(d)])
+        self.head = nn.Linear(d, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.positions
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+class ViT(nn.Module):
+    """Patches, a class token and a block."""
+
+    def __init__(self, d: int = 8):
+        super().__init__()
+        self.patches = nn.Conv2d(3, d, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, d))
+        self.blocks = nn.ModuleList([Block(d)])
+        self.head = nn.Linear(d, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x).flatten(2).mT
+        h = torch.cat([self.token.expand(len(x), -1, -1), h], 1)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h[:, 0])
+
+
+def cnn() -> nn.Module:
+    """A convolution network."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 6, 3, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(54, 3),
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": GPT, "vit": ViT, "cnn": cnn}
+
+
+def made(name: str) -> nn.Module:
+    """A model of the table, the same on all ranks."""
+    torch.manual_seed(1)
+    return MODELS[name]().double()
+
+
+def shard(model: nn.Module, by_block: bool = True, **options: Any) -> nn.Module:
+    """The model under `fully_shard`, unless this process is alone."""
+    if Ranks().size > 1:
+        for block in getattr(model, "blocks", model.children()) if by_block else ():
+            if any(p.requires_grad for p in block.parameters()):
+                fully_shard(block, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def whole_data(name: str, N: int = 7) -> tuple[Any, Tensor]:
+    """Data of a model of the table."""
+    x = normal(N, 3, 8, 8)
+    if name == "gpt":
+        tokens = (100 * normal(N, 4)).long() % 5
+        return tokens, tokens.roll(1, 1)
+    return x, torch.arange(N) % 3
+
+
+def batches(x: Any, y: Tensor, size: int = 2) -> list:
+    """This rank's batches: all but one example on the first rank."""
+    ranks = Ranks()
+    if ranks.size == 2:
+        own = range(len(y) - 1) if ranks.rank == 0 else range(len(y) - 1, len(y))
+    else:
+        own = range(len(y))[ranks.rank :: ranks.size]
+    parts = [torch.tensor(own[i : i + size]) for i in range(0, len(own), size)]
+    return [(examples(x, part), y[part]) for part in parts]
+
+
+def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
+    """Factors, evidence and last-layer predictives of models of the table."""
+    found: dict[str, Tensor] = {}
+    options: dict[str, Any] = {}
+    if replicated:
+        names_of_axes = ("replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names_of_axes)
+    cases = [(name, "blocks", "reduce", "exact") for name in names]
+    cases += [("vit", "whole", "expand", "empirical")] if "vit" in names else []
+    for name, way, mode, fisher in cases:
+        model, (x, y) = shard(made(name), way == "blocks", **options), whole_data(name)
+        posterior = Posterior(
+            model, "classification", kfac_approx=mode, fisher=fisher, prior_precision=2.0,
+            prior_mean=0.1,
+        )  # fmt: skip
+        posterior.fit(batches(x, y))
+        key = f"{name}, {way}, {mode}"
+        assert posterior.factors is not None
+        found |= tensors(key, posterior.factors.gathered(Ranks()))
+        found[f"{key}, evidence"] = posterior.log_marginal_likelihood()
+        found[f"{key}, effective parameters"] = posterior.effective_parameters()
+        last = posterior.output_distribution(x[:2], "last")
+        found |= dict(zip((f"{key}, outputs", f"{key}, covariances"), last, strict=True))
+    return found
+
+
+def at_rest() -> dict[str, int]:
+    """Bytes of this rank's parameters and factors after a pass, and those handed to a reduction."""
+    model, (x, y), reduce, sent = shard(made("gpt")), whole_data("gpt"), dist.reduce, []
+
+    def counting(tensor: Tensor, **keywords: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return reduce(tensor, **keywords)
+
+    with patch.object(dist, "reduce", counting):
+        factors = kronecker_factors(model, batches(x, y), "classification")
+    blocks = [
+        sum(F.nbytes for F, _ in block.named_factors() if not F.is_meta)
+        for block in factors.blocks.values()
+    ]
+    parameters = sum(local_part(p).nbytes for p in model.parameters())
+    sizes = {"parameters": parameters, "factors": sum(blocks), "largest": max(blocks)}
+    return sizes | {"reduced": sum(sent)}
+
+
+def of_layers() -> dict[str, Tensor]:
+    """Factors of single layers."""
+    found = {}
+    for name in LAYERS:
+        model, x = case(name)
+        N = len(next(iter(x.values()))) if isinstance(x, dict) else len(x)
+        data = batches(x, torch.arange(N) % 2)
+        tied = "two linear layers"  # which FSDP wants in one group
+        model = shard(model, by_block=name != tied)
+        factors = kronecker_factors(model, data, "classification")
+        found |= tensors(name, factors.gathered(Ranks()))
+    return found
+
+
+def of_drawn_labels() -> dict[str, Tensor]:
+    """Drawn labels, summed over both ranks: the same numbers by a whole model and a sharded one."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = whole_data("cnn")
+    found = {}
+    for way in ("whole", "sharded"):
+        model = made("cnn") if way == "whole" else shard(made("cnn"))
+        factors = kronecker_factors(
+            model, batches(x, y), "classification", fisher="mc", generator=generator.clone_state()
+        )
+        blocks = factors.gathered(Ranks()).blocks.values()
+        found[way] = torch.stack([block.B.norm() for block in blocks])
+    return {"drawn labels": found["sharded"] / found["whole"]}
+
+
+def in_lower_precision() -> dict[str, Tensor]:
+    """Factors of a model that runs in float32, beside parameters in float64."""
+    model, (x, y) = made("cnn"), whole_data("cnn")
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    if Ranks().size > 1:
+        shard(model, mp_policy=policy)
+    else:
+        model, x = model.float(), x.float()
+    factors = kronecker_factors(model, batches(x, y), "classification")
+    blocks = factors.gathered(Ranks()).blocks
+    return {n: block.B.double().norm().round(decimals=3) for n, block in blocks.items()}
+
+
+def of_learner(*names: str) -> dict[str, Tensor]:
+    """Decays and evidences after three updates, with averaged parameters, in an own loop."""
+    found = {}
+    for name in names:
+        model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        parts = [torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)]
+        loader = [(x[part], y[part]) for part in parts]
+        mean_over = "terms" if name == "gpt" else "examples"
+        learner = PriorLearner(
+            "classification", kfac_approx="reduce", every=1, burn_in=0, mean_over=mean_over
+        )
+        learner.start(model, optimizer, loader, 3)
+        for _ in range(3):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                f = model(inputs)
+                F.cross_entropy(f.flatten(0, -2), labels.flatten()).backward()
+                optimizer.step()
+        learner.finish()
+        found[f"{name}, decays"] = learner.weight_decays()
+        found[f"{name}, evidences"] = torch.tensor(learner.evidences, dtype=torch.float64)
+    return found
+
+
+def part_of_training(epochs: range, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Some epochs of a training of five, from a state; its whole state, decays and parameters."""
+    model, (x, y), ranks = made("cnn"), whole_data("cnn", 8), Ranks()
+    if saved:
+        model.load_state_dict(saved["model"])
+    model = shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    loader = [(x[part], y[part]) for part in [torch.arange(ranks.rank, 8, ranks.size)]]
+    learner = PriorLearner("classification", kfac_approx="reduce", every=1, burn_in=0)
+    if saved:
+        learner.load_state_dict(saved["learner"])
+    learner.start(model, optimizer, loader, 5)
+    for _ in epochs:
+        optimizer.zero_grad()
+        F.cross_entropy(model(loader[0][0]), loader[0][1]).backward()
+        optimizer.step()
+    state = {"learner": learner.state_dict(), "model": dict(model.named_parameters())}
+    if epochs.stop == 5:
+        learner.finish()
+    state = gathered_state(state) | {"decays": learner.weight_decays()}
+    return state | {"model": {name: p.detach() for name, p in state["model"].items()}}
+
+
+def of_kfac(*names: str) -> dict[str, Tensor]:
+    """Parameters after some steps of K-FAC; one process' losses are means over both ranks'."""
+    found = {}
+    for name in names:
+        fisher = "exact" if name == "cnn" else "empirical"
+        model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
+        optimizer = KFAC(
+            model, "classification", lr=0.05, momentum=0.9, weight_decay=1e-3, kl_clip=None,
+            mean_over="terms" if name == "gpt" else "examples", kfac_approx="reduce", fisher=fisher,
+        )  # fmt: skip
+        for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)):
+            optimizer.zero_grad()
+            f = model(x[part])
+            F.cross_entropy(f.flatten(0, -2), y[part].flatten()).backward()
+            optimizer.step()
+        for local, p in model.named_parameters():
+            whole: Any = p.detach()
+            found[f"{name}, {local}"] = whole.full_tensor() if ranks.size > 1 else whole
+    return found
+
+
+def refused() -> dict[str, str]:
+    """The errors of what is not supported."""
+    x, y = whole_data("cnn")
+    mesh = init_device_mesh("cpu", (2,))
+    linear = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double()
+    linear = parallelize_module(linear, mesh, {"0": ColwiseParallel()})
+    wrapped: nn.Module = FullyShardedDataParallel(
+        made("cnn").float(), device_id=torch.device("cpu")
+    )
+    model, quadratic = shard(made("cnn")), shard(case("no rule")[0], by_block=False)
+    posterior = Posterior(model, "classification")
+    posterior.fit(batches(x, y))
+    of_linear = (normal(4, 4), torch.arange(4) % 3)
+
+    def passes(model: nn.Module, data: Any, **options: Any) -> Any:
+        return lambda: kronecker_factors(model, data, "classification", **options)
+
+    uses = {
+        "tensor parallelism": passes(linear, [of_linear]),
+        "FSDP1": passes(wrapped, [(x.float(), y)]),
+        "diagonal": passes(quadratic, [(case("no rule")[1], y[:4])], unsupported="diagonal"),
+        "sample": lambda: posterior.sample(1),
+        "all layers": lambda: posterior.output_distribution(x[:2]),
+        "Jacobians": lambda: Posterior(model, "classification", structure="diag"),
+        "no process group": passes(model, [(x, y)], process_group=None),
+        "correction": lambda: posterior.fit(batches(x, y), corrected=True),
+        "one rank saves": lambda: posterior.fitted_factors().state_dict(),
+    }
+    return {name: error_of(use) for name, use in uses.items()}
+
+
+def everything() -> dict[str, Any]:
+    """All of it."""
+    found = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
+    found |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
+    x, y = whole_data("gpt")
+    model = shard(made("gpt"))
+    posterior = Posterior(model, "classification", kfac_approx="reduce", prior_precision=2.0)
+    posterior.fit(batches(x[:4], y[:4]))
+    found["half of the data"] = posterior.log_marginal_likelihood()
+    several = Ranks().size > 1
+    whole = [n for n, p in model.named_parameters() if several and not hasattr(p, "to_local")]
+    return {
+        "numbers": found,
+        "at rest": at_rest(),
+        "learner": of_learner("vit", "cnn"),
+        "K-FAC": of_kfac("gpt", "cnn"),
+        "whole parameters after the pass": whole,
+        "refused": refused() if several else {},
+    }
