@@ -175,8 +175,11 @@ def fit(
         temperature=options.temperature,
         process_group=problem.ranks.process_group,
     )
-    if former is not None and not is_last:  # what is proved of the model is proved again at the end
+    if former is not None:
         posterior.passes = former.passes
+        if is_last:  # of a sample, too, what is proved of the model is proved again
+            for curvature_pass in posterior.passes.values():
+                curvature_pass.driver.proof.renew()
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
     # on what the loop has drawn.
     with forked_random_numbers(problem.model):
