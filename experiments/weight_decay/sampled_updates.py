@@ -1,4 +1,6 @@
-"""The price of learned weight decays: updates that see a sample, beside those that see all data.
+"""The price of learned weight decays: the default updates, beside exact ones of all data.
+
+By default updates see a sample, rest once decays have settled, and the last one may draw labels.
 
 Seconds of one thread, in plain trainings (no prior, the same average), the test NLL at a
 temperature that held-out data choose, and how far the learned decays are from those of updates on
@@ -59,7 +61,8 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 UPDATES = {"plain": None, "all data": 1e9, "sampled": sampled_data.SHARE}
-"""The share of the steps' cost that an update may have; None learns no decays."""
+"""The share of the steps' cost that an update may have; None learns no decays. Those that see all
+data do not rest."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def run(config: Config) -> dict[str, Any]:
         sampled_data.SHARE = sampled_data.SHARE if share is None else share
         loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
         decays = SMALLEST if share is None else None
-        trained = problem.run(split, config.seed, decays, loader=loader)
+        options = {"rest": None} if name == "all data" else {}
+        trained = problem.run(split, config.seed, decays, loader=loader, **options)
         results[name] = scores_of(trained.model, held_out, test)
         results[name] |= {"seconds": trained.seconds} | trained.record
     return {"results": results, "seconds": sum(of["seconds"] for of in results.values())}

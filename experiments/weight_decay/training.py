@@ -172,6 +172,7 @@ class Training:
         loader: Any = None,
         likelihood: str = "classification",
         held_out: Split | None = None,
+        **options: Any,
     ) -> Trained:
         """Train once.
 
@@ -186,6 +187,7 @@ class Training:
             loader: of the training data, in place of `Batches`.
             likelihood: of the labels, where decays are learned.
             held_out: from which that likelihood learns the share of wrong labels.
+            options: of the learner, where decays are learned.
         """
         torch.manual_seed(seed)
         model = self.make()
@@ -203,7 +205,7 @@ class Training:
                 model, loader, optimizer, scheduler, decays, rate == "settling", after_epoch
             )
             return Trained(model.eval(), time.process_time() - started)
-        learner = PriorLearner(likelihood, CURVATURE, epochs=self.epochs)
+        learner = PriorLearner(likelihood, CURVATURE, epochs=self.epochs, **options)
         learner = learner if decays is None else decays.replay()
         result = OnlineTraining(
             model, optimizer, loader, learner, scheduler=scheduler,
