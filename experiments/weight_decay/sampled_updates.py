@@ -93,7 +93,7 @@ def run(config: Config) -> dict[str, Any]:
         sampled_data.SHARE = sampled_data.SHARE if share is None else share
         loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
         decays = SMALLEST if share is None else None
-        options = {"rest": None} if name == "all data" else {}
+        options: dict[str, Any] = {"rest": None} if name == "all data" else {}
         trained = problem.run(split, config.seed, decays, loader=loader, **options)
         results[name] = scores_of(trained.model, held_out, test)
         results[name] |= {"seconds": trained.seconds} | trained.record
