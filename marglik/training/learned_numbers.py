@@ -33,6 +33,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
 from marglik.training.loaders import Loader
+from marglik.training.random_state import random_numbers_restored
 from marglik.training.state import LearnerState, Problem
 
 
@@ -159,7 +160,8 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
         f = in_eval_mode(model, outputs_of)(model, x)
         return f, torch.zeros_like(f.flatten(0, -2))[:, None]
 
-    with forked_random_numbers(model):
+    # In the same order each time: other roundings would move ε where the fit of it stops.
+    with random_numbers_restored(problem.held_out):
         f, spread, y = collected(
             outputs_and_spread, problem.held_out, model, likelihood, problem.options.curvature,
             1, ranks,

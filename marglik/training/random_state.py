@@ -57,6 +57,20 @@ def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator
 
 
 @contextmanager
+def random_numbers_restored(*loaders: Any) -> Iterator[None]:
+    """A context that leaves all generators, also those of ``loaders``, as they were.
+
+    So loaders that shuffle have the same order in each such context, and after a resume.
+    """
+    generators = generators_of(*loaders)
+    before = random_state(generators)
+    try:
+        yield
+    finally:
+        set_random_state(before, generators)
+
+
+@contextmanager
 def own_random_numbers(ranks: Ranks) -> Iterator[None]:
     """A context in which torch, numpy and Python draw other random numbers on each rank.
 
