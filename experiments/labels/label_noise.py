@@ -165,19 +165,19 @@ def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -
     ranked = suspicious_labels(y, p)
     results, wrong = {}, (y != true)[ranked.index]
     for kind, tau in kinds.items():
-        found = suspicious_labels(y, p, scores["label_noise"], tau)
-        assert found.wrong is not None
+        suspicious = suspicious_labels(y, p, scores["label_noise"], tau)
+        assert suspicious.wrong is not None
         bins = []
         for low, high in zip(BINS, BINS[1:], strict=False):
-            inside = (found.wrong >= low) & (
-                found.wrong <= high if high == 1 else found.wrong < high
+            inside = (suspicious.wrong >= low) & (
+                suspicious.wrong <= high if high == 1 else suspicious.wrong < high
             )
-            numbers = inside.sum(), (inside & wrong).sum(), found.wrong[inside].sum()
+            numbers = inside.sum(), (inside & wrong).sum(), suspicious.wrong[inside].sum()
             bins.append([float(number) for number in numbers])
         results[kind] = {
             "bins": bins,
-            "expected": found.wrong.sum().item(),
-            "AUROC": float(roc_auc_score(wrong, found.wrong)) if wrong.any() else None,
+            "expected": suspicious.wrong.sum().item(),
+            "AUROC": float(roc_auc_score(wrong, suspicious.wrong)) if wrong.any() else None,
         }
     score = {"AUROC": float(roc_auc_score(wrong, ranked.score)) if wrong.any() else None}
     return {"number": int(wrong.sum()), **results, "score": score}
@@ -310,7 +310,7 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     """Test NLL by the share of flipped labels, for each problem."""
     figure = Figure(figsize=(11, 2.9), layout="constrained")
     axes = figure.subplots(1, len(PROBLEMS))
-    shown = {
+    lines = {
         "learned, τ alone": ("learned", "scaled_nll", "tab:gray", "--"),
         "grid, τ and ε": ("grid", "nll", "tab:blue", "-"),
         "learned, τ and ε": ("learned", "nll", "tab:orange", "-"),
@@ -319,7 +319,7 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     shares = [share for noise, share in NOISES if noise == "flipped"]
     for axis, problem in zip(axes, PROBLEMS, strict=True):
         runs = [one["noises"] for one in found if one["config"]["problem"] == problem]
-        for label, (way, what, color, style) in shown.items() if runs else ():
+        for label, (way, what, color, style) in lines.items() if runs else ():
             means = [
                 statistics.fmean(one[label_of("flipped", share)]["ways"][way][what] for one in runs)
                 for share in shares

@@ -9,14 +9,14 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
+from experiments.studies import markdown, mean_with_error, quiet_training, recorded, study
 from experiments.weight_decay import default_options, sampled_updates
 from experiments.weight_decay.default_options import SMALLEST
+from experiments.weight_decay.sampled_updates import Config
 from experiments.weight_decay.training import Problem, scores_of, small_images, with_wrong_labels
 from marglik.data.batches import Batches
 from marglik.models import WideResNetFixup
@@ -30,20 +30,6 @@ PROBLEMS = {
 }
 WRONG = 0.4
 """Share of the labels in training and held-out data that are wrong, in every second training."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """A problem, and a seed."""
-
-    problem: str
-    wrong: float
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.seed}"
 
 
 @recorded

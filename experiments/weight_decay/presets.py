@@ -55,12 +55,14 @@ def run(config: Config) -> dict[str, Any]:
     options = ["--seed", str(config.seed), "--output", config.folder, "--resume", "--no_progress"]
     if status := marglik(["train", "--config", preset, *options]):
         raise RuntimeError(f"marglik train --config {preset} ended with status {status}.")
-    found = read_results(Path(config.folder))
-    assert found is not None  # the command has written it
+    run_results = read_results(Path(config.folder))
+    assert run_results is not None  # the command has written it
     names = ("num_data", "held_out", "calibration", "evidence", "weight_decay", "seconds")
-    record = to_json(found)
+    record = to_json(run_results)
     results = {name: record[name] for name in names if name in record}
-    results["metrics"] = {name: to_json(scores.metrics) for name, scores in found.scores.items()}
+    results["metrics"] = {
+        name: to_json(scores.metrics) for name, scores in run_results.scores.items()
+    }
     return {"config": asdict(config), **results, **environment(torch.device("cpu"))}
 
 

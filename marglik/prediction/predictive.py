@@ -445,8 +445,8 @@ def label_noise_of(likelihood: Likelihood, calibration: Calibration | None) -> f
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
     """What `calibrate` found for this predictive; None if nothing, or if none is wanted."""
     label = config.for_posterior(laplace).label
-    found = laplace.calibrations.get(label) if config.is_calibrated else None
-    return None if found is None else CalibrationFit.of(found)
+    record = laplace.calibrations.get(label) if config.is_calibrated else None
+    return None if record is None else CalibrationFit.of(record)
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:

@@ -90,8 +90,8 @@ class PredictiveModule(nn.Module):
             mean, noise, spread = self.likelihood.moments(f, variance, self.sigma_noise)
             return mean, noise + spread
         outputs = probit_outputs(f, variance)[None]
-        found = predict_from_outputs(outputs, self.likelihood, label_noise=self.label_noise)
-        return found.mean, variance
+        prediction = predict_from_outputs(outputs, self.likelihood, label_noise=self.label_noise)
+        return prediction.mean, variance
 
 
 class _WithVariances(nn.Module):

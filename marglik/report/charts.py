@@ -111,8 +111,8 @@ def _chart(
         notes = trace.get("customdata") or [""] * len(trace["y"])
         xs = range(len(keys)) if keys else trace["x"]
         cells = {at: (show(v), note) for at, v, note in zip(xs, trace["y"], notes, strict=True)}
-        shown = [cells.get(at, (NOTHING, "")) for at in places]
-        rows.append(Row(trace["name"], [text for text, _ in shown], small=[n for _, n in shown]))
+        values = [cells.get(at, (NOTHING, "")) for at in places]
+        rows.append(Row(trace["name"], [text for text, _ in values], small=[n for _, n in values]))
     head = "" if keys else f"{axes[0].capitalize()}:"
     table = Table(title, [head, *(keys or [f"{at:g}" for at in places])], rows)
     return Chart(title, traces, layout, table, wide)

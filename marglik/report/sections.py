@@ -98,10 +98,10 @@ def _summary(runs: Sequence[Run]) -> Blocks:
 
 def _curves(runs: Sequence[Run]) -> Blocks:
     updated, trained = [r for r in runs if r.updates], [r for r in runs if r.epochs]
-    shown = [charts.evidence_chart(updated)] if updated else []
-    shown += [charts.loss_chart(trained)] if trained else []
-    blocks: Blocks = [shown]
-    if shown and any(run.target_scale for run in runs):
+    curves = [charts.evidence_chart(updated)] if updated else []
+    curves += [charts.loss_chart(trained)] if trained else []
+    blocks: Blocks = [curves]
+    if curves and any(run.target_scale for run in runs):
         blocks.append(
             "Evidence and loss are of the target as it was standardised for training; metrics are "
             "in its own unit."
@@ -186,8 +186,8 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
         if data is not None:
             places = data.levels if isinstance(data, Coverage) else data.edges
             groups[one.chart, tuple(places)].append(one)
-    shown = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
-    return [shown, *_held_out(runs)]
+    reliability = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
+    return [reliability, *_held_out(runs)]
 
 
 def _held_out(runs: Sequence[Run]) -> list[Table]:
@@ -223,11 +223,11 @@ def _errors(runs: Sequence[Run]) -> Blocks:
                 title = run.titled("; ".join(one.name for one in (first, *others)))
                 classes = run.evaluation.classes or numbers
                 matrices.append(Confusion(title, classes, errors.confusion))
-    shown = [
+    curves = [
         charts.risk_coverage_chart(f"Error rate by coverage: {title}", group)
         for title, group in risks.items()
     ]
-    return [shown, *matrices]
+    return [curves, *matrices]
 
 
 def _ood(runs: Sequence[Run]) -> Blocks:

@@ -80,7 +80,7 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def shown(metric: Metric, value: float | None) -> str:
+def metric_text(metric: Metric, value: float | None) -> str:
     """A metric's value as text, without its unit."""
     if metric.unit == "%" and value is not None:
         return number(100 * value, 2)
@@ -162,7 +162,7 @@ def _row(name: str, columns: Sequence[Predictive]) -> Row:
         best |= smallest if len(smallest) < len(losses) else set()
     decimals, scale = (2, 100) if metric.unit == "%" else (metric.decimals, 1)
     small = [interval(one, decimals, scale) for one in ends]
-    cells = [shown(metric, value) for value in values]
+    cells = [metric_text(metric, value) for value in values]
     return Row(metric.title, cells, frozenset(best), _detail(metric), small)
 
 
@@ -176,8 +176,8 @@ def differences_table(title: str, by_predictive: Mapping[str, Metrics[Difference
         for name in names:
             value, *ends = differences.get(name, (None,))
             sign = "+" if value and value > 0 else ""
-            cells.append(f"{sign}{shown(METRICS[name], value)}")
-            small.append(" to ".join(shown(METRICS[name], end) for end in ends))
+            cells.append(f"{sign}{metric_text(METRICS[name], value)}")
+            small.append(" to ".join(metric_text(METRICS[name], end) for end in ends))
         rows.append(Row(predictive, cells, small=small))
     units = [f"{METRICS[name].title} ({METRICS[name].unit})".replace(" ()", "") for name in names]
     units = [unit.replace("(%)", "(percentage points)") for unit in units]

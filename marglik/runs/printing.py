@@ -29,10 +29,10 @@ def printable(text: str) -> str:
 
     Names of data, classes and tensors come from files, perhaps from someone else's.
     """
-    shown = (
+    characters = (
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
-    return "".join(shown)
+    return "".join(characters)
 
 
 def say(text: str = "") -> None:
@@ -82,36 +82,36 @@ def _significant(value: float) -> str:
 
 
 def _print_weight_decays(tensors: Mapping[str, TensorDecay]) -> None:
-    shown = sorted(tensors.items(), key=lambda item: -item[1].parameters)[:LAYERS_SHOWN]
-    digits = max(len(str(row.parameters)) for _, row in shown)  # so that slashes are aligned
+    largest = sorted(tensors.items(), key=lambda item: -item[1].parameters)[:LAYERS_SHOWN]
+    digits = max(len(str(row.parameters)) for _, row in largest)  # so that slashes are aligned
     rows = [
         [
             name,
             f"{row.initial:.1e} -> {row.learned:.2e}",
             f"{row.effective_parameters:.1f} / {row.parameters:<{digits}}",
         ]
-        for name, row in shown
+        for name, row in largest
     ]
     _print_table(["parameter", "weight decay", "effective / all"], rows)
-    if len(tensors) > len(shown):
-        say(f"... and {len(tensors) - len(shown)} smaller ones, in results.json")
+    if len(tensors) > len(largest):
+        say(f"... and {len(tensors) - len(largest)} smaller ones, in results.json")
 
 
 def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -> None:
     """Print a row per predictive; ± half of the 95 % interval where one is known."""
     names = {name for one in scores.values() for name, _ in one.metrics.items()}
-    shown = {name: metric for name, metric in METRICS.items() if metric.short and name in names}
+    columns = {name: metric for name, metric in METRICS.items() if metric.short and name in names}
 
     def cell(one: Scores, name: str) -> str:
         value, ends = getattr(one.metrics, name), getattr(one.intervals, name)
         if value is None:
             return ""
         numbers = [value, *([(ends[1] - ends[0]) / 2] if ends else [])]
-        in_unit = shown[name].decimals is None
+        in_unit = columns[name].decimals is None
         return " ± ".join(_significant(v) if in_unit else f"{v:.3f}" for v in numbers)
 
-    rows = [[label, *(cell(one, name) for name in shown)] for label, one in scores.items()]
-    _print_table(["", *(metric.short for metric in shown.values())], rows)
+    rows = [[label, *(cell(one, name) for name in columns)] for label, one in scores.items()]
+    _print_table(["", *(metric.short for metric in columns.values())], rows)
     positions = record.num_positions
     per = f", over {positions} positions (tokens)" if positions is not None else ""
     unit = " NLL and RMSE are in the unit of the target." if record.target_scale else ""

@@ -35,8 +35,8 @@ LAYERS = "LSTM, packed", "padded tokens", "graphs", "experts", "two linear layer
 @pytest.fixture(scope="module")
 def alone(worlds) -> dict[str, Any]:
     """What one process has."""
-    (found,) = worlds.all(1, "tests.kfac_backend.test_sharding:everything")
-    return found
+    (results,) = worlds.all(1, "tests.kfac_backend.test_sharding:everything")
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def batches(x: Any, y: Tensor, size: int = 2) -> list:
 
 def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
     """Factors, evidence and last-layer predictives of models of the table."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     options: dict[str, Any] = {}
     if replicated:
         names_of_axes = ("replicate", "shard")
@@ -246,12 +246,12 @@ def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
         posterior.fit(batches(x, y))
         key = f"{name}, {way}, {mode}"
         assert posterior.factors is not None
-        found |= tensors(key, posterior.factors.gathered(Ranks()))
-        found[f"{key}, evidence"] = posterior.log_marginal_likelihood()
-        found[f"{key}, effective parameters"] = posterior.effective_parameters()
+        results |= tensors(key, posterior.factors.gathered(Ranks()))
+        results[f"{key}, evidence"] = posterior.log_marginal_likelihood()
+        results[f"{key}, effective parameters"] = posterior.effective_parameters()
         last = posterior.output_distribution(x[:2], "last")
-        found |= dict(zip((f"{key}, outputs", f"{key}, covariances"), last, strict=True))
-    return found
+        results |= dict(zip((f"{key}, outputs", f"{key}, covariances"), last, strict=True))
+    return results
 
 
 def at_rest() -> dict[str, int]:
@@ -275,7 +275,7 @@ def at_rest() -> dict[str, int]:
 
 def of_layers() -> dict[str, Tensor]:
     """Factors of single layers."""
-    found = {}
+    results = {}
     for name in LAYERS:
         model, x = case(name)
         N = len(next(iter(x.values()))) if isinstance(x, dict) else len(x)
@@ -283,23 +283,23 @@ def of_layers() -> dict[str, Tensor]:
         tied = "two linear layers"  # which FSDP wants in one group
         model = shard(model, by_block=name != tied)
         factors = kronecker_factors(model, data, "classification")
-        found |= tensors(name, factors.gathered(Ranks()))
-    return found
+        results |= tensors(name, factors.gathered(Ranks()))
+    return results
 
 
 def of_drawn_labels() -> dict[str, Tensor]:
     """Drawn labels, summed over both ranks: the same numbers by a whole model and a sharded one."""
     generator = torch.Generator().manual_seed(3)
     x, y = whole_data("cnn")
-    found = {}
+    results = {}
     for way in ("whole", "sharded"):
         model = made("cnn") if way == "whole" else shard(made("cnn"))
         factors = kronecker_factors(
             model, batches(x, y), "classification", fisher="mc", generator=generator.clone_state()
         )
         blocks = factors.gathered(Ranks()).blocks.values()
-        found[way] = torch.stack([block.B.norm() for block in blocks])
-    return {"drawn labels": found["sharded"] / found["whole"]}
+        results[way] = torch.stack([block.B.norm() for block in blocks])
+    return {"drawn labels": results["sharded"] / results["whole"]}
 
 
 def in_lower_precision() -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ def in_lower_precision() -> dict[str, Tensor]:
 
 def of_learner(*names: str) -> dict[str, Tensor]:
     """Decays and evidences after three updates, with averaged parameters, in an own loop."""
-    found = {}
+    results = {}
     for name in names:
         model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -335,9 +335,9 @@ def of_learner(*names: str) -> dict[str, Tensor]:
                 F.cross_entropy(f.flatten(0, -2), labels.flatten()).backward()
                 optimizer.step()
         learner.finish()
-        found[f"{name}, decays"] = learner.weight_decays()
-        found[f"{name}, evidences"] = torch.tensor(learner.evidences, dtype=torch.float64)
-    return found
+        results[f"{name}, decays"] = learner.weight_decays()
+        results[f"{name}, evidences"] = torch.tensor(learner.evidences, dtype=torch.float64)
+    return results
 
 
 def part_of_training(epochs: range, saved: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -365,7 +365,7 @@ def part_of_training(epochs: range, saved: dict[str, Any] | None = None) -> dict
 
 def of_kfac(*names: str) -> dict[str, Tensor]:
     """Parameters after some steps of K-FAC; one process' losses are means over both ranks'."""
-    found = {}
+    results = {}
     for name in names:
         fisher = "exact" if name == "cnn" else "empirical"
         model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
@@ -380,8 +380,8 @@ def of_kfac(*names: str) -> dict[str, Tensor]:
             optimizer.step()
         for local, p in model.named_parameters():
             whole: Any = p.detach()
-            found[f"{name}, {local}"] = whole.full_tensor() if ranks.size > 1 else whole
-    return found
+            results[f"{name}, {local}"] = whole.full_tensor() if ranks.size > 1 else whole
+    return results
 
 
 def refused() -> dict[str, str]:
@@ -417,17 +417,17 @@ def refused() -> dict[str, str]:
 
 def everything() -> dict[str, Any]:
     """All of it."""
-    found = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
-    found |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
+    results = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
+    results |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
     x, y = whole_data("gpt")
     model = shard(made("gpt"))
     posterior = Posterior(model, "classification", kfac_approx="reduce", prior_precision=2.0)
     posterior.fit(batches(x[:4], y[:4]))
-    found["half of the data"] = posterior.log_marginal_likelihood()
+    results["half of the data"] = posterior.log_marginal_likelihood()
     several = Ranks().size > 1
     whole = [n for n, p in model.named_parameters() if several and not hasattr(p, "to_local")]
     return {
-        "numbers": found,
+        "numbers": results,
         "at rest": at_rest(),
         "learner": of_learner("vit", "cnn"),
         "K-FAC": of_kfac("gpt", "cnn"),
