@@ -14,7 +14,6 @@ from kfac_backend.likelihoods import likelihood_of
 from marglik.posterior.evidence import (
     EvidenceTerms,
     effective_parameters,
-    log_likelihood,
     log_marginal_likelihood,
 )
 from tests import oracles
@@ -88,7 +87,7 @@ def test_fixup_network_equals_brute_force(likelihood, kfac_approx, temperature):
     assert float(log_marginal_likelihood(terms, deltas, sigma, temperature)) == pytest.approx(
         expected, rel=0, abs=1e-8
     )
-    found = log_likelihood(terms.loss, terms.num_targets, terms.likelihood, sigma, temperature)
+    found = terms.log_likelihood(sigma, temperature)
     assert_close(found, expected_likelihood / temperature, **EXACT)
     gamma = effective_parameters(terms, deltas, sigma, temperature)
     P0 = torch.diag(deltas.repeat_interleave(sizes))
