@@ -32,7 +32,7 @@ from marglik.posterior.prior import (
 from marglik.training.decay_policy import DecayPolicy, Measures
 from marglik.training.loaders import Loader, WithExamples, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.random_state import generators_of, random_state, set_random_state
+from marglik.training.random_state import random_numbers_restored
 from marglik.training.sampled_data import own_iteration, sample_size, sampled
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
@@ -508,13 +508,10 @@ class LearnerState:
                 norms = batch_norms(problem.model)
                 statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
                 stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
-                # The loop must draw the same numbers whether it validates or not.
-                random = random_state(generators := generators_of(problem.loader))
                 data, targets = own_iteration(problem.loader), problem.options.curvature
-                try:
+                # The loop must draw the same numbers whether it validates or not.
+                with random_numbers_restored(problem.loader):
                     renew_batch_norm(problem.model, data, targets, problem.ranks)
-                finally:
-                    set_random_state(random, generators)
             yield
 
     @contextmanager
