@@ -24,7 +24,7 @@ from kfac_backend.files import read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
 from marglik.prediction.links import Calibration, Prediction, predict_from_outputs
 from marglik.prediction.predictive import Labels, PredictiveConfig, outputs_of
@@ -94,7 +94,7 @@ class Ensemble:
     @torch.no_grad()
     def _outputs(self, x: Any) -> Tensor:
         """The members' outputs (K, N, ..., C), in eval mode."""
-        return torch.stack([in_eval_mode(m, outputs_of)(m, x) for m in self.models])
+        return torch.stack([eval_mode(m)(outputs_of)(m, x) for m in self.models])
 
     def calibrate(
         self,

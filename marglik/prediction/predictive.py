@@ -22,7 +22,7 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior, trainable_layers
 from marglik.prediction.links import (
     Calibration,
@@ -244,7 +244,7 @@ def map_predictive(
             label_noise=label_noise,
         )
 
-    predict = in_eval_mode(model, predict)
+    predict = eval_mode(model)(predict)
     return ModelPredictive(predict, model, likelihood, make_module=module)
 
 
@@ -305,7 +305,7 @@ def laplace_predictive(
         predict: Predictive = of_networks
     else:
         predict = _from_covariances(laplace, config, generator, used, label_noise)
-    predict = in_eval_mode(model, torch.no_grad()(predict))
+    predict = eval_mode(model)(torch.no_grad()(predict))
     assert config.layers != "auto"
     module = module_maker(laplace, config.method, config.layers, used, label_noise)
     return ModelPredictive(predict, model, likelihood, calibration=calibration, make_module=module)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
-from kfac_backend.sharding import local_part
+from kfac_backend.sharding import local_parts
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import (
@@ -45,7 +45,7 @@ from marglik.training.learned_numbers import (
 )
 from marglik.training.random_state import own_random_numbers
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import add_penalty, penalty_value
+from marglik.training.steps import add_penalty
 
 
 def start(
@@ -80,8 +80,13 @@ def start(
 
 
 def penalty(
-    problem: Problem, state: LearnerState, scale: Tensor | float = 1.0, part: int = 0
-) -> None:
+    problem: Problem,
+    state: LearnerState,
+    scale: Tensor | float = 1.0,
+    part: int = 0,
+    *,
+    with_value: bool = False,
+) -> Tensor | None:
     """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
@@ -92,6 +97,7 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
+        with_value: whether to return ½ Σ wd ‖θ‖², a scalar, which the gradients do not need.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
@@ -99,15 +105,10 @@ def penalty(
     state.steps[part] += 1
     policy.observe(problem, state, own)
     decays = policy.stable_decays(state, own)
-    add_penalty(own.parameters, decays, state.gradient_scale * scale, problem.padding_of(own))
+    scale_of_prior, padding = state.gradient_scale * scale, problem.padding_of(own)
+    value = add_penalty(own.parameters, decays, scale_of_prior, padding, with_value=with_value)
     policy.limit_gradients(state, own, scale)
-
-
-def value_of_penalty(problem: Problem, state: LearnerState, part: int = 0) -> Tensor:
-    """½ Σ wd ‖θ‖² of an optimiser's parameters, a scalar, which the gradients do not need."""
-    own = problem.parts[part]
-    decays = problem.options.policy.stable_decays(state, own)
-    return penalty_value(own.parameters, decays, problem.padding_of(own))
+    return value
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
@@ -230,7 +231,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     # compared by value, as the loop may have loaded others since; and an update at them, perhaps
     # before a resume, is not made again.
     numbers: dict[str, float] = {}
-    here = parameter_vector(map(local_part, problem.named.values()))
+    here = parameter_vector(local_parts(problem.named.values()))
     posterior = state.posterior
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)

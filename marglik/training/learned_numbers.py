@@ -28,7 +28,7 @@ from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
-from marglik.eval_mode import eval_mode, in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
@@ -157,7 +157,8 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        f = in_eval_mode(model, outputs_of)(model, x)
+        with eval_mode(model):
+            f = outputs_of(model, x)
         return f, torch.zeros_like(f.flatten(0, -2))[:, None]
 
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their

@@ -326,14 +326,14 @@ class OnlineTraining:
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
         values: list[Tensor] = []
-        examples, latest = 0, None
+        examples, latest, is_alone = 0, None, self.ranks.size == 1
         for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
             x, y = self._task.split(batch)
             own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = self.ranks.size == 1 or len(own[1]) > 0
+            counts = is_alone or len(own[1]) > 0
             latest = own if counts else latest
             if latest is None:
                 raise ValueError(
@@ -407,8 +407,7 @@ class OnlineTraining:
                 objective.register_hook(lambda factor: scale.insert(0, factor))
             self.fabric.backward(objective)
         problem, state = self.learner.problem, self.learner.state
-        algorithm.penalty(problem, state, scale[0])
-        penalty = algorithm.value_of_penalty(problem, state)
+        penalty = algorithm.penalty(problem, state, scale[0], with_value=True)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
