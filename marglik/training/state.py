@@ -172,7 +172,9 @@ class Problem:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
         options, schedule = self.options, self.options.schedule
         learns_more = state.ranges.modules or state.hyperparameters.learn_sigma_noise
-        learns_more = learns_more or options.likelihood.to_learn()
+        # Held-out labels say what the share of wrong labels is, and not updates.
+        by_evidence = options.likelihood.to_learn() and not self.learns_label_noise
+        learns_more = learns_more or by_evidence
         is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
         return is_budget and not learns_more
 
