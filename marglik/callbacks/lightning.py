@@ -39,10 +39,10 @@ class MarginalLikelihood(Callback):
     After some epochs, and at the end, it updates the prior by the evidence on the training
     dataloader, and logs the evidence and the new weight decays to the trainer's loggers. When the
     training ends, the module holds the average of its parameters over the last third of the epochs.
-    In these epochs that average so far is what is validated, and what checkpoints that are written
-    after a validation hold, so that early stopping and the best checkpoint are of the average;
-    training resumes from the parameters of the steps, which they hold, too, with the callback's
-    state. The module's optimiser must have no weight decay.
+    In these epochs, from a sixth of the steps on, that average so far is what is validated, and
+    what checkpoints that are written after a validation hold, so that early stopping and the best
+    checkpoint are of the average; training resumes from the parameters of the steps, which they
+    hold, too, with the callback's state. The module's optimiser must have no weight decay.
     ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
     says if the loss of the first batch is not that of the likelihood.
 
@@ -111,6 +111,7 @@ class MarginalLikelihood(Callback):
             held_out=self._held_out, hooks="gradients",
         )  # fmt: skip
         self._output = OutputOf(network)
+        self._validated = -1, {}  # of an earlier run, which an exception may have ended
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         if is_known and trainer.global_step % per_epoch == 0:
             self._end_epoch(trainer, trainer.global_step // per_epoch)

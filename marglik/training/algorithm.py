@@ -128,7 +128,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     with state.unchanged_by_errors(problem.model):
         state.epoch, state.measures.clipped = epoch, 0
         state.replay(problem)
-        if schedule.rests(epoch):
+        if schedule.is_late(epoch) and epoch != schedule.epochs:  # then `finish` learns it
             learn_label_noise(problem, state)
         if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
             return {}

@@ -276,7 +276,7 @@ class DecayPolicy:
         weights = gamma * settles
         number = weights.sum().clamp(min=1)
         if self.rest is not None and problem.may_rest(state):
-            is_small = (moves * weights).sum() / number < self.rest
+            is_small = settles.any() and (moves * weights).sum() / number < self.rest
             measures.rest = max(1, 2 * measures.rest) if is_small else 0
             measures.left_out = 0
         # At a low rate no update moves the decays much.

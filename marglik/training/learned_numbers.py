@@ -8,12 +8,12 @@ a temperature τ together maximise their likelihood, Σ log((1 − ε) p_τ(y) +
 A network that does not fit yet is explained by a large τ, and not by ε; one that is sure of what it
 gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn.
 
-Training begins without noise, and ε follows when the decays rest, in the last third of the epochs
-(`Schedule.rests`). Until then the decays of "classification" keep the network from fitting wrong
-labels. Noise from the start lets the decays fall, since Λ is smaller, and gives up right labels
-that are hard, for which the network has had no time. On digits it lost up to .02 nats to
-"classification" with the same calibration, on average over seeds, where noise from then on gained
-(docs/label-noise.md).
+Training begins without noise, and ε follows in the last third of the epochs (`Schedule.is_late`),
+where the decays rest with the default schedule. Until then the decays of "classification" keep the
+network from fitting wrong labels. Noise from the start lets the decays fall, since Λ is smaller,
+and gives up right labels that are hard, for which the network has had no time. On digits it lost up
+to .02 nats to "classification" with the same calibration, on average over seeds, where noise from
+then on gained (docs/label-noise.md).
 """
 
 from collections.abc import Collection, Sequence
@@ -160,7 +160,8 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
         f = in_eval_mode(model, outputs_of)(model, x)
         return f, torch.zeros_like(f.flatten(0, -2))[:, None]
 
-    # In the same order each time: other roundings would move ε where the fit of it stops.
+    # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
+    # own keep their order: other roundings would move ε where the fit of it stops.
     with random_numbers_restored(problem.held_out):
         f, spread, y = collected(
             outputs_and_spread, problem.held_out, model, likelihood, problem.options.curvature,

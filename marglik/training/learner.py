@@ -193,8 +193,9 @@ class PriorLearner:
         It is the network that `finish` would leave: the validation loss, early stopping and "keep
         the best" are about the average, and not about the last step's parameters. Its BatchNorm
         statistics are renewed by a pass over the training data. Afterwards, also after an error,
-        parameters and statistics are what they were. Before the epochs that are averaged, the last
-        third, it changes nothing. With several ranks it is collective.
+        parameters and statistics are what they were. As long as fewer than a sixth of the steps are
+        averaged, `finish` takes no average, and this changes nothing. With several ranks it is
+        collective.
 
         Yields:
             The network.

@@ -32,7 +32,7 @@ from marglik.posterior.prior import (
 from marglik.training.decay_policy import DecayPolicy, Measures
 from marglik.training.loaders import Loader, WithExamples, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.random_state import generators_of, random_state, set_random_state
+from marglik.training.random_state import random_numbers_restored
 from marglik.training.sampled_data import own_iteration, sample_size, sampled
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
@@ -300,7 +300,7 @@ class Problem:
 
 @dataclass(eq=False)
 class LearnerState:
-    """What the learner has come to; saved and loaded by its fields, all but the last two."""
+    """What the learner has come to; saved and loaded by its fields, all but the last three."""
 
     hyperparameters: Hyperparameters
     """δ of each group and σ."""
@@ -339,11 +339,14 @@ class LearnerState:
     """What `update_prior` recorded in the latest update, with its seconds."""
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
+    is_averaged: bool = False
+    """Whether the network has its average now, within `averaged`."""
 
     @property
     def has_average(self) -> bool:
-        """Whether the average of the parameters has begun."""
-        return all(average.count for average in self.averages)
+        """Whether the average is over enough of the steps (a sixth) that `finish` would take it."""
+        counts = [average.count for average in self.averages]
+        return all(counts) and counts[-1] >= AVERAGED_SHARE / 2 * self.steps[-1]
 
     @classmethod
     def initial(
@@ -473,7 +476,7 @@ class LearnerState:
         """Give the network the mean over about the last third of the steps, if there is one."""
         schedule = problem.options.schedule
         made, averaged = self.steps[-1], self.averages[-1].count
-        if averaged and averaged >= AVERAGED_SHARE / 2 * made:
+        if self.has_average:
             for average in self.averages:
                 average.add()
                 average.write()
@@ -497,19 +500,18 @@ class LearnerState:
     def averaged(self, problem: Problem) -> Iterator[None]:
         """A context in which the network has its average so far, see `PriorLearner.averaged`."""
         with ExitStack() as stack:
-            if self.has_average:
+            if self.has_average and not self.is_averaged:
+                self.is_averaged = True
+                stack.callback(setattr, self, "is_averaged", False)  # noqa: FBT003
                 for average in self.averages:
                     stack.enter_context(average.written())
                 norms = batch_norms(problem.model)
                 statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
                 stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
-                # The loop must draw the same numbers whether it validates or not.
-                random = random_state(generators := generators_of(problem.loader))
                 data, targets = own_iteration(problem.loader), problem.options.curvature
-                try:
+                # The loop must draw the same numbers whether it validates or not.
+                with random_numbers_restored(problem.loader):
                     renew_batch_norm(problem.model, data, targets, problem.ranks)
-                finally:
-                    set_random_state(random, generators)
             yield
 
     @contextmanager
@@ -552,7 +554,7 @@ def initial_hyperparameters(
     )
 
 
-SAVED = [field.name for field in fields(LearnerState)][:-2]
+SAVED = [field.name for field in fields(LearnerState)][:-3]
 
 
 def _to_plain(value: Any) -> Any:

@@ -217,12 +217,36 @@ def test_the_best_checkpoint_is_the_average_that_was_validated(tmp_path):
         x, y = dataset().tensors
         for file, loss in saves.best_k_models.items():
             saved = Validates()
-            saved.load_state_dict(state := torch.load(file, weights_only=True)["state_dict"])
+            checkpoint = torch.load(file, weights_only=True)
+            saved.load_state_dict(state := checkpoint["state_dict"])
             assert_close(F.cross_entropy(saved.net(x), (y + 1) % 3), loss, rtol=1e-5, atol=0)
-            if "epoch=4" in file:  # the first one of the average
-                path, steps = file, torch.load(file, weights_only=True)[STEPS]
-        assert not torch.equal(state["net.0.weight"], steps["net.0.weight"])
+            has_average = "epoch=4" in file or "epoch=5" in file
+            assert (STEPS in checkpoint) == has_average
+            if has_average:
+                steps = checkpoint[STEPS]
+                assert not torch.equal(state["net.0.weight"], steps["net.0.weight"])
+            if "epoch=4" in file:
+                path = file
     assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_a_training_after_one_that_failed_saves_its_own_network(tmp_path):
+    """It validates nothing, and its checkpoint is of the step that the failed one validated."""
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Validates()
+
+    class Stops(L.Callback):
+        def on_validation_end(self, trainer, *_):
+            if trainer.current_epoch == 4:
+                raise Killed
+
+    first = trainer(prior, 6, enable_checkpointing=True)
+    first.callbacks += [Stops(), ModelCheckpoint(tmp_path, "first")]
+    with pytest.raises(Killed):
+        first.fit(module, loader(), loader(), **SAFELY)
+    second = trainer(prior, 6, max_steps=20, enable_checkpointing=True)
+    second.callbacks.append(ModelCheckpoint(tmp_path, "second"))
+    second.fit(Validates(), loader(), **SAFELY)
+    assert STEPS not in torch.load(tmp_path / "second.ckpt", weights_only=True)
 
 
 def test_what_it_cannot_work_with_is_named():
