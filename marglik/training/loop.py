@@ -427,7 +427,6 @@ class OnlineTraining:
         correct = terms = data_loss = data_loss.detach()
         if (counted := counted_terms(y, likelihood)) is not None:
             correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
-        assert penalty is not None  # its value was asked for
         return [data_loss, penalty * len(f), correct, terms]
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
