@@ -255,7 +255,7 @@ class Problem:
 
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
-        options, schedule = self.options, self.options.schedule
+        schedule = self.options.schedule
         # Held-out labels say what the share of wrong labels is, and not updates.
         learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
         learns_more = learns_more or (state.ranges is not None and state.ranges.modules)
