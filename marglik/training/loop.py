@@ -448,9 +448,9 @@ class OnlineTraining:
 
     # --- records ---
 
-    def _report_update(self, found: Mapping[str, float]) -> None:
-        """Report the learner's latest update, if it has made one."""
-        if not found:
+    def _report_update(self, numbers: Mapping[str, float]) -> None:
+        """Report the learner's latest update, if it has made one: there are then numbers to log."""
+        if not numbers:
             return
         record = {"kind": "update", "epoch": self._epoch, **self.learner.state.record}
         self._report(record)
