@@ -198,11 +198,11 @@ class MarginalLikelihood(Callback):
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
         self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
-    def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
-        if found:
+    def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
+        if numbers:
             for logger in trainer.loggers:
                 logger.log_metrics(
-                    {f"prior/{name}": value for name, value in found.items()}, trainer.global_step
+                    {f"prior/{name}": value for name, value in numbers.items()}, trainer.global_step
                 )
 
     def state_dict(self) -> dict[str, Any]:

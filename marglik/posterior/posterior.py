@@ -657,7 +657,7 @@ class Posterior:
                 return KroneckerPrecision(self.precision_blocks(), constants)
             return self._precision_of(curvature)
 
-        return self._kept("precision", make)
+        return self._cached("precision", make)
 
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
@@ -703,8 +703,8 @@ class Posterior:
             return
         blocks = self.fitted_factors().blocks
         # What only some ranks have is computed again by all, so that all hold the same bits.
-        known = ranks.gather(set(self._eigen))
-        missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
+        of_ranks = ranks.gather(set(self._eigen))
+        missing = [b for name, b in blocks.items() if not all(name in own for own in of_ranks)]
         self._decompose(missing, ranks)
 
     def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
@@ -865,7 +865,7 @@ class Posterior:
         self.check_weights()
         sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
         if self.structure == "kron":
-            covariance_of = self._kept(
+            covariance_of = self._cached(
                 "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
             )
             with eval_mode(self.model):
@@ -912,9 +912,9 @@ class Posterior:
             blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
-        return self._kept(layers, make)
+        return self._cached(layers, make)
 
-    def _kept(self, key: Any, make: Callable[[], T]) -> T:
+    def _cached(self, key: Any, make: Callable[[], T]) -> T:
         """A function for covariances, kept until a hyperparameter changes.
 
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
