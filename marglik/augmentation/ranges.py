@@ -42,7 +42,9 @@ def evidence_gradient(
             `Likelihood.with_parameters`; the posterior's by default.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
-    of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
+    of_factors = derivatives_in_factors(
+        factors, posterior.prior_precision, sigma, T, posterior.ranks, posterior.params[0].device
+    )
     if likelihood is not None:
         factors = replace(factors, likelihood=likelihood)
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss

@@ -15,6 +15,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.likelihoods import Likelihood
+from kfac_backend.ranks import Ranks
 from marglik.posterior.jacobian_ggn import JacobianGGN
 
 
@@ -120,6 +121,8 @@ def derivatives_in_factors(
     prior_precision: Tensor | float,
     sigma_noise: Tensor | float = 1.0,
     temperature: Tensor | float = 1.0,
+    ranks: Ranks | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, BlockDerivative]:
     """∂/∂B and ∂/∂A of the evidence for each block, at fixed θ, δ, σ and T.
 
@@ -131,11 +134,13 @@ def derivatives_in_factors(
         prior_precision: δ, a scalar or one per block.
         sigma_noise: σ.
         temperature: T.
+        ranks: those that share the factors, which then all call this.
+        device: of the derivatives; by default the factors'.
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
     derivatives = {}
-    of_blocks = decompose(factors.blocks.values())
+    of_blocks = decompose(factors.blocks.values(), ranks, device)
     for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:

@@ -311,7 +311,9 @@ class Posterior:
         """Compute the curvature at the model's current parameters.
 
         With several ranks of `torch.distributed` all of them call this, each with its shard of the
-        data, and all end with the posterior of all the data; see `kronecker_factors`.
+        data, and all end with the evidence of all the data; see `kronecker_factors`. Each block is
+        kept by one rank. Predictives that the ranks share (`laplace_predictive` with ranks) need
+        no more; for what a rank computes alone, such as samples, call `gather` first.
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
@@ -360,6 +362,17 @@ class Posterior:
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         self.restore(curvature)
+
+    def gather(self) -> None:
+        """Bring all factors to all ranks, for what one of them does alone; collective.
+
+        Samples, predictions and saving need it after a fit by several ranks.
+        """
+        factors = self.fitted_curvature()
+        if isinstance(factors, KroneckerFactors) and self.ranks.size > 1:
+            self._curvature = factors.gathered(self.ranks, self._device)
+            # The same factors, elsewhere: what was computed from them stays.
+            self._version = [block.version for block in self._curvature.blocks.values()]
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
         if self.structure != "kron":

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
-from kfac_backend.sharding import local_parts
+from kfac_backend.sharding import is_sharded, local_parts
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import check_derivatives, learn_label_noise, likelihood_step
@@ -244,5 +244,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
             if problem.learns_label_noise:
                 learn_label_noise(problem, state)
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
+    if state.posterior is not None and not is_sharded(problem.model):
+        state.posterior.gather()  # whoever has the posterior now may predict on one rank alone
     policy.warn_at_the_end(problem, state)
     return numbers
