@@ -84,7 +84,8 @@ class KroneckerBlock:
     @property
     def version(self) -> object:
         """Another one after a tensor of the block was changed in place, by torch's counters."""
-        return _version(F for F, _ in self.named_factors())
+        # 0 of tensors of inference mode, which cannot change outside.
+        return [0 if t.is_inference() else t._version for t in (self.B, self.A) if t is not None]
 
     def fits(self, shape: torch.Size) -> bool:
         """Whether the block can be that of a parameter of this shape: B's rows are its first axes.
@@ -218,13 +219,17 @@ class KroneckerBlock:
 
     def _remembered(self, key: str) -> Any:
         """What `_remember` keeps; None if there is nothing, or if a factor was changed since."""
-        version, value = self.__dict__.get(key, (None, None))
+        if key not in self.__dict__:
+            return None
+        version, value = self.__dict__[key]
         return value if version == self.version else None
 
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
-        compute_eigenvalues([self])
-        return self.__dict__["_eigenvalues"][1]
+        if (eigenvalues := self._remembered("_eigenvalues")) is None:
+            compute_eigenvalues([self])
+            eigenvalues = self.__dict__["_eigenvalues"][1]
+        return eigenvalues
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
         """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
@@ -370,11 +375,6 @@ def _identity(factor: Tensor) -> object:
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 
-def _version(tensors: Iterable[Tensor]) -> object:
-    """The tensors' version counters; 0 of those of inference mode, which cannot change outside."""
-    return [0 if t.is_inference() else t._version for t in tensors]
-
-
 def _cost(factor: Tensor) -> int:
     """G d³ for G groups."""
     return factor.shape[:-2].numel() * factor.shape[-1] ** 3
@@ -494,7 +494,8 @@ class CorrectedBlock(KroneckerBlock):
     @property
     def version(self) -> object:
         """As of a plain block, with the tensors of the eigenbasis."""
-        return _version(tensor for tensor in vars(self.eigen).values() if tensor is not None)
+        tensors = (tensor for tensor in vars(self.eigen).values() if tensor is not None)
+        return [0 if t.is_inference() else t._version for t in tensors]
 
     @property
     def _corrected(self) -> Tensor:

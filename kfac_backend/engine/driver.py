@@ -264,10 +264,10 @@ class Driver:
                 self.task.look_at(f)
                 if not self.num_data:
                     warn_of_many_passes(self.fisher, self.likelihood, f)
-                capture.check_examples(len(f), hides=mask is not None)
+                capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
-                capture.check_runs()
-                masked = capture.masked
+                capture.runs.check_reached()
+                masked = capture.runs.masked
             self._prove_masked(masked, x, y)
             with self._no_autocast():
                 self.sink.part_done(f, y)

@@ -290,9 +290,10 @@ class TrainingPass:
         if not f.requires_grad:
             self._drop()
             return
-        forward.capture.end()
-        forward.capture.check_examples(len(f), hides=forward.mask is not None)
-        is_new = bool(forward.capture.masked - self._driver.proof.masked)  # where none was hidden
+        runs = forward.capture.runs
+        runs.check_number(forward.capture.assignment)
+        runs.check_examples(len(f), forward.capture.sink, hides=forward.mask is not None)
+        is_new = bool(runs.masked - self._driver.proof.masked)  # where none was hidden
         if self._driver.is_sharded:
             is_new = forward.mask is not None and self.ranks.any(is_new, self._driver.device)
         if is_new:
@@ -350,8 +351,8 @@ class TrainingPass:
         if forward is None or not forward.is_seen:
             return
         self._now = None
-        forward.capture.end_vector()
-        forward.capture.check_runs()
+        forward.capture.vector_done()
+        forward.capture.runs.check_reached()
         forward.capture.forget()
 
     def _drop(self) -> None:

@@ -119,8 +119,8 @@ class RangeLearner:
         if options.fisher == "exact":
             options = options.replace(fisher="mc", mc_samples=1)
         ranges = [module.ranges for module in self.modules]
-        for found in evidence_gradient(posterior, parts, ranges, options):
-            for module, share, gradient in zip(self.modules, self._shares, found, strict=True):
+        for gradients in evidence_gradient(posterior, parts, ranges, options):
+            for module, share, gradient in zip(self.modules, self._shares, gradients, strict=True):
                 largest = module.largest.to(gradient)
                 share.data.copy_(module.ranges / largest)  # a checkpoint may have changed them
                 share.grad = -gradient * largest

@@ -42,8 +42,8 @@ class MarginalLikelihood(Callback):
     training ends, the module holds the average of its parameters over the last third of the epochs.
     In these epochs, from a sixth of the steps on, that average so far is what is validated, and
     what checkpoints that are written after a validation hold, so that early stopping and the best
-    checkpoint are of the average; training resumes from the parameters of the steps, which they hold, too, with the callback's
-    state. The module's optimiser must have no weight decay.
+    checkpoint are of the average; training resumes from the parameters of the steps, which they
+    hold, too, with the callback's state. The module's optimiser must have no weight decay.
     ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
     says if the loss of the first batch is not that of the likelihood.
 
@@ -205,11 +205,11 @@ class MarginalLikelihood(Callback):
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
         self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
-    def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
-        if found:
+    def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
+        if numbers:
             for logger in trainer.loggers:
                 logger.log_metrics(
-                    {f"prior/{name}": value for name, value in found.items()}, trainer.global_step
+                    {f"prior/{name}": value for name, value in numbers.items()}, trainer.global_step
                 )
 
     def state_dict(self) -> dict[str, Any]:

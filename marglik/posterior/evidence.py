@@ -74,6 +74,16 @@ class EvidenceTerms:
             likelihood=ggn.likelihood,
         )
 
+    def log_likelihood(
+        self, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
+    ) -> Tensor:
+        """Log p(D|θ*) / T (nats, a sum over the data); of regression with its normaliser / T."""
+        sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
+        value = -self.loss / sigma.square()
+        if self.likelihood.has_sigma:
+            value = value - self.num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
+        return value / temperature
+
 
 def as_tensor(value: float | Tensor) -> Tensor:
     """A tensor as it is, a number in float64.
@@ -97,29 +107,6 @@ def checked_precision(prior_precision: float | Tensor, blocks: int, each: int = 
             "one per trainable tensor."
         )
     return delta.reshape(-1)
-
-
-def log_likelihood(
-    loss: float,
-    num_targets: float,
-    likelihood: Likelihood,
-    sigma_noise: Tensor | float = 1.0,
-    temperature: Tensor | float = 1.0,
-) -> Tensor:
-    """Log p(D|θ*) / T (nats, a sum over the data); for regression with its normaliser, also / T.
-
-    Args:
-        loss: Σ ℓ at σ = 1.
-        num_targets: see `EvidenceTerms`.
-        likelihood: of the targets.
-        sigma_noise: σ.
-        temperature: T.
-    """
-    sigma = as_tensor(sigma_noise).double()
-    value = -loss / sigma.square()
-    if likelihood.has_sigma:
-        value = value - num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
-    return value / temperature
 
 
 def log_marginal_likelihood(
@@ -165,8 +152,7 @@ def evidence_of(terms: EvidenceTerms, delta: Tensor, sigma: Tensor, T: Tensor | 
     # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
     log_det_ratio = terms.spectra.log_det_ratio(1 / (sigma.square() * T) / delta).sum()
     scatter = (delta * terms.squared_norms).sum()
-    likelihood = log_likelihood(terms.loss, terms.num_targets, terms.likelihood, sigma, T)
-    evidence = likelihood - 0.5 * (log_det_ratio + scatter)
+    evidence = terms.log_likelihood(sigma, T) - 0.5 * (log_det_ratio + scatter)
     if not torch.isfinite(evidence):
         raise FloatingPointError(_why_not_finite(terms, delta))
     return evidence

@@ -60,7 +60,8 @@ def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator
 def random_numbers_restored(*loaders: Any) -> Iterator[None]:
     """A context that leaves all generators, also those of ``loaders``, as they were.
 
-    So loaders that shuffle have the same order in each such context, and after a resume.
+    So a loader that shuffles with a generator of its own has the same order in each such context,
+    also after a resume. Others draw their order from torch's, which the training moves on.
     """
     generators = generators_of(*loaders)
     before = random_state(generators)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from kfac_backend.engine.batches import length
 from kfac_backend.ranks import Ranks
 from marglik.training.loaders import Loader
-from marglik.training.random_state import generators_of, random_state, set_random_state
+from marglik.training.random_state import random_numbers_restored
 
 SHARE = 0.1
 """Of the cost of the steps since the last update, in passes over one example."""
@@ -61,10 +61,9 @@ def sampled(loader: Loader, number: int, num_data: int, ranks: Ranks, seed: int)
     if hasattr(loader, "sample"):
         return _Again(partial(loader.sample, number, BATCH_SIZE), seed)  # pyright: ignore
     if _is_of_examples(loader):
-        state = random_state(generators := generators_of(loader))
         batches = loader.batch_sampler  # pyright: ignore[reportAttributeAccessIssue]
-        indices = sorted(i for batch in batches for i in batch)  # in whatever order they came
-        set_random_state(state, generators)
+        with random_numbers_restored(loader):
+            indices = sorted(i for batch in batches for i in batch)  # in whatever order they came
         M = max(1, min(len(indices), round(number * len(indices) / num_data)))
         chosen = [indices[i] for i in torch.randperm(len(indices), generator=generator)[:M]]
         starts = range(0, M, BATCH_SIZE)

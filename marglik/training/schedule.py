@@ -87,10 +87,11 @@ class Schedule:
         """Whether an update follows this epoch, which is not the last one."""
         return self.is_due(epoch) and epoch != self.epochs
 
-    def rests(self, epoch: int) -> bool:
-        """Whether the decays rest after this epoch, from 1: in the last third of the epochs.
+    def is_late(self, epoch: int) -> bool:
+        """Whether the end of this epoch, from 1, begins or lies in the last third of the epochs.
 
-        Where the number of epochs is not known, after as many as there are ``updates``.
+        With the default schedule the decays rest there. Where the number of epochs is not known,
+        it is late after as many as there are ``updates``.
         """
         if self.epochs is None:
             return epoch >= self.updates
