@@ -365,9 +365,8 @@ class Driver:
         """
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         mask = None if y is None or self.proof.holds_for_masks else self.task.mask(x)
-        misses = y is not None and (
-            not self.proof.is_made(N) or mask is not None or self.kfac_approx == "auto"
-        )
+        knows_all = self.proof.is_made(N) and self.task.knows_shift and self.kfac_approx != "auto"
+        misses = y is not None and (mask is not None or not knows_all)
         if not self.ranks.any(misses, self.device):
             return
         self._common = None
@@ -388,10 +387,12 @@ class Driver:
         if batch is not None:
             x, y, mask = batch
             if splits_by_example(x, y):
-                # One whose positions a mask hides, if there are any, and the first ones.
+                # One whose positions a mask hides, if there are any, those whose labels tell whether
+                # the model shifts them, and the first ones.
                 hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
-                which = list(dict.fromkeys([hiding, *range(min(len(y), MOST_EXAMPLES))]))
-                which = torch.tensor(which, device=self.device)
+                telling = self.task.telling_examples(y).tolist()
+                which = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
+                which = torch.tensor(list(dict.fromkeys(which)), device=self.device)
                 x, y = examples(x, which), y[which]
             some = detached(x, torch.device("cpu")), detached(y, torch.device("cpu"))
         batches = [some for some in self.ranks.gather(some) if some is not None]

@@ -137,13 +137,14 @@ def test_deciding_draws_none_of_the_users_random_numbers(fisher):
     assert torch.equal(states[0][1], states[1][1])
 
 
-def test_what_a_mask_hides_is_in_no_trace():
+@pytest.mark.parametrize("first", [nn.Linear(4, 5), nn.Embedding(7, 5)])
+def test_what_a_mask_hides_is_in_no_trace(first):
     """More padding, with any numbers in it, changes nothing; a mask that hides nothing neither."""
 
     class Mean(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+            self.one, self.two = first, nn.Linear(5, 3)
 
         def forward(self, h: Tensor, mask: Tensor) -> Tensor:
             h = self.two(self.one(h).tanh()) * mask[..., None]
@@ -155,7 +156,8 @@ def test_what_a_mask_hides_is_in_no_trace():
 
     def traces(mask: Tensor, shows: Tensor | None, seed: int = 0) -> Tensor:
         h = torch.cat([normal(4, 6, 4), 1 + normal(4, mask.shape[1] - 6, 4, seed=seed)], 1)
-        x = {"h": h, "mask": mask}
+        is_token = isinstance(first, nn.Embedding)
+        x = {"h": (100 * h[..., 0]).long() % 7 if is_token else h, "mask": mask}
         with nullcontext() if shows is None else counted_positions(shows):
             of_layers = block_traces(model, assignment, Classification(), x, y)
         return torch.stack([of_layers["one"], of_layers["two"]])
