@@ -387,8 +387,8 @@ class Driver:
         if batch is not None:
             x, y, mask = batch
             if splits_by_example(x, y):
-                # One whose positions a mask hides, if there are any, those whose labels tell whether
-                # the model shifts them, and the first ones.
+                # One whose positions a mask hides, if there are any, those whose labels tell if the
+                # model shifts them, and the first ones.
                 hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
                 telling = self.task.telling_examples(y).tolist()
                 which = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
