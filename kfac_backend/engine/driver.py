@@ -47,7 +47,7 @@ from kfac_backend.precision import (
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
-from kfac_backend.sharding import is_sharded, ranks_of_model, reshard
+from kfac_backend.sharding import is_sharded, ranks_of_model, resharded
 
 
 class Driver:
@@ -156,7 +156,7 @@ class Driver:
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
         self.failed, kfac_approx = True, self.kfac_approx
-        with full_float32():
+        with full_float32(), resharded(self.model):
             if not self._fits(x, y):
                 # Other ranks would have to try smaller batches, too.
                 fitting = None if self.is_sharded else self._fitting_size(x, y)
@@ -164,7 +164,6 @@ class Driver:
                 raise out_of_memory(self.model, self.device, len(y), fitting)
             if self._late.is_time():
                 self._late.read(self.model, self.task.check)
-        reshard(self.model)
         self.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
@@ -401,15 +400,15 @@ class Driver:
 
     def _run_along(self) -> None:
         """Run the model on the common examples, as often as other ranks do on a batch."""
-        self._prepare_together()
-        assert self._common is not None
-        x, y = self._common
-        with full_float32(), Capture(self.model, self.proof.assignment) as capture:
-            f = capture.forward(x)
-            nothing = self.ranks.in_step((), self.device)
-            capture.backward(f, (torch.zeros_like(f) for _ in nothing))
+        with full_float32(), resharded(self.model):  # as in `add`
+            self._prepare_together()
+            assert self._common is not None
+            x, y = self._common
+            with Capture(self.model, self.proof.assignment) as capture:
+                f = capture.forward(x)
+                nothing = self.ranks.in_step((), self.device)
+                capture.backward(f, (torch.zeros_like(f) for _ in nothing))
             self._prove_masked(set(), x, y)
-        reshard(self.model)
 
     def _prove_masked(self, masked: set[TrackedLayer], x: Any, y: Any) -> None:
         """Prove that masks do no harm in layers some of whose rows they hide, unless it is."""
