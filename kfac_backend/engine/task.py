@@ -24,6 +24,7 @@ from kfac_backend.likelihoods import (
     IGNORED,
     Likelihood,
     check_targets,
+    counted_terms,
     likelihood_of,
     loss_sum,
     num_counted_terms,
@@ -187,6 +188,11 @@ class Task:
             # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
+
+    def ignored(self, y: Any) -> Tensor | None:
+        """Which targets do not count; None for other targets than labels."""
+        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
+        return None if counted is None else ~counted
 
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""
