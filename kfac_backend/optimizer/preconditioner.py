@@ -149,10 +149,11 @@ class KfacPreconditioner:
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
-            average their gradients, as `DistributedDataParallel` does. All must call `step`, and
-            get the same result. Except for the labels that are drawn, it equals that of one process
-            with all the data; for fisher="empirical" the average of the ranks' losses must then be
-            the mean over all terms. Pass the model itself, not its wrapper.
+            average their gradients, as `DistributedDataParallel` does. All must call `step` and
+            `state_dict`, and get the same result; each keeps and inverts some of the blocks. Except
+            for the labels that are drawn, the result equals that of one process with all the data;
+            for fisher="empirical" the average of the ranks' losses must then be the mean over all
+            terms. Pass the model itself, not its wrapper.
         keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
             those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
 
@@ -301,9 +302,11 @@ class KfacPreconditioner:
             p = self._parameters[name].detach()
             rows.append(local_row(p, first // p.shape[1:].numel()))
         before = [row.clone() for row in rows]
-        yield
-        for row, value in zip(rows, before, strict=True):
-            row.copy_(value)
+        try:
+            yield
+        finally:
+            for row, value in zip(rows, before, strict=True):
+                row.copy_(value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

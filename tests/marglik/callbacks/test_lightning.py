@@ -280,7 +280,7 @@ def on_ranks(is_sharded=False, **options):
     )  # each n-th example: batches of one process's
     batches = DataLoader(dataset(), 6 // ranks.size, sampler=sampler)
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
-    strategy = ModelParallelStrategy(tensor_parallel_size=1) if is_sharded else "ddp"
+    strategy = ModelParallelStrategy(ranks.size, 1) if is_sharded else "ddp"
     its_trainer = L.Trainer(
         max_epochs=EPOCHS, callbacks=[prior], logger=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
