@@ -523,8 +523,8 @@ class NoisyClassification(_Softmax):
         super().__post_init__()
 
     def num_vectors(self, C: int) -> int:
-        """One for each class."""
-        return C
+        """One for each class; without noise C − 1."""
+        return C if self.parameters["noise"] else C - 1
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss −log q_y, w_y times; 0 where y is `IGNORED`."""
@@ -540,7 +540,11 @@ class NoisyClassification(_Softmax):
         return with_label_noise(log_p, self.parameters["noise"].to(log_p), log_p.shape[-1])
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The columns s_c."""
+        """The columns s_c; without noise those of `Classification`, to the bit."""
+        noise = self.parameters["noise"]
+        if not noise.requires_grad and not noise:
+            yield from Classification(weights=self.weights).root(f, y)
+            return
         p, scale = self._scaled(f)
         for c in range(f.shape[-1]):
             column = -p * scale[..., c, None]

@@ -14,7 +14,7 @@ once for its `whole_parameters`.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,7 +46,13 @@ def whole_shape(parameter: Tensor) -> Tensor:
 
 def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient, in the same memory; all of it unless spread."""
-    return parameter.detach().to_local() if is_part(parameter) else parameter.detach()  # pyright: ignore
+    return local_parts([parameter])[0]
+
+
+def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """`local_part` of each."""
+    values = [p.detach() for p in parameters]
+    return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -275,13 +281,14 @@ def part_of_whole(whole: Tensor, like: Any) -> Tensor:
     return spread.to_local()
 
 
-def with_local_part(like: Any, part: Tensor) -> Tensor:
-    """A tensor spread like another one, of which this is this rank's part."""
-    if not is_part(like):
-        return part
-    return type(like).from_local(
-        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
+def with_local_parts(parameters: Iterable[Any], parts: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors spread like the parameters, of which these are this rank's parts."""
+    return [
+        type(p).from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+        if hasattr(p, "to_local")
+        else part
+        for p, part in zip(parameters, parts, strict=True)
+    ]
 
 
 def gathered_state(state: Any) -> Any:
@@ -318,7 +325,7 @@ def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list
 
 def norms_over_parts(norms: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Each parameter's norm, from that of this rank's part; collective if any is sharded."""
-    if not any(map(is_part, parameters)):
+    if not any(hasattr(p, "to_local") for p in parameters):
         return list(norms)
     return [s.sqrt() for s in sum_over_parts([norm.square() for norm in norms], parameters)]
 

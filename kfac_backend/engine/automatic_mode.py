@@ -93,7 +93,15 @@ class BlockTraces(Sink):
     def __init__(self) -> None:
         self.num_examples = 0
         """N of the batch that runs."""
+        self.has_shared_weights = False
+        """Whether some layer ran on several positions per example."""
         self._traces: dict[tuple[Any, ...], Tensor] = {}
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Note whether positions share the layer's weight."""
+        if issubclass(tracked.rule, WeightSharingRule) and not self.has_shared_weights:
+            rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
+            self.has_shared_weights = use.rows is not None or rule.inputs(use.a[:1]).shape[2] > 1
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add one use's traces."""
@@ -150,6 +158,8 @@ def block_traces(
     with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
         check_targets(f, y, likelihood, may_ignore=True)
+        if not traces.has_shared_weights:
+            return {}
         traces.num_examples = len(f)
         few = likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
         fisher = ExactGGN() if few else DrawnLabels(MOST_VECTORS)

@@ -16,6 +16,7 @@ from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import check_positive
+from kfac_backend.ranks import Ranks
 from marglik.posterior.jacobian_ggn import JacobianGGN
 
 
@@ -73,6 +74,16 @@ class EvidenceTerms:
             likelihood=ggn.likelihood,
         )
 
+    def log_likelihood(
+        self, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
+    ) -> Tensor:
+        """Log p(D|θ*) / T (nats, a sum over the data); of regression with its normaliser / T."""
+        sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
+        value = -self.loss / sigma.square()
+        if self.likelihood.has_sigma:
+            value = value - self.num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
+        return value / temperature
+
 
 def as_tensor(value: float | Tensor) -> Tensor:
     """A tensor as it is, a number in float64.
@@ -96,29 +107,6 @@ def checked_precision(prior_precision: float | Tensor, blocks: int, each: int = 
             "one per trainable tensor."
         )
     return delta.reshape(-1)
-
-
-def log_likelihood(
-    loss: float,
-    num_targets: float,
-    likelihood: Likelihood,
-    sigma_noise: Tensor | float = 1.0,
-    temperature: Tensor | float = 1.0,
-) -> Tensor:
-    """Log p(D|θ*) / T (nats, a sum over the data); for regression with its normaliser, also / T.
-
-    Args:
-        loss: Σ ℓ at σ = 1.
-        num_targets: see `EvidenceTerms`.
-        likelihood: of the targets.
-        sigma_noise: σ.
-        temperature: T.
-    """
-    sigma = as_tensor(sigma_noise).double()
-    value = -loss / sigma.square()
-    if likelihood.has_sigma:
-        value = value - num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
-    return value / temperature
 
 
 def log_marginal_likelihood(
@@ -164,8 +152,7 @@ def evidence_of(terms: EvidenceTerms, delta: Tensor, sigma: Tensor, T: Tensor | 
     # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
     log_det_ratio = terms.spectra.log_det_ratio(1 / (sigma.square() * T) / delta).sum()
     scatter = (delta * terms.squared_norms).sum()
-    likelihood = log_likelihood(terms.loss, terms.num_targets, terms.likelihood, sigma, T)
-    evidence = likelihood - 0.5 * (log_det_ratio + scatter)
+    evidence = terms.log_likelihood(sigma, T) - 0.5 * (log_det_ratio + scatter)
     if not torch.isfinite(evidence):
         raise FloatingPointError(_why_not_finite(terms, delta))
     return evidence
@@ -190,6 +177,8 @@ def derivatives_in_factors(
     prior_precision: Tensor | float,
     sigma_noise: Tensor | float = 1.0,
     temperature: Tensor | float = 1.0,
+    ranks: Ranks | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, BlockDerivative]:
     """∂/∂B and ∂/∂A of the evidence for each block, at fixed θ, δ, σ and T.
 
@@ -201,11 +190,13 @@ def derivatives_in_factors(
         prior_precision: δ, a scalar or one per block.
         sigma_noise: σ.
         temperature: T.
+        ranks: those that share the factors, which then all call this.
+        device: of the derivatives; by default the factors'.
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
     derivatives = {}
-    of_blocks = decompose(factors.blocks.values())
+    of_blocks = decompose(factors.blocks.values(), ranks, device)
     for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:

@@ -228,9 +228,10 @@ class Hyperparameters:
         evidences, T = [], posterior.temperature
         terms = posterior.evidence_terms  # checks once that it is of the network as it is
         device, fixed = terms.squared_norms.device, posterior.sigma_noise.double()
+        groups = posterior.of_blocks(torch.tensor(self.groups.index)).long().cpu()  # of each block
 
         def evidence() -> Tensor:
-            delta = posterior.of_blocks(self.groups.of_tensors(self._log_delta.exp())).to(device)
+            delta = self._log_delta.exp()[groups].to(device)
             sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
             return evidence_of(terms, delta, sigma, T)
 

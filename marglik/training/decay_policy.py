@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.sharding import local_part, norms_over_parts, sum_over_parts
+from kfac_backend.sharding import local_part, local_parts, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ def clip_gradients(
         since reading a number would wait for it.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
-    gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
+    gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
     norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
     norm: Any = torch.stack(norms).norm().float()
     if norm.device.type == "cpu":  # a dozen operations on tensors would take longer than the norm

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import Posterior
-from tests.marglik.posteriors import DELTAS, by_jacobians, data, fitted, network
+from tests.marglik.posteriors import DELTAS, by_jacobians, data, fitted
 
 
 @pytest.mark.parametrize(
@@ -43,22 +43,6 @@ def test_a_second_fit_is_seen_and_eigenvectors_are_kept(monkeypatch):
     twice = la.output_distribution(x)[1]
     assert (twice - before).norm() > 0.01 * before.norm()
     assert_close(twice, by_jacobians(la, x))
-
-
-def test_last_layer_is_a_laplace_approximation_of_it_alone():
-    la, x = fitted()
-    frozen = network()
-    frozen[:-1].requires_grad_(False)
-    alone, _ = fitted(model=frozen, prior_precision=DELTAS[-2:])
-    f, covariance = la.output_distribution(x, "last")
-    assert_close(f, la.model.eval()(x))
-    assert_close(covariance, by_jacobians(alone, x))
-    everything = la.output_distribution(x)[1]
-    difference = torch.linalg.eigvalsh(everything - covariance)
-    assert (difference > 1e-6).all()  # what the other layers bring
-    assert_close(la.output_distribution(x, "last")[1], covariance)
-    with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
-        la.output_distribution(x, "first")
 
 
 class UsesItsHead(nn.Module):

@@ -14,7 +14,7 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from marglik import Laplace, Posterior, PriorLearner, load_posterior, save_posterior
-from marglik.training.algorithm import penalty, value_of_penalty
+from marglik.training.algorithm import penalty
 from tests.evidence_oracles import laplace_log_evidence
 from tests.kfac_backend.networks import random_model
 from tests.random_numbers import normal
@@ -284,8 +284,7 @@ def test_training_leaves_the_row():
     before = p.detach().clone()
     learner = PriorLearner("regression", updates=0, average=None)
     learner.start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 1)
-    added = value_of_penalty(learner.problem, learner.state)
-    penalty(learner.problem, learner.state)
+    added = penalty(learner.problem, learner.state, with_value=True)
     decays = learner.state.decays
     others = model.head.weight.square().sum()
     norm = p.square().sum() - p[PAD].square().sum()

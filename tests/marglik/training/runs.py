@@ -92,8 +92,9 @@ def make(
         curvature_from="pass",
         rest=options.get("rest", DecayPolicy().rest),
         schedule=Schedule(
-            options.get("epochs", 4), every=options.get("every", 2), steps=5, burn_in=options.get("burn_in", 0),
-            keep=options.get("keep", "best"), average=options.get("average"),
+            options.get("epochs", 4), every=options.get("every", 2), steps=5,
+            burn_in=options.get("burn_in", 0), keep=options.get("keep", "best"),
+            average=options.get("average"),
         ),
     )  # fmt: skip
     fabric = scaled_fabric() if options.get("float16") else None

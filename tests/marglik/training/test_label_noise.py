@@ -29,11 +29,11 @@ def data(N=300, wrong=0.2, seed=0):
     return x, torch.where(change, (y + shift) % 3, y)
 
 
-def trained(wrong=0.2, on_record=None, checkpoints=None, likelihood=NOISY):
+def trained(wrong=0.2, on_record=None, checkpoints=None, likelihood=NOISY, every=4):
     torch.manual_seed(0)
     model = nn.Linear(3, 3).double()
     loader = DataLoader(TensorDataset(*data(wrong=wrong)), 50)
-    learner = PriorLearner(likelihood, epochs=12, every=4, steps=2)
+    learner = PriorLearner(likelihood, epochs=12, every=every, steps=2)
     held_out = [data(300, wrong, seed=1)]
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     training = OnlineTraining(
@@ -54,10 +54,14 @@ def test_noise_is_that_of_a_grid_and_near_the_truth():
     shares = torch.linspace(0, 0.9, 91).double()
     log_q = torch.stack([((1 - e) * own + e / 3).log().sum(1).amax() for e in shares])
     assert noise == pytest.approx(shares[log_q.argmax()].item(), abs=0.03)
-    # Negative control: right labels have none, and without τ there would be some.
-    clean, plain = trained(wrong=0.0), trained(wrong=0.0, likelihood="classification")
+    # Negative control: right labels have none. To the bit they are trained as without noise, and so
+    # with updates left out. Without τ there would be some.
+    clean = trained(wrong=0.0, every=None)
+    plain = trained(wrong=0.0, every=None, likelihood="classification")
     assert clean.laplace.likelihood.parameters["noise"] == 0
-    assert_close(clean.laplace.mean, plain.laplace.mean)
+    assert plain.learner.state.measures.all_left_out
+    assert_close(clean.laplace.mean, plain.laplace.mean, rtol=0, atol=0)
+    assert_close(clean.laplace.prior_precision, plain.laplace.prior_precision, rtol=0, atol=0)
     blurred = HeldOut(
         likelihood_of("classification"), 0.2 * f, 0 * f[:, None], x.argmax(1), is_sampled=True
     )
