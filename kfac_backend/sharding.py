@@ -10,11 +10,11 @@ these each rank has only its part of them, a DTensor. Three things follow for a 
 - Gathering is collective: all ranks must run the model equally often (`Driver`).
 
 Nothing is gathered that FSDP does not gather by itself, except that each of its modules is gathered
-once for its `whole_parameters`.
+once for its `whole_parameters`, and in a K-FAC step with vectors once more (`gathered_again`).
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 _WHOLE: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
 _RUNNING: set[int] = set()
-"""The id of each model that runs within `substituted`."""
+"""The id of each module that runs within `substituted`."""
 
 
 def is_part(parameter: Tensor) -> bool:
@@ -46,7 +46,13 @@ def whole_shape(parameter: Tensor) -> Tensor:
 
 def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient, in the same memory; all of it unless spread."""
-    return parameter.detach().to_local() if is_part(parameter) else parameter.detach()  # pyright: ignore
+    return local_parts([parameter])[0]
+
+
+def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """`local_part` of each."""
+    values = [p.detach() for p in parameters]
+    return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -64,6 +70,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def ranks_of_model(model: nn.Module) -> int:
     """The number of ranks over which a sharded model is spread or replicated."""
+    reshard(model)  # as in `check_sharding`
     return max(p.device_mesh.size() for p in model.parameters() if is_part(p))  # pyright: ignore
 
 
@@ -118,6 +125,15 @@ def reshard(model: nn.Module) -> None:
     """Drop all parameters that FSDP has gathered and still keeps, such as those of the root."""
     for module in sharded_modules(model):
         module.reshard()
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """A context after which nothing is gathered any more, whether or not it raises an error."""
+    try:
+        yield
+    finally:
+        reshard(model)
 
 
 @contextmanager
@@ -189,7 +205,7 @@ def whole_parameters(model: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def is_substituted(model: nn.Module) -> bool:
-    """Whether the model runs within `substituted`: for a curvature pass, and not by its user."""
+    """Whether the model, or one that contains it, runs within `substituted`: not by its user."""
     return id(model) in _RUNNING
 
 
@@ -231,10 +247,10 @@ def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
         handles = [m.register_forward_pre_hook(gathered) for m in sharded_modules(model)]
         for sharded in sharded_modules(model):
             gathered(sharded)  # what FSDP has kept since it gathered it for an earlier run
-        _RUNNING.add(id(model))
+        _RUNNING.update(map(id, paths))
         yield
     finally:
-        _RUNNING.discard(id(model))
+        _RUNNING.difference_update(map(id, paths))
         for handle in handles:
             handle.remove()
         for entries, local, before, value in reversed(replaced):
@@ -275,13 +291,14 @@ def part_of_whole(whole: Tensor, like: Any) -> Tensor:
     return spread.to_local()
 
 
-def with_local_part(like: Any, part: Tensor) -> Tensor:
-    """A tensor spread like another one, of which this is this rank's part."""
-    if not is_part(like):
-        return part
-    return type(like).from_local(
-        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
+def with_local_parts(parameters: Iterable[Any], parts: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors spread like the parameters, of which these are this rank's parts."""
+    return [
+        type(p).from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+        if hasattr(p, "to_local")
+        else part
+        for p, part in zip(parameters, parts, strict=True)
+    ]
 
 
 def gathered_state(state: Any) -> Any:
@@ -318,7 +335,7 @@ def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list
 
 def norms_over_parts(norms: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Each parameter's norm, from that of this rank's part; collective if any is sharded."""
-    if not any(map(is_part, parameters)):
+    if not any(hasattr(p, "to_local") for p in parameters):
         return list(norms)
     return [s.sqrt() for s in sum_over_parts([norm.square() for norm in norms], parameters)]
 

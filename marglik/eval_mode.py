@@ -1,16 +1,11 @@
 """Contexts that put a model in eval mode and restore the mode of every submodule afterwards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 from torch import nn
 
 from kfac_backend.engine.calls import preserve_state, state_restorer
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @contextmanager
@@ -34,21 +29,10 @@ def preserve_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in eval mode.
+    """A context in which a model is in eval mode; as a decorator, for each call of a function.
 
     Afterwards, also after an error, it is what it was: its modes, hooks and parameter objects.
     """
     with preserve_state(model):
         model.eval()
         yield
-
-
-def in_eval_mode(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
-    """The function, wrapped to run with the model in eval mode, see `eval_mode`."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with eval_mode(model):
-            return function(*args, **kwargs)
-
-    return run

@@ -22,7 +22,7 @@ from kfac_backend.engine.batches import detached
 from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
-from marglik.eval_mode import in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, parameter_vector
 from marglik.posterior.posterior import Posterior, last_layer, trainable_layers
 from marglik.posterior.precision import (
@@ -396,7 +396,8 @@ class ParametricLaplace(Posterior):
 
     def jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
         """Jacobians J (N, C, P) in the parameters that have a posterior, and outputs f (N, C)."""
-        f, J, _ = in_eval_mode(self.model, self._linearised)(x)
+        with eval_mode(self.model):
+            f, J, _ = self._linearised(x)
         return J, f
 
     last_layer_jacobians = jacobians
@@ -489,7 +490,8 @@ class ParametricLaplace(Posterior):
         for batch in val_loader:
             x, y = task.split(batch)
             x, y = detached(x, self._device), detached(y, self._device)
-            y = in_eval_mode(self.model, task.targets)(self.model, x, y)
+            with eval_mode(self.model):
+                y = task.targets(self.model, x, y)
             # Rewards are compared: there are labels, of which is better.
             predicted = self._predict(x, pred_type, False, link_approx, n_samples, loss is None)
             parts = predicted if isinstance(predicted, tuple) else (predicted,)
@@ -579,7 +581,8 @@ class ParametricLaplace(Posterior):
             samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
             return (samples.mean(0), samples.var(0)) if numbers else samples.softmax(-1).mean(0)
         if joint and numbers:
-            f, J, precision = in_eval_mode(self.model, self._linearised)(x)
+            with eval_mode(self.model):
+                f, J, precision = self._linearised(x)
             return f.flatten(), precision.square_form(J.flatten(0, -2))
         f, covariance = self.output_distribution(x)
         variance = covariance.diagonal(dim1=-2, dim2=-1)

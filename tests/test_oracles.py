@@ -12,13 +12,12 @@ from tests.oracles import (
     dense_ggn_blocks,
     dense_ggn_of,
     empirical_fisher_blocks,
-    ggn_blocks,
     kfac_from_uses,
     loss_hessian,
     nearest_kronecker,
 )
 from tests.random_numbers import error, normal
-from tests.uses import kfac_blocks, uses_of
+from tests.uses import kfac_blocks
 
 close = torch.testing.assert_close
 
@@ -102,29 +101,6 @@ def test_ggn_of_a_linear_model_is_the_hessian_of_its_loss(likelihood):
     close(dense_ggn_of(lambda p: x @ p["W"].T, {"W": W}, likelihood), hessian)
 
 
-def test_ignored_loss_terms_are_as_if_they_were_not_there():
-    W, x = {"W": normal(2, 3)}, normal(2, 3, 3, seed=1)
-    ignored = torch.tensor([[False, True, False], [True, True, False]])
-    found = dense_ggn_of(lambda p: x @ p["W"].T, W, "classification", ignored)
-    kept = x[~ignored]  # (3, d)
-    close(found, dense_ggn_of(lambda p: kept @ p["W"].T, W, "classification"))
-    assert error(found, dense_ggn_of(lambda p: x @ p["W"].T, W, "classification")) > 0.1
-
-
-def test_tied_parameters_appear_once_and_have_the_sum_of_all_four_blocks():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
-    with torch.no_grad():
-        model[2].weight.copy_(model[0].weight)
-    x = normal(4, 3)
-    both = {name: p.detach() for name, p in model.double().named_parameters()}
-    ggn = dense_ggn_of(lambda p: torch.func.functional_call(model, p, (x,)), both, "regression")
-    model[2].weight = model[0].weight
-    blocks = ggn_blocks(model, lambda run: run(x), "regression")
-    assert list(blocks) == ["0.weight"]
-    close(blocks["0.weight"], ggn.reshape(2, 9, 2, 9).sum((0, 2)))
-    assert error(blocks["0.weight"], ggn[9:, 9:]) > 0.1  # the last use only
-
-
 def test_empirical_fisher_by_hand():
     model, x, y = nn.Linear(2, 2), normal(3, 4, 2), torch.arange(12).reshape(3, 4) % 2
     fisher = empirical_fisher_blocks(model, x, y, "classification")
@@ -137,68 +113,6 @@ def test_empirical_fisher_by_hand():
     targets = model(x).detach() + 2  # f − y = −2
     fisher = empirical_fisher_blocks(model, x, targets, "regression")
     close(fisher["bias"], 12 * torch.full((2, 2), 4.0).double())
-
-
-# --- positions ---
-
-
-def uses_of_layer(layer, x):
-    """Of one example x; each output is one."""
-    uses, _ = uses_of([lambda: layer(x[None]).flatten()], dict(layer.named_parameters()))
-    return [use for (_, _), (use,) in sorted(uses.items())]
-
-
-def test_convolution_patches_by_hand():
-    """Two groups; images of one row, with a zero after it."""
-    layer = nn.Conv2d(2, 2, (1, 2), groups=2, padding="same", bias=False).double()
-    first, second = uses_of_layer(layer, tensor([[1, 2], [3, 4]], [[5, 6], [7, 8]]))
-    close(first.a[0], tensor([1, 2], [2, 0], [3, 4], [4, 0]))
-    close(second.a[0], tensor([5, 6], [6, 0], [7, 8], [8, 0]))
-    # Each position makes one of the eight outputs, of its own group.
-    close(first.b[0][0, :, :, 0], torch.eye(8).double()[:4])
-    close(second.b[0][0, :, :, 0], torch.eye(8).double()[4:])
-
-
-def test_transposed_convolution_patches_by_hand():
-    """Input pixels q write to 2q and 2q + 1, of which padding takes the first and the last."""
-    layer = nn.ConvTranspose1d(1, 1, 2, stride=2, padding=1, bias=False).double()
-    (use,) = uses_of_layer(layer, tensor([3, 4]))
-    close(use.a[0], tensor([3], [4]))
-    close(use.b[0], tensor([[0, 1], [0, 0]], [[0, 0], [1, 0]])[None])
-    assert use.input_first
-
-
-def test_masked_keys_by_hand():
-    """Keys and values of a masked key are no positions; its query is one."""
-    layer, x = nn.MultiheadAttention(2, 1, batch_first=True).double(), normal(1, 3, 2)
-    hidden = torch.tensor([[False, False, True]])
-    run = lambda: layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0].flatten()  # noqa: E731
-    uses, _ = uses_of([run], dict(layer.named_parameters()))
-    queries, keys, values = (uses["in_proj_weight", g][0].a[0] for g in range(3))
-    close(queries, x[0])
-    close((keys, values), (x[0, :2], x[0, :2]))
-
-
-class Sum(nn.Module):
-    """Σ_r over the second axis."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, R, d) to (N, d)."""
-        return x.sum(1)
-
-
-def test_embedding_by_hand():
-    model = nn.Sequential(nn.Embedding(3, 2), Sum())
-    tokens = torch.tensor([[0, 1, 1], [2, 1, 0]])
-    one = torch.eye(2).double()
-    counts = torch.tensor([2.0, 3.0, 1.0]).double()
-    found = kfac_blocks(model, tokens, "regression", "expand")["0.weight"]
-    close(found, torch.kron(counts.diag() / 6, 6 * one))
-    per_example = torch.tensor([[1.0, 2, 0], [1, 1, 1]]).double()
-    found = kfac_blocks(model, tokens, "regression", "reduce")["0.weight"]
-    close(found, torch.kron(per_example.T @ per_example, one))
-    exact = ggn_blocks(model, lambda run: run(tokens), "regression")["0.weight"]
-    close(found, exact)
 
 
 # --- K-FAC of uses ---

@@ -61,14 +61,12 @@ class Spectra:
 
     def log_det_ratio(self, ratio: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Σ_i log(1 + λ_i · ratio) per block, differentiable in the ratios > 0."""
-        return (self.weights * F.softplus(self._shifted(ratio), threshold=40.0)).sum(-1)
+        logits = self.nodes + ratio.log()[:, None]
+        return (self.weights * F.softplus(logits, threshold=40.0)).sum(-1)
 
     def effective(self, ratio: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Σ_i λ_i · ratio / (1 + λ_i · ratio) per block."""
-        return (self.weights * torch.sigmoid(self._shifted(ratio))).sum(-1)
-
-    def _shifted(self, ratio: Tensor) -> Tensor:
-        return self.nodes + ratio.log()[:, None]
+        return (self.weights * torch.sigmoid(self.nodes + ratio.log()[:, None])).sum(-1)
 
 
 def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:

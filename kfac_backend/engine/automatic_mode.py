@@ -93,7 +93,15 @@ class BlockTraces(Sink):
     def __init__(self) -> None:
         self.num_examples = 0
         """N of the batch that runs."""
+        self.has_shared_weights = False
+        """Whether some layer ran on several positions per example."""
         self._traces: dict[tuple[Any, ...], Tensor] = {}
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Note whether positions share the layer's weight."""
+        if issubclass(tracked.rule, WeightSharingRule) and not self.has_shared_weights:
+            rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
+            self.has_shared_weights = use.rows is not None or rule.inputs(use.a[:1]).shape[2] > 1
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add one use's traces."""
@@ -106,9 +114,9 @@ class BlockTraces(Sink):
         if "weight" not in rule.names:
             return
         N, number = self.num_examples, None
-        if use.rows is not None:  # padding becomes rows of zeros, which no sum counts
+        if use.rows is not None:
             use, b, number = Use(use.rows.padded(use.a)), use.rows.padded(b), use.rows.counts
-            number = number[:EXAMPLES].clamp(min=1).to(b)
+            number = number[:EXAMPLES].to(b)
         if len(use.a) % N:  # not the examples' rows
             return
         some = slice(len(use.a) // N * EXAMPLES)  # rows of the first examples
@@ -116,6 +124,9 @@ class BlockTraces(Sink):
         a, g = map(at_least_float32, rows)  # (G, n, R, d)
         if number is None:
             number = g.new_full((a.shape[1],), a.shape[2])  # R of each example
+        else:  # padded integers are token 0, whose one-hot row is not zero
+            a = a * (torch.arange(a.shape[2], device=a.device) < number[:, None])[..., None]
+            number = number.clamp(min=1)
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
         # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
@@ -150,6 +161,8 @@ def block_traces(
     with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
         check_targets(f, y, likelihood, may_ignore=True)
+        if not traces.has_shared_weights:
+            return {}
         traces.num_examples = len(f)
         few = likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
         fisher = ExactGGN() if few else DrawnLabels(MOST_VECTORS)

@@ -8,20 +8,22 @@ forward pass, and the gradient in its output in each backward pass.
 Life cycle. A `Capture` is a context for one forward pass: entering it registers the hooks, leaving
 it removes them and drops the graph. Inside, `forward` runs the model and hands over the input of
 each run of a layer. Then `backward` propagates vectors back, one after the other, and hands over
-the gradient of each run that a vector reaches. Last, `check_runs` compares the runs that were
-reached with those of the proof.
+the gradient of each run that a vector reaches. Meanwhile `Sources` know where the graph begins, and
+a `RunRecord` which runs there were and which of them a vector has reached. Last,
+`RunRecord.check_reached` compares these with the runs of the proof.
 
-A step of training shows its own forward pass instead (``in_training``). `begin` and `end` take the
-place of `forward`: the training runs the model between them, the hooks are removed after it, and
-the graph stays until `forget`, because the backward passes come later. Parameters keep their graph
+A step of training shows its own forward pass instead (``in_training``). `begin` takes the place of
+`forward`: the training runs the model after it, the hooks are removed then, and the graph stays
+until `forget`, because the backward passes come later. Parameters keep their graph
 there, which the training needs. The curvature's backward passes end at the same sources, so that
 autograd leaves the weights' gradients out.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -45,9 +47,9 @@ class Sink:
     """Receives what the tracked layers see; it ignores what a subclass does not take.
 
     In this order: for a pass, `start`. For each part of a batch: `input`, each time that a layer
-    runs; then `forward_done`. For each vector that is propagated back: `gradient`, for each run
-    that the vector reaches; then `vector_done`. After the last vector `part_done`, and
-    `example_gradients` of parameters without a rule. After the last batch `sums`.
+    runs. For each vector that is propagated back: `gradient`, for each run that the vector reaches;
+    then `vector_done`. After the last vector `part_done`, and `example_gradients` of parameters
+    without a rule. After the last batch `sums`.
     """
 
     needs_inputs: ClassVar[bool] = False
@@ -76,9 +78,6 @@ class Sink:
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """A layer runs, on the input of this use."""
 
-    def forward_done(self) -> None:
-        """The forward pass has ended: all inputs of the part have come."""
-
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """A vector has reached a use's output, as the gradient b in the output's shape.
 
@@ -88,7 +87,10 @@ class Sink:
         """
 
     def vector_done(self) -> None:
-        """All gradients of a vector have come."""
+        """All inputs of a part, and all gradients of a vector, have come.
+
+        It comes at least once for each part: outputs that depend on no layer have no gradients.
+        """
 
     def part_done(self, f: Tensor, y: Tensor) -> None:
         """All vectors of a part have come, whose outputs and targets these are."""
@@ -112,6 +114,124 @@ class Sink:
         return {}, {}
 
 
+@dataclass(eq=False)
+class Sources:
+    """Where the backward passes of a forward pass end: at the first tracked outputs."""
+
+    ends: list[Any] = field(default_factory=list)
+    """Leaves, or edges of a graph that is kept."""
+    # The nodes of tracked outputs and of leaves so far. `requires_grad` does not tell whether a
+    # tensor depends on a source: see `reach`.
+    _nodes: set[Node] = field(default_factory=set)
+
+    def add(self, leaf: Tensor) -> None:
+        """Let backward passes end at a leaf."""
+        self.ends.append(leaf)
+        self._nodes.add(get_gradient_edge(leaf).node)
+
+    def reach(self, output: Tensor, *, keeps_graph: bool) -> Tensor:
+        """A tracked output that backward passes reach; it becomes a source if no other one does.
+
+        ``keeps_graph`` says whether the graph in front of it is still needed: backward passes then
+        end at its edge, and it is not cut.
+        """
+        # A graph may lead to parameters without a rule, to the model's input, or to the output of a
+        # frozen embedding that requires a gradient for a checkpoint, and to no tracked layer. So
+        # search it for a tracked output.
+        ahead, visited = [output.grad_fn], set()
+        while ahead:
+            node = ahead.pop()
+            if node in self._nodes:
+                break
+            if node is not None and node not in visited:
+                visited.add(node)
+                ahead += [before for before, _ in node.next_functions]
+        else:
+            if keeps_graph:
+                self.ends.append(get_gradient_edge(output))
+            else:
+                source = output.detach().requires_grad_()
+                self.add(source)
+                # A clone, since an activation may work in place, which autograd forbids on a leaf.
+                output = source.clone()
+        if output.grad_fn is not None:
+            self._nodes.add(output.grad_fn)
+        return output
+
+
+@dataclass(eq=False)
+class RunRecord:
+    """The runs of the tracked layers in a forward pass, and which of them a vector has reached."""
+
+    num_examples: int | None = None
+    """N of the input; None if it is not known."""
+    number: Counter[TrackedLayer] = field(default_factory=Counter)
+    """How often each layer has run so far."""
+    reached: dict[tuple[TrackedLayer, int], bool] = field(default_factory=dict)
+    """(Layer, number of a run from which a gradient must come) -> whether one has come."""
+    examples: dict[TrackedLayer, set[int]] = field(default_factory=dict)
+    """How many examples the rows of a layer's runs belong to."""
+    has_row_groups: bool = False
+    """Whether rows were taken for several of each example."""
+    not_divisible: list[TrackedLayer] = field(default_factory=list)
+    """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+    masked: set[TrackedLayer] = field(default_factory=set)
+    """Layers of whose rows a mask of positions hides some."""
+
+    def kinds(self) -> dict[TrackedLayer, list[Run]]:
+        """What each run of the layers is, as far as the vectors so far show.
+
+        A run is constant if no vector has reached it although a vector has reached another run of
+        the same parameters. If no run was reached, the layer takes no part in this output.
+        """
+        reached = {
+            name
+            for (tracked, _), is_reached in self.reached.items()
+            if is_reached
+            for name in tracked.parameters.values()
+        }
+        kinds: dict[TrackedLayer, list[Run]] = {
+            tracked: ["examples"] * number for tracked, number in self.number.items()
+        }
+        for (tracked, number), is_reached in self.reached.items():
+            if not is_reached and reached.intersection(tracked.parameters.values()):
+                kinds[tracked][number] = "constant"
+        return kinds
+
+    def check_number(self, assignment: RuleAssignment) -> None:
+        """Raise a NotImplementedError if a layer with runs of several kinds has one more or less.
+
+        Kinds are assigned to a layer's runs by their order, which that would shift.
+        """
+        for tracked in assignment.layers if assignment.runs else []:
+            runs = assignment.runs.get(tracked.layer, ())
+            number = self.number[tracked]
+            if len(set(runs)) > 1 and number != len(runs):
+                raise _other_runs(tracked, f"{number} times instead of {len(runs)}")
+
+    def check_examples(self, N: int, sink: Sink, *, hides: bool) -> None:
+        """Raise a NotImplementedError where each of N examples' rows are needed and not known.
+
+        They are needed where the sink needs them (as where positions are summed), and where a mask
+        hides positions, which would count.
+        """
+        for tracked, numbers in self.examples.items():
+            wrong = numbers - {N}
+            if wrong and (hides or sink.needs_examples(tracked)):
+                error = unknown_examples(tracked, wrong.pop(), N)
+                way_out = " Or let all positions count (dict_key_mask=None)." if hides else ""
+                raise NotImplementedError(f"{error}{way_out}")
+
+    def check_reached(self) -> None:
+        """Raise a NotImplementedError if a run is constant that was not on the first batch."""
+        if all(self.reached.values()):
+            return
+        for tracked, kinds in self.kinds().items():
+            if "constant" in kinds:
+                number = kinds.index("constant") + 1
+                raise _other_runs(tracked, f"with a constant output in run {number}")
+
+
 class Capture:
     """A context that hands a sink the tracked layers' inputs and the gradients in their outputs.
 
@@ -121,7 +241,7 @@ class Capture:
         sink: receives them.
         constants: name -> what takes a parameter's place, such as its weight in another memory
             format, unless the parameter is followed.
-        in_training: report the forward pass of a step of training, which `begin` and `end` enclose,
+        in_training: report the forward pass of a step of training, which follows on `begin`,
             instead of one that `forward` makes.
         arithmetic: makes the context in which the sink works.
         follower: makes the context that sees operations on parameters, from the arguments of
@@ -149,7 +269,7 @@ class Capture:
         self._model = model
         self.assignment = assignment
         self.sink = Sink() if sink is None else sink
-        self.arithmetic = arithmetic
+        self._arithmetic = arithmetic
         self._constants = dict(constants or {})
         self._in_training = in_training
         self._make_follower = follower
@@ -157,25 +277,11 @@ class Capture:
         """What sees the operations on followed parameters; None if nothing is followed."""
         self._copies: "Copies | None" = None
         self._hooks = ExitStack()
-        self.has_row_groups = False
-        """Whether rows were taken for several of each example."""
-        self.not_divisible: list[TrackedLayer] = []
-        """Layers with several rows for each example by the proof, but no multiple of N rows now."""
-        self.masked: set[TrackedLayer] = set()
-        """Layers of whose rows a mask of positions hides some."""
         self.listens = False
         """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
         the graph, which the training's own backward pass uses, too."""
-        # Leaves, or edges of a graph that is kept, at which the backward passes end.
-        self.sources: list[Any] = []
-        # The nodes of outputs and sources so far. `requires_grad` does not tell whether a tensor
-        # depends on a source: see `_reached_output`.
-        self._nodes: set[Node] = set()
-        self.num_examples: int | None = None
+        self.sources, self.runs = Sources(), RunRecord()
         self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
-        self._number: dict[TrackedLayer, int] = {}  # runs so far
-        self._examples_of: dict[TrackedLayer, set[int]] = {}  # whose rows the runs so far had
-        self._reached: dict[tuple[TrackedLayer, int], bool] = {}  # by a gradient, for each run
 
     def __enter__(self) -> Self:
         self._hooks = layer_hooks(self.assignment, self._before, self._after)
@@ -191,8 +297,7 @@ class Capture:
         self.listens = False
         # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
         # holds the output would close a circle that Python's garbage collector cannot see.
-        self.sink = Sink()
-        self.sources, self._nodes = [], set()
+        self.sink, self.sources = Sink(), Sources()
         self.follower = self._make_follower = self._copies = None
 
     def forward(self, x: Any) -> Tensor:
@@ -218,7 +323,7 @@ class Capture:
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self._model, self._constants | copies | watched, x)
-        self.end()
+        self.runs.check_number(self.assignment)
         return f
 
     def begin(self, x: Any) -> dict[str, Tensor]:
@@ -227,11 +332,12 @@ class Capture:
         These are name -> (N, ...), one copy for each example. The gradient in a copy is one
         example's; in the parameter itself autograd would add the examples' gradients up.
         """
-        self.num_examples = N = num_examples(x)
+        self.runs.num_examples = N = num_examples(x)
         for divided in self.assignment.divided:
             divided.by_parts.num_examples = N
             divided.by_parts.differentiable = self.sink.differentiable
-            self.has_row_groups = self.has_row_groups or divided.by_parts.has_row_groups
+            if divided.by_parts.has_row_groups:
+                self.runs.has_row_groups = True
         copies = {}
         for tracked in self.assignment.own_parameters:
             if N is None:
@@ -244,36 +350,28 @@ class Capture:
             (name,) = tracked.parameters.values()
             if is_sharded(self._model):  # a source without values yet, which nothing may read
                 copy = layer.copies(detached_parameters(self._model)[name], N).requires_grad_()
-                self.sources.append(copy)
+                self.sources.ends.append(copy)
             else:
                 copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
             use = Use(copy.new_zeros(N, 0))  # there is no input, only a number of examples
-            self.hand_input(tracked, use)
+            self.report_input(tracked, use)
             copies[name] = self._with_hook(copy, tracked, use)
         return copies
-
-    def end(self) -> None:
-        """Check the runs of a forward pass, and tell the sink that all inputs have come."""
-        # Kinds are assigned to a layer's runs by their order: one more or less would shift it.
-        for tracked in self.assignment.layers if self.assignment.runs else []:
-            runs = self.assignment.runs.get(tracked.layer, ())
-            number = self._number.get(tracked, 0)
-            if len(set(runs)) > 1 and number != len(runs):
-                raise _other_runs(tracked, f"{number} times instead of {len(runs)}")
-        with self.arithmetic():
-            self.sink.forward_done()
 
     def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
         self._runs_backward = self.listens = True
+        if not f.requires_grad:
+            # Without a graph the output depends on no tracked layer, and all gradients are zero.
+            self.vector_done()
+            vectors = ()
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
         # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
         # they pass. What it returns, the sources' own gradients, was reported in the same way.
-        # Without a graph the output depends on no tracked layer, and all gradients are zero.
-        for vector in vectors if f.requires_grad else ():
+        for vector in vectors:
             torch.autograd.grad(
                 f,
-                self.sources,
+                self.sources.ends,
                 vector.to(f.dtype),
                 retain_graph=True,
                 create_graph=self.sink.differentiable,
@@ -281,93 +379,28 @@ class Capture:
             )
             # The gradients of followed outputs are complete now.
             for run in () if self._copies is None else self._copies.vector_done():
-                self._reached[run.tracked, run.number] = True
-            self.end_vector()
+                self.runs.reached[run.tracked, run.number] = True
+            self.vector_done()
         # What is propagated back later is no vector: a training's own gradients, or those of what
         # was computed from these gradients.
         self.listens = False
 
-    def end_vector(self) -> None:
+    def vector_done(self) -> None:
         """Tell the sink that all gradients of a vector have come."""
-        with self.arithmetic():
+        with self._arithmetic():
             self.sink.vector_done()
 
-    def hand_input(self, tracked: TrackedLayer, use: Use) -> None:
+    def report_input(self, tracked: TrackedLayer, use: Use) -> None:
         """Hand a use's input to the sink, and note how many examples its rows belong to."""
         number = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
-        self._examples_of.setdefault(tracked, set()).add(number if use.a.dim() else 0)
-        with self.arithmetic():
+        self.runs.examples.setdefault(tracked, set()).add(number if use.a.dim() else 0)
+        with self._arithmetic():
             self.sink.input(tracked, use)
 
-    def check_examples(self, N: int, hides: bool) -> None:
-        """Raise an error where each of N examples' rows are needed and not known.
-
-        They are needed where the sink needs them (as where positions are summed), and where a mask
-        hides positions, which would count.
-        """
-        for tracked, numbers in self._examples_of.items():
-            wrong = numbers - {N}
-            if wrong and (hides or self.sink.needs_examples(tracked)):
-                error = unknown_examples(tracked, wrong.pop(), N)
-                way_out = " Or let all positions count (dict_key_mask=None)." if hides else ""
-                raise NotImplementedError(f"{error}{way_out}")
-
-    @property
-    def runs(self) -> dict[TrackedLayer, list[Run]]:
-        """What each run of the layers is, as far as the vectors so far show.
-
-        A run is constant if no vector has reached it although a vector has reached another run of
-        the same parameters. If no run was reached, the layer takes no part in this output.
-        """
-        reached = {
-            name
-            for (tracked, _), is_reached in self._reached.items()
-            if is_reached
-            for name in tracked.parameters.values()
-        }
-        kinds: dict[TrackedLayer, list[Run]] = {
-            tracked: ["examples"] * number for tracked, number in self._number.items()
-        }
-        for (tracked, number), is_reached in self._reached.items():
-            if not is_reached and reached.intersection(tracked.parameters.values()):
-                kinds[tracked][number] = "constant"
-        return kinds
-
-    def check_runs(self) -> None:
-        """Raise a NotImplementedError if a run is constant that was not on the first batch."""
-        if all(self._reached.values()):
-            return
-        for tracked, kinds in self.runs.items():
-            if "constant" in kinds:
-                number = kinds.index("constant") + 1
-                raise _other_runs(tracked, f"with a constant output in run {number}")
-
-    def add_source(self, leaf: Tensor) -> None:
-        """Let backward passes end at a leaf."""
-        self.sources.append(leaf)
-        self._nodes.add(get_gradient_edge(leaf).node)
-
-    def _reached_output(self, output: Tensor) -> Tensor:
-        """An output that a backward pass to the sources reaches; it may become a source itself."""
-        # A graph may lead to parameters without a rule, to the model's input, or to the output of a
-        # frozen embedding that requires a gradient for a checkpoint, and to no tracked layer. So
-        # search it for a tracked output.
-        ahead, visited = [output.grad_fn], set()
-        while ahead:
-            node = ahead.pop()
-            if node in self._nodes:
-                return output
-            if node is not None and node not in visited:
-                visited.add(node)
-                ahead += [before for before, _ in node.next_functions]
-        if self._in_training or (self.sink.differentiable and output.requires_grad):
-            # The graph in front of the output is still needed: stop at its edge, do not cut it.
-            self.sources.append(get_gradient_edge(output))
-            return output
-        source = output.detach().requires_grad_()
-        self.add_source(source)
-        # A clone, since an activation may work in place, which autograd forbids on a leaf.
-        return source.clone()
+    def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hand the gradient in a use's output to the sink."""
+        with self._arithmetic():
+            self.sink.gradient(tracked, use, b)
 
     def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """The hook before a layer runs."""
@@ -387,43 +420,43 @@ class Capture:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
         # layer may run more often than on the first batch.
-        number = self._number.get(tracked, 0)
-        self._number[tracked] = number + 1
-        runs = self.assignment.runs.get(tracked.layer, ("examples",))
-        run = runs[min(number, len(runs) - 1)]
-        N = self.num_examples
-        if run == "followed" and self.follower and self._copies and N is not None:
+        record, N = self.runs, self.runs.num_examples
+        number = record.number[tracked]
+        record.number[tracked] += 1
+        kinds = self.assignment.runs.get(tracked.layer, ("examples",))
+        kind = kinds[min(number, len(kinds) - 1)]
+        if kind == "followed" and self.follower and self._copies and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             use = Use(a.expand(N, *a.shape))
-            self.hand_input(tracked, use)
-            self._reached[tracked, number] = False
+            self.report_input(tracked, use)
+            record.reached[tracked, number] = False
             if not (self.sink.needs_inputs or tracked.rule.needs_input):
                 use = Use(a.new_empty(0))
             return self._copies.start(self.follower, tracked, number, use, output)
-        if isinstance(run, SharedAxes) and run.are_those_of(a) and N is not None:
-            a, output = run.for_each_example(a, N), run.for_each_example(output, N)
+        if isinstance(kind, SharedAxes) and kind.are_those_of(a) and N is not None:
+            a, output = kind.for_each_example(a, N), kind.for_each_example(output, N)
         # Step 2: whose example each row is, if row n is not example n.
         declared = current_rows()
         rows = None if declared is None else rows_of(tracked, a, declared)
         if rows is not None and rows.of_positions and not rows.all_count:
-            self.masked.add(tracked)
+            record.masked.add(tracked)
         # Not within a mask of positions: it would have to be grouped in the same way.
-        if run == "several" and declared is None and N:
+        if kind == "several" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
-            self.has_row_groups = True
+            record.has_row_groups = True
             if len(a) % N:
-                self.not_divisible.append(tracked)
+                record.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.
         use = Use(a if rows is None else rows.flatten(a), rows)
-        if run != "constant":
-            self.hand_input(tracked, use)
+        if kind != "constant":
+            self.report_input(tracked, use)
             # An empty output, as of a graph without edges, gets no gradient, and is no constant.
             if output.numel():
-                self._reached[tracked, number] = False
+                record.reached[tracked, number] = False
         if not (self.sink.needs_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
-        return self._with_hook(output, tracked, use, number, is_constant=run == "constant")
+        return self._with_hook(output, tracked, use, number, is_constant=kind == "constant")
 
     def _function_ran(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
         """The output of a function that is a layer's run, such as ``F.linear(a, weight)``."""
@@ -444,9 +477,8 @@ class Capture:
         ``number`` is that of the layer's run; own parameters, which do not run, have none.
         """
         # A first layer's output becomes a source; later ones are reached through the graph.
-        output = self._reached_output(output)
-        if output.grad_fn is not None:
-            self._nodes.add(output.grad_fn)
+        keeps_graph = self._in_training or (self.sink.differentiable and output.requires_grad)
+        output = self.sources.reach(output, keeps_graph=keeps_graph)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
@@ -459,7 +491,7 @@ class Capture:
             if is_constant:
                 raise _other_runs(tracked, f"without a constant output in run {(number or 0) + 1}")
             if number is not None:
-                self._reached[tracked, number] = True
+                self.runs.reached[tracked, number] = True
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
                 raise NotImplementedError(
                     f"The input of layer {tracked} was modified in place after the layer had "
@@ -468,10 +500,7 @@ class Capture:
             if not b.numel():  # graphs without edges
                 return
             axes = 1 if use.rows is None else len(use.rows.axes)
-            if axes > 1:
-                b = b.flatten(0, axes - 1)
-            with self.arithmetic():
-                self.sink.gradient(tracked, use, b)
+            self.report_gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
 
         output.register_hook(on_gradient)
         return output

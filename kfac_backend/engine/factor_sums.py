@@ -54,20 +54,14 @@ class FactorSums(Sink):
         """Add a aᵀ of its rows to A."""
         self.rules[tracked].add_input(use)
 
-    def forward_done(self) -> None:
-        """Add the sums of inputs that waited for other uses."""
-        for rule in self.rules.values():
-            for total in rule.A.values():
-                total.end()
-
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add b bᵀ of its rows to B."""
         self.rules[tracked].add_gradient(use, b)
 
     def vector_done(self) -> None:
-        """Add the sums of gradients that waited for other uses."""
+        """Add the sums that waited for other uses: of gradients, at a first vector of inputs."""
         for rule in self.rules.values():
-            for total in rule.B.values():
+            for total in (*rule.A.values(), *rule.B.values()):
                 total.end()
 
     def example_gradients(self, name: str, g: Tensor) -> None:

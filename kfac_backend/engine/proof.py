@@ -598,7 +598,7 @@ def verify_independence(
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
-        finite. What the layers' runs are, as far as that is known: see `Capture.runs`. And the
+        finite. What the layers' runs are, as far as that is known: see `RunRecord.kinds`. And the
         layers of whose rows a mask hides some.
 
     Raises:
@@ -608,7 +608,7 @@ def verify_independence(
     reached = _ReachedRows()
     with Capture(model, assignment, reached) as capture:
         f = capture.forward(x)
-        for tracked in capture.not_divisible:
+        for tracked in capture.runs.not_divisible:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if f.dim() < 2 or not torch.isfinite(f).all():
             return False, {}, set()  # reported by name, with the targets
@@ -626,7 +626,7 @@ def verify_independence(
         ):
             u = u * ~ignored[numbers][..., None]
         splits = [numbers == 0]
-        if capture.has_row_groups:
+        if capture.runs.has_row_groups:
             # That an example's rows follow one another was guessed from their number. The first
             # example against the rest would not notice rows that are swapped among the rest, as if
             # they were chosen by their values. So each bit of the examples' indices splits them
@@ -644,7 +644,7 @@ def verify_independence(
                 if len(rows) == 2:  # otherwise one of the two gradients did not reach this run
                     _check_apart(tracked, use, rows[0], rows[1], first)
             reached.rows.clear()
-        return len(f) > 1, capture.runs, capture.masked
+        return len(f) > 1, capture.runs.kinds(), capture.runs.masked
 
 
 def _check_apart(
@@ -739,7 +739,7 @@ def find_runs(
                 f = capture.forward(some)
                 if len(numbers) == 1:
                     capture.backward(f, [noise_like(f)])
-                runs = capture.runs
+                runs = capture.runs.kinds()
             shapes = {t: of_runs for t, of_runs in inputs.shapes.items() if t in runs}
             recorded.append((some, runs, shapes))
         return recorded

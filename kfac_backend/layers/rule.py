@@ -1,10 +1,10 @@
 """The contract of a rule: what a kind of layer must compute, so that a pass can make its blocks.
 
 Life cycle. A pass makes one rule for each layer with its first batch, and may let rules of tied
-layers `Rule.share` their sums. For each part of a batch it calls `Rule.add_input` for each use, and
-`gram.FactorSum.end` for all input factors. Then, for each vector that is propagated back, it calls
-`Rule.add_gradient` for each use that the vector reaches, and `FactorSum.end` for all gradient
-factors. All inputs are known before the first gradient, because the forward pass comes first. The
+layers `Rule.share` their sums. For each part of a batch it calls `Rule.add_input` for each use.
+Then, for each vector that is propagated back, it calls `Rule.add_gradient` for each use that the
+vector reaches, and `gram.FactorSum.end` for all factors, which at the first vector adds the inputs.
+All inputs are known before the first gradient, because the forward pass comes first. The
 rule holds the sums over all batches, and of the present batch only what must wait for other uses.
 After the last batch `Rule.block_sums` returns the sums, and the rule is dropped.
 
@@ -14,9 +14,9 @@ to no sum.
 A parameter may be used several times in a forward pass, by one layer that runs twice or by layers
 that share it. In expand mode each use just adds more rows. In reduce mode, and for elementwise
 parameters, a block is the sum of outer products of one row per example, and that row is itself a
-sum over all uses. So the sum waits, in its `FactorSum`, until the last use: until the end of the
-forward pass for inputs, of each vector for gradients. Outer products of single uses would drop the
-cross terms between uses, and the block would be wrong.
+sum over all uses. So the sum waits, in its `FactorSum`, until the last use in the forward pass, or
+the last one that a vector reaches. Outer products of single uses would drop the cross terms between
+uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod

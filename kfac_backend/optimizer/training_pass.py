@@ -164,14 +164,14 @@ class TrainingPass:
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
 
-        The pass is reset.
+        Each is kept by one rank, and has a shape alone on the others. The pass is reset.
 
         Raises:
             RuntimeError: no forward pass with a backward pass was seen.
         """
         self._finish()
         # Ranks without a batch take part too, or the others would wait for them.
-        sums = None if self._now is not None else self._driver.finish()
+        sums = None if self._now is not None else self._driver.finish(by_owners=True)
         if sums is None or not sums.num_data:
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
@@ -290,11 +290,12 @@ class TrainingPass:
         if not f.requires_grad:
             self._drop()
             return
-        forward.capture.end()
-        forward.capture.check_examples(len(f), hides=forward.mask is not None)
-        is_new = bool(forward.capture.masked - self._driver.proof.masked)  # where none was hidden
+        runs = forward.capture.runs
+        runs.check_number(forward.capture.assignment)
+        runs.check_examples(len(f), forward.capture.sink, hides=forward.mask is not None)
+        is_new = bool(runs.masked - self._driver.proof.masked)  # where none was hidden
         if self._driver.is_sharded:
-            is_new = forward.mask is not None and self.ranks.any(is_new, self._driver.device)
+            is_new = self.ranks.any(is_new, self._driver.device)
         if is_new:
             self._prove(forward.x, forward.mask)
         forward.x = None
@@ -350,8 +351,8 @@ class TrainingPass:
         if forward is None or not forward.is_seen:
             return
         self._now = None
-        forward.capture.end_vector()
-        forward.capture.check_runs()
+        forward.capture.vector_done()
+        forward.capture.runs.check_reached()
         forward.capture.forget()
 
     def _drop(self) -> None:
@@ -381,7 +382,7 @@ class TrainingPass:
         batches = [(detached(x, driver.device), mask)]
         if driver.is_sharded:  # which run the model equally often
             some = driver.examples_of_ranks((x, torch.zeros(N or 0), mask))
-            batches = [(x, None if mask is None else driver.task.mask(x)) for x, _ in some]
+            batches = [(x, driver.task.mask(x)) for x, _ in some]
         try:
             with self.paused(), preserve_state(self._model), full_float32():
                 self._model.eval()

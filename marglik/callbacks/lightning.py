@@ -19,6 +19,7 @@ from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
+from kfac_backend.sharding import gathered_state, is_sharded
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
@@ -39,10 +40,10 @@ class MarginalLikelihood(Callback):
     After some epochs, and at the end, it updates the prior by the evidence on the training
     dataloader, and logs the evidence and the new weight decays to the trainer's loggers. When the
     training ends, the module holds the average of its parameters over the last third of the epochs.
-    In these epochs that average so far is what is validated, and what checkpoints that are written
-    after a validation hold, so that early stopping and the best checkpoint are of the average;
-    training resumes from the parameters of the steps, which they hold, too, with the callback's
-    state. The module's optimiser must have no weight decay.
+    In these epochs, from a sixth of the steps on, that average so far is what is validated, and
+    what checkpoints that are written after a validation hold, so that early stopping and the best
+    checkpoint are of the average; training resumes from the parameters of the steps, which they
+    hold, too, with the callback's state. The module's optimiser must have no weight decay.
     ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
     says if the loss of the first batch is not that of the likelihood.
 
@@ -100,6 +101,12 @@ class MarginalLikelihood(Callback):
                 f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
                 f"{', '.join(name for name, _ in pl_module.named_children())}."
             )
+        if is_sharded(network) and trainer.checkpoint_callbacks:
+            raise NotImplementedError(
+                "Checkpoints of a network under ModelParallelStrategy do not hold its average. "
+                "Train it with Trainer(enable_checkpointing=False), or save in a loop of your own "
+                "with PriorLearner (kfac_backend.sharding.gathered_state)."
+            )
         steps = trainer.estimated_stepping_batches  # infinite where a number of hours is given
         per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
         is_known = 0 < steps < math.inf and per_epoch < math.inf
@@ -111,6 +118,7 @@ class MarginalLikelihood(Callback):
             held_out=self._held_out, hooks="gradients",
         )  # fmt: skip
         self._output = OutputOf(network)
+        self._validated = -1, {}  # of an earlier run, which an exception may have ended
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         if is_known and trainer.global_step % per_epoch == 0:
             self._end_epoch(trainer, trainer.global_step // per_epoch)
@@ -197,16 +205,16 @@ class MarginalLikelihood(Callback):
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
         self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
-    def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
-        if found:
+    def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
+        if numbers:
             for logger in trainer.loggers:
                 logger.log_metrics(
-                    {f"prior/{name}": value for name, value in found.items()}, trainer.global_step
+                    {f"prior/{name}": value for name, value in numbers.items()}, trainer.global_step
                 )
 
     def state_dict(self) -> dict[str, Any]:
         """The state for the trainer's checkpoints; empty before training has started."""
-        return self.learner.state_dict()
+        return gathered_state(self.learner.state_dict())  # of a sharded network: collective
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state from one of the trainer's checkpoints."""

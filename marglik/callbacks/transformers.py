@@ -55,8 +55,9 @@ class MarginalLikelihood(TrainerCallback):
     the trainer gets a folder with its state; checkpoints hold the parameters of the steps.
 
     When the training ends, the model holds the average of its parameters over the last third of the
-    epochs. In these epochs the average so far is what is evaluated: early stopping is about it, and
-    with ``load_best_model_at_end`` the training ends with the one that was evaluated best.
+    epochs. In these epochs, from a sixth of the steps on, the average so far is what is evaluated:
+    early stopping is about it, and with ``load_best_model_at_end`` the training ends with the one
+    that was evaluated best.
 
     ``TrainingArguments(weight_decay=0)``, the default, is required. Its ``max_grad_norm`` clips the
     gradient of the data; the prior's is added after it. A warning says if the trainer's loss of the
@@ -91,7 +92,8 @@ class MarginalLikelihood(TrainerCallback):
         """Holds the hyperparameters and the evidences."""
         self._trainer, self._held_out = trainer, held_out
         self._task = Task(self.learner.likelihood, curvature)
-        self._evaluate = trainer.evaluate
+        self._train, self._evaluate = trainer.train, trainer.evaluate
+        trainer.train = self._train_and_clean_up
 
     @classmethod
     def attached(
@@ -118,8 +120,19 @@ class MarginalLikelihood(TrainerCallback):
         count = num_counted_terms(f, labels, likelihood)
         return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The trainer's own evaluation, of the average so far: what it calls during training."""
+    def _train_and_clean_up(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own training, which evaluates the average so far.
+
+        An exception, too, leaves the trainer's own evaluation and no hook of the learner's.
+        """
+        self._trainer.evaluate = self._evaluate_average
+        try:
+            return self._train(*args, **kwargs)
+        finally:
+            self._trainer.evaluate = self._evaluate
+            self.learner.detach()
+
+    def _evaluate_average(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.learner.averaged():
             return self._evaluate(*args, **kwargs)
 
@@ -143,7 +156,6 @@ class MarginalLikelihood(TrainerCallback):
                 "and a Fabric of several devices (torchrun -m marglik train), or in one process."
             )
         model: nn.Module = kwargs["model"]
-        self.learner.detach()  # a training that ended in an error did not
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
             saved = checkpoints.load()
@@ -162,7 +174,6 @@ class MarginalLikelihood(TrainerCallback):
         )  # fmt: skip
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
-        self._trainer.evaluate = self.evaluate
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
 
@@ -190,7 +201,6 @@ class MarginalLikelihood(TrainerCallback):
 
         With ``load_best_model_at_end`` they are those that were evaluated best.
         """
-        self._trainer.evaluate = self._evaluate
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None:  # the trainer has loaded the parameters of that step
             average = Checkpoints(Path(best) / FOLDER, minutes=0).load()["average"]
@@ -200,15 +210,15 @@ class MarginalLikelihood(TrainerCallback):
     def _end_epoch(self, epoch: int) -> None:
         self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
-    def _log(self, found: dict[str, float]) -> None:
-        decays = {name: v for name, v in found.items() if name.startswith("weight_decay/")}
+    def _log(self, numbers: dict[str, float]) -> None:
+        decays = {name: v for name, v in numbers.items() if name.startswith("weight_decay/")}
         if len(decays) > MOST_LOGGED:
             *_, largest = values = sorted(decays.values())
-            few = {"smallest": values[0], "median": median(values), "largest": largest}
-            found = {name: v for name, v in found.items() if name not in decays}
-            found |= {f"weight_decay/{name}": value for name, value in few.items()}
-        if found:
-            self._trainer.log({f"prior/{name}": value for name, value in found.items()})
+            summary = {"smallest": values[0], "median": median(values), "largest": largest}
+            numbers = {name: v for name, v in numbers.items() if name not in decays}
+            numbers |= {f"weight_decay/{name}": value for name, value in summary.items()}
+        if numbers:
+            self._trainer.log({f"prior/{name}": value for name, value in numbers.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the prior's state beside the trainer's."""

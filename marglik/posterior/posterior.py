@@ -38,15 +38,13 @@ from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import (
     check_whole,
-    is_part,
     is_sharded,
     local_part,
     reshard,
     squared_norms,
 )
-from marglik.eval_mode import eval_mode, in_eval_mode
-from marglik.posterior import evidence
-from marglik.posterior.evidence import EvidenceTerms, as_tensor
+from marglik.eval_mode import eval_mode
+from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.jacobian_ggn import (
     JacobianGGN,
     Structure,
@@ -57,6 +55,7 @@ from marglik.posterior.jacobian_ggn import (
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
+STATISTICS = "running_mean", "running_var"
 NOT_FITTED = "The Laplace approximation is not fitted; call fit() first."
 Layers = Literal["all", "last"]
 """Whose uncertainty counts: "last" treats all other layers as constants."""
@@ -136,7 +135,9 @@ class Posterior:
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
-        self.likelihood = likelihood
+        self._dtype = widest_dtype(model)
+        self.likelihood = likelihood_of(likelihood)
+        """What outputs say about targets."""
         options.check(self.likelihood)
         self.options = options
         self.generator = generator
@@ -160,7 +161,7 @@ class Posterior:
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
         self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs = 0, 0
-        self.calibrations = {}
+        self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
         self.sample_size: int | None = None
         """M, where `fit` saw a random sample of M examples that stands for all; None for all."""
         self.passes: dict[Any, CurvaturePass] = {}
@@ -175,15 +176,6 @@ class Posterior:
             f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
             f"{self.n_params} parameters, {fitted})"
         )
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """What outputs say about targets; set it by its name."""
-        return self._likelihood
-
-    @likelihood.setter
-    def likelihood(self, likelihood: Likelihood | str) -> None:
-        self._likelihood = likelihood_of(likelihood)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -219,12 +211,6 @@ class Posterior:
         return next(self.model.parameters()).device
 
     @property
-    def _dtype(self) -> torch.dtype:
-        """The widest dtype of trainable parameters: adapters may be wider than a frozen base."""
-        dtypes = {p.dtype for p in self.params}
-        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
-
-    @property
     def _wide_dtype(self) -> torch.dtype:
         """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
         return torch.promote_types(self._dtype, torch.float32)
@@ -239,9 +225,16 @@ class Posterior:
 
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
-        each = 1 if self.structure == "kron" else len(self.indices)
-        delta = evidence.checked_precision(prior_precision, self.n_layers, each)
-        self._prior_precision = delta.to(self._device, self._wide_dtype)
+        check_positive("prior_precision", prior_precision)
+        delta, numbers = as_tensor(prior_precision), [1, self.n_layers]
+        if self.structure != "kron":
+            numbers.append(len(self.indices))
+        if delta.dim() > 1 or delta.numel() not in numbers:
+            raise ValueError(
+                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
+                f"({self.n_layers},), one per trainable tensor."
+            )
+        self._prior_precision = delta.reshape(-1).to(self._device, self._wide_dtype)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -286,8 +279,7 @@ class Posterior:
     @property
     def _hyperparameters(self) -> tuple:
         """What the covariance depends on besides the factors, as values that can be compared."""
-        delta = tuple(self.prior_precision.tolist())
-        return delta, self.sigma_noise.item(), self.temperature
+        return tuple(self._prior_precision.tolist()), self._sigma_noise.item(), self.temperature
 
     @property
     def calibrations(self) -> dict[str, dict[str, Any]]:
@@ -319,7 +311,9 @@ class Posterior:
         """Compute the curvature at the model's current parameters.
 
         With several ranks of `torch.distributed` all of them call this, each with its shard of the
-        data, and all end with the posterior of all the data; see `kronecker_factors`.
+        data, and all end with the evidence of all the data; see `kronecker_factors`. Each block is
+        kept by one rank. Predictives that the ranks share (`laplace_predictive` with ranks) need
+        no more; for what a rank computes alone, such as samples, call `gather` first.
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
@@ -347,18 +341,17 @@ class Posterior:
             check_read_twice(train_loader)
         # A sample's numbers are an estimate, which a pass over all data replaces in the end.
         proves_again = stands_for is None
-        curvature = in_eval_mode(self.model, self._curvature_of)(
-            train_loader, progress_bar, proves_again
-        )
-        if corrected:
-            curvature = in_eval_mode(self.model, corrected_factors)(
-                curvature,
-                self.model,
-                train_loader,
-                generator=self.generator,
-                progress=progress_bar,
-                process_group=self.ranks.process_group,
-            )
+        with eval_mode(self.model):
+            curvature = self._curvature_of(train_loader, progress_bar, proves_again)
+            if corrected:
+                curvature = corrected_factors(
+                    curvature,
+                    self.model,
+                    train_loader,
+                    generator=self.generator,
+                    progress=progress_bar,
+                    process_group=self.ranks.process_group,
+                )
         self.sample_size = None if stands_for is None else int(curvature.num_data)
         if stands_for is not None:
             curvature = replace(curvature * (stands_for / curvature.num_data), num_data=stands_for)
@@ -369,6 +362,17 @@ class Posterior:
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         self.restore(curvature)
+
+    def gather(self) -> None:
+        """Bring all factors to all ranks, for what one of them does alone; collective.
+
+        Samples, predictions and saving need it after a fit by several ranks.
+        """
+        factors = self.fitted_curvature()
+        if isinstance(factors, KroneckerFactors) and self.ranks.size > 1:
+            self._curvature = factors.gathered(self.ranks, self._device)
+            # The same factors, elsewhere: what was computed from them stays.
+            self._version = [block.version for block in self._curvature.blocks.values()]
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
         if self.structure != "kron":
@@ -420,8 +424,9 @@ class Posterior:
         elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
             raise ValueError("The GGN is of parameters that have no posterior here.")
         self._take_weights(curvature)
-        self.calibrations = {}
-        self._set_curvature(curvature)
+        self._curvature, self._calibrations = curvature, ({}, ())
+        self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
+        self._forget()
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -431,6 +436,7 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
+        self._dtype = widest_dtype(self.model)
         if self._fitted:
             here = self._weights()
             self.mean = self.mean.to(self._device, self._dtype)
@@ -441,7 +447,8 @@ class Posterior:
         self._prior_mean = self._prior_mean.to(self._device, self._dtype)
         if self._curvature is not None:
             wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
-            self._set_curvature(self._curvature.to(device, wide))
+            self._curvature = self._curvature.to(device, wide)
+            self._forget()
         return self
 
     # --- the weights of the fit ---
@@ -451,7 +458,7 @@ class Posterior:
 
         Of a network under `fully_shard` that is this rank's part of them; collective.
         """
-        statistics = running_statistics(self.model)
+        self._dtype, statistics = widest_dtype(self.model), running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
         if not is_sharded(self.model):
             self.mean = parameter_vector(self.params).detach()
@@ -475,11 +482,9 @@ class Posterior:
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
         reshard(self.model)
-        trainable = {
-            n: local_part(p) if is_part(p) else p
-            for n, p in self.model.named_parameters()
-            if p.requires_grad
-        }
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if is_sharded(self.model):
+            trainable = {name: local_part(p) for name, p in trainable.items()}
         return running_statistics(self.model) | trainable
 
     def fitted_weights(self) -> dict[str, Tensor]:
@@ -506,11 +511,12 @@ class Posterior:
         """
         if not self._fitted:
             raise AttributeError(NOT_FITTED)
-        here, statistics = self._weights(), running_statistics(self.model)
+        here = self._weights()
         seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in here.values()]
-        # The statistics are few numbers, and BatchNorm counts no version.
-        known = not by_value and seen == self._compared[0]
-        for name in statistics if known else dict.fromkeys([*here, *self._fitted]):
+        is_same = not by_value and seen == self._compared[0]
+        for name in dict.fromkeys([*here, *self._fitted]):
+            if is_same and not name.endswith(STATISTICS):  # of which BatchNorm counts no version
+                continue
             now, fitted = here.get(name), self._fitted.get(name)
             if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
                 raise ValueError(
@@ -520,12 +526,6 @@ class Posterior:
                     "strict=False)."
                 )
         self._compared = seen, list(here.values())  # kept, so that no other tensor gets their ids
-
-    def _set_curvature(self, curvature: KroneckerFactors | JacobianGGN) -> None:
-        self._curvature = curvature
-        self.n_data = curvature.num_data
-        self.n_outputs = curvature.num_outputs
-        self._forget()
 
     def _forget(self) -> None:
         """Drop everything that was computed from the curvature; it is another, or elsewhere."""
@@ -584,9 +584,9 @@ class Posterior:
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:
-        """δ as `evidence_terms` takes it: of a posterior from Jacobians one per parameter."""
+        """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter."""
         if self.structure == "kron":
-            return delta
+            return delta.to(self.mean.device, torch.float64).expand(self.n_layers)
         indices = self._ggn_indices()
         delta = delta.to(self._device, torch.float64)
         tensors = self._tensor_of(indices)
@@ -638,24 +638,21 @@ class Posterior:
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta = self.of_blocks(as_tensor(delta))
-        return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
+        delta, sigma = self.of_blocks(as_tensor(delta)), as_tensor(sigma).squeeze()
+        return terms.log_marginal_likelihood(delta, sigma, self.temperature)
 
     @property
     def log_likelihood(self) -> Tensor:
         """Log p(D|θ*) / T (nats, a sum over the data)."""
-        terms = self.evidence_terms
-        return evidence.log_likelihood(
-            terms.loss, terms.num_targets, self.likelihood, self.sigma_noise, self.temperature
-        )
+        return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)
 
     def effective_parameters(self) -> Tensor:
         """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): directions of each tensor that the data determines.
 
-        Each lies between 0 and the number of the tensor's parameters; see `evidence`.
+        Each lies between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """
         terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
-        gamma = evidence.effective_parameters(terms, delta, self.sigma_noise, self.temperature)
+        gamma = terms.effective_parameters(delta, self.sigma_noise, self.temperature)
         return self.sum_over_blocks(gamma)
 
     # --- the Gaussian ---
@@ -675,7 +672,7 @@ class Posterior:
                 return KroneckerPrecision(self.precision_blocks(), constants)
             return self._precision_of(curvature)
 
-        return self._kept("precision", make)
+        return self._cached("precision", make)
 
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
@@ -721,8 +718,8 @@ class Posterior:
             return
         blocks = self.fitted_factors().blocks
         # What only some ranks have is computed again by all, so that all hold the same bits.
-        known = ranks.gather(set(self._eigen))
-        missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
+        of_ranks = ranks.gather(set(self._eigen))
+        missing = [b for name, b in blocks.items() if not all(name in own for own in of_ranks)]
         self._decompose(missing, ranks)
 
     def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
@@ -774,7 +771,8 @@ class Posterior:
         """
         self.check_weights()
         changes = self.named(samples - at_least_float32(self.mean.detach()))
-        return in_eval_mode(self.model, linearised_outputs)(self.model, changes, x)
+        with eval_mode(self.model):
+            return linearised_outputs(self.model, changes, x)
 
     def network_outputs(self, samples: Float[Tensor, "S P"], x: Any) -> Float[Tensor, "S N *R C"]:
         """Outputs of the network itself at parameter vectors, which are not written into it.
@@ -791,14 +789,18 @@ class Posterior:
             values = {name: value.to(p.dtype) for (name, value), p in named}
             return at_least_float32(call_with(self.model, values, x))
 
-        return torch.stack([in_eval_mode(self.model, outputs)(sample) for sample in samples])
+        with eval_mode(self.model):
+            return torch.stack([outputs(sample) for sample in samples])
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Parameter vectors as tensors in the shapes of the parameters, by name."""
-        parts = vectors.split([p.numel() for p in self.params], -1)
-        names = (name for name, p in self.model.named_parameters() if p.requires_grad)
-        named = zip(names, parts, self.params, strict=True)
-        return {name: part.reshape(*part.shape[:-1], *p.shape) for name, part, p in named}
+        reshard(self.model)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        parts = vectors.split([p.numel() for p in named.values()], -1)
+        return {
+            name: part.reshape(*part.shape[:-1], *p.shape)
+            for (name, p), part in zip(named.items(), parts, strict=True)
+        }
 
     def output_distribution(
         self,
@@ -835,25 +837,20 @@ class Posterior:
         check_option("layers", layers, Layers)
         self.check_weights()
 
-        def from_jacobians() -> tuple[Tensor, Tensor]:
+        with eval_mode(self.model):
+            if self.structure == "kron" and not self.enable_backprop:
+                covariance_of = self._output_covariance(x, layers)
+                f, covariance = covariance_of(x, positions, classes, variance_only=variance_only)
+                check_finite(self.model, f, x)
+                return f, covariance
             f, J, precision = self._linearised(x, layers)
-            if positions is not None:
-                f, J = f[positions], J[positions]
-            if classes is not None:
-                chosen = classes.to(f.device).expand(*f.shape[:-1], classes.shape[-1])
-                f = f.gather(-1, chosen)
-                J = J.gather(-2, chosen[..., None].expand(*chosen.shape, J.shape[-1]))
-            return f, precision.square_form(J, diagonal=variance_only)
-
-        def distribution() -> tuple[Tensor, Tensor]:
-            if self.structure != "kron" or self.enable_backprop:
-                return from_jacobians()
-            covariance = self._output_covariance(x, layers)
-            f, of_f = covariance(x, positions, classes, variance_only=variance_only)
-            check_finite(self.model, f, x)
-            return f, of_f
-
-        return in_eval_mode(self.model, distribution)()
+        if positions is not None:
+            f, J = f[positions], J[positions]
+        if classes is not None:
+            index = classes.to(f.device).expand(*f.shape[:-1], classes.shape[-1])
+            f = f.gather(-1, index)
+            J = J.gather(-2, index[..., None].expand(*index.shape, J.shape[-1]))
+        return f, precision.square_form(J, diagonal=variance_only)
 
     def joint_output_distribution(
         self, x: Float[Tensor, "*T q d"], classes: list[int] | None = None
@@ -883,13 +880,15 @@ class Posterior:
         self.check_weights()
         sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
         if self.structure == "kron":
-            covariance_of = self._kept(
+            covariance_of = self._cached(
                 "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
             )
-            f, covariance = in_eval_mode(self.model, covariance_of.joint)(sets, classes)
+            with eval_mode(self.model):
+                f, covariance = covariance_of.joint(sets, classes)
         else:
             points = sets.flatten(0, 1)
-            f, J, precision = in_eval_mode(self.model, self._linearised)(points, "all", True)
+            with eval_mode(self.model):
+                f, J, precision = self._linearised(points, "all", True)
             f, J = (part.unflatten(0, sets.shape[:2]) for part in (f, J))  # (T, q, C), ...
             if classes is not None:
                 f, J = f[..., classes], J[..., classes, :]
@@ -928,9 +927,9 @@ class Posterior:
             blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
-        return self._kept(layers, make)
+        return self._cached(layers, make)
 
-    def _kept(self, key: Any, make: Callable[[], T]) -> T:
+    def _cached(self, key: Any, make: Callable[[], T]) -> T:
         """A function for covariances, kept until a hyperparameter changes.
 
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
@@ -942,6 +941,21 @@ class Posterior:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
+
+
+def widest_dtype(model: nn.Module) -> torch.dtype:
+    """That of the model's trainable parameters: adapters may be wider than a frozen base."""
+    reshard(model)
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    return reduce(torch.promote_types, dtypes or {next(model.parameters()).dtype})
+
+
+def as_tensor(value: float | Tensor) -> Tensor:
+    """A tensor as it is, a number in float64.
+
+    In torch's default dtype, float32, a number would be rounded even for a float64 model.
+    """
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
 def _checked(indices: Any, number: int) -> Tensor:
@@ -972,8 +986,7 @@ def _check_of_jacobians(options: CurvatureOptions, structure: str) -> None:
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Name -> running mean or variance of BatchNorm, and of other layers that have such."""
-    of_norms = ("running_mean", "running_var")
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(of_norms)}
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(STATISTICS)}
 
 
 def trainable_layers(model: nn.Module) -> list[str]:

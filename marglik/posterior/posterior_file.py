@@ -73,6 +73,7 @@ def save_posterior(
     record: dict[str, Any] = {
         "likelihood": str(laplace.likelihood),
         "num_data": factors.num_data,
+        "sample_size": laplace.sample_size,
         "num_outputs": factors.num_outputs,
         "curvature": laplace.options.to_json(),
         "prior_precision": dict(zip(names, delta.tolist(), strict=True)),
@@ -156,6 +157,7 @@ def load_posterior(
         temperature=record["temperature"],
     )
     laplace.restore(factors)
+    laplace.sample_size = record["sample_size"]
     laplace.calibrations = record["calibrations"]
     return laplace
 

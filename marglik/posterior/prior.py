@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.checks import check_module
 from kfac_backend.options import check_keys, check_option, check_positive
-from marglik.posterior.evidence import evidence_of
 from marglik.posterior.posterior import Posterior
 
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
@@ -228,11 +227,12 @@ class Hyperparameters:
         evidences, T = [], posterior.temperature
         terms = posterior.evidence_terms  # checks once that it is of the network as it is
         device, fixed = terms.squared_norms.device, posterior.sigma_noise.double()
+        groups = posterior.of_blocks(torch.tensor(self.groups.index)).long().cpu()  # of each block
 
         def evidence() -> Tensor:
-            delta = posterior.of_blocks(self.groups.of_tensors(self._log_delta.exp())).to(device)
+            delta = self._log_delta.exp()[groups].to(device)
             sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
-            return evidence_of(terms, delta, sigma, T)
+            return terms.log_marginal_likelihood(delta, sigma, T)
 
         for _ in range(steps):
             self._adam.zero_grad()
@@ -322,8 +322,8 @@ def update_prior(
         mine = before, evidences, hyperparameters.state_dict()
         before, evidences, state = ranks.gather(mine)[0]
         hyperparameters.load_state_dict(state)
+        hyperparameters.give_to(posterior)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
-    posterior.prior_precision = groups.of_tensors(delta)
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 

@@ -41,7 +41,7 @@ from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import (
     Calibration,
@@ -158,7 +158,8 @@ class HeldOut:
         variance_only = likelihood.kind != "classes" or by_probit
 
         def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-            f = in_eval_mode(model, outputs_of)(model, x)
+            with eval_mode(model):
+                f = outputs_of(model, x)
             config.check_cost(f[0, ..., 0].numel(), f.shape[-1], likelihood)
             if samples is not None:
                 spread = posterior.linearised_outputs(samples, x) - f

@@ -24,7 +24,7 @@ from kfac_backend.files import read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
-from marglik.eval_mode import in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
 from marglik.prediction.links import Calibration, Prediction, predict_from_outputs
 from marglik.prediction.predictive import Labels, PredictiveConfig, outputs_of
@@ -94,7 +94,7 @@ class Ensemble:
     @torch.no_grad()
     def _outputs(self, x: Any) -> Tensor:
         """The members' outputs (K, N, ..., C), in eval mode."""
-        return torch.stack([in_eval_mode(m, outputs_of)(m, x) for m in self.models])
+        return torch.stack([eval_mode(m)(outputs_of)(m, x) for m in self.models])
 
     def calibrate(
         self,
@@ -182,7 +182,7 @@ class Ensemble:
             check_state(member, state, str(Path(folder) / MEMBERS))
             member.load_state_dict(state)
             models.append(member)
-        found = record["calibration"]
-        calibration = None if found is None else Calibration(**found)
+        numbers = record["calibration"]
+        calibration = None if numbers is None else Calibration(**numbers)
         sigma_noise, seconds = record["sigma_noise"], record["seconds"]
         return Ensemble(models, record["likelihood"], sigma_noise, calibration, seconds)

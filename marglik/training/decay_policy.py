@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.sharding import local_part, norms_over_parts, sum_over_parts
+from kfac_backend.sharding import local_part, local_parts, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
 
 if TYPE_CHECKING:
@@ -263,11 +263,10 @@ class DecayPolicy:
 
     def compare_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
         """Note which decays an update has moved, and whether the next one is worth its time."""
-        posterior, hyper, measures = state.posterior, state.hyperparameters, state.measures
-        if posterior is None:
-            return
-        gamma = hyper.groups.sum_over_tensors(posterior.effective_parameters())
-        gamma = problem.ranks.gather(gamma.cpu())[0]  # all must decide alike
+        hyper, measures = state.hyperparameters, state.measures
+        of_tensors = [*state.record["effective_parameters"].values()]
+        gamma = hyper.groups.sum_over_tensors(torch.tensor(of_tensors, dtype=torch.float64))
+        gamma = problem.ranks.gather(gamma)[0]  # all must decide alike
         moves = (hyper.prior_precision / before).log().abs()
         # A group of which the data determines nothing has no decay to settle at, nor has a
         # scale-invariant weight: the evidence fixes δ‖w‖² alone.
@@ -276,7 +275,7 @@ class DecayPolicy:
         weights = gamma * settles
         number = weights.sum().clamp(min=1)
         if self.rest is not None and problem.may_rest(state):
-            is_small = (moves * weights).sum() / number < self.rest
+            is_small = settles.any() and (moves * weights).sum() / number < self.rest
             measures.rest = max(1, 2 * measures.rest) if is_small else 0
             measures.left_out = 0
         # At a low rate no update moves the decays much.
@@ -384,7 +383,7 @@ def clip_gradients(
         since reading a number would wait for it.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
-    gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
+    gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
     norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
     norm: Any = torch.stack(norms).norm().float()
     if norm.device.type == "cpu":  # a dozen operations on tensors would take longer than the norm

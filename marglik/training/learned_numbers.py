@@ -28,7 +28,7 @@ from kfac_backend.engine.task import split_batch
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
-from marglik.eval_mode import eval_mode, in_eval_mode
+from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
@@ -43,9 +43,8 @@ def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None
     Raises:
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
     """
-    names, modules = by_evidence(problem), state.ranges.modules
-    if not (names or modules):
-        return
+    names = problem.learned_by_evidence
+    modules = [] if state.ranges is None else state.ranges.modules
     check_whole(problem.model, "Learning what the loss or the inputs depend on")
     curvature = problem.options.curvature
     posterior = Posterior(problem.model, state.likelihood, curvature, process_group=None)
@@ -55,13 +54,6 @@ def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None
             list(evidence_gradient(posterior, [[batch]], [module.ranges for module in modules]))
         if names:
             likelihood_step(posterior, [batch], names)
-
-
-def by_evidence(problem: Problem) -> dict[str, Any]:
-    """The likelihood's parameters that the evidence learns, with their first values."""
-    if not problem.options.learns or problem.learns_label_noise:
-        return {}
-    return problem.options.likelihood.to_learn()
 
 
 def likelihood_step(
@@ -151,13 +143,12 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    if not problem.learns_label_noise:
-        return
-    assert problem.held_out is not None  # `Problem.set_held_out` checks it
+    assert problem.held_out is not None  # `Problem.of` checks it
     likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        f = in_eval_mode(model, outputs_of)(model, x)
+        with eval_mode(model):
+            f = outputs_of(model, x)
         return f, torch.zeros_like(f.flatten(0, -2))[:, None]
 
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their

@@ -22,9 +22,10 @@ from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import (
     is_part,
     local_part,
+    local_parts,
     norms_over_parts,
     part_of_whole,
-    with_local_part,
+    with_local_parts,
     without_row,
 )
 from marglik.eval_mode import preserve_mode
@@ -36,13 +37,18 @@ def add_penalty(
     parameters: list[nn.Parameter],
     weight_decays: Sequence[float],
     scale: Tensor | float,
-    padding: Mapping[int, int] = {},  # noqa: B006
-) -> None:
+    padding: Mapping[int, int],
+    *,
+    with_value: bool = False,
+) -> Tensor | None:
     """Add scale · wd · θ to the gradients: two foreach calls, where autograd would need many.
 
     ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
+    Returns ½ Σ wd ‖θ‖² if asked: the gradients do not need it.
     """
-    values = _with_prior(parameters, padding)
+    values = local_parts(parameters)
+    for i, row in padding.items():
+        values[i] = without_row(parameters[i], row)
     if isinstance(scale, Tensor):
         pulls = torch._foreach_mul(values, list(weight_decays))
         torch._foreach_mul_(pulls, scale)
@@ -50,35 +56,17 @@ def add_penalty(
         pulls = torch._foreach_mul(values, [scale * wd for wd in weight_decays])
     # A parameter that the loss does not depend on still has its prior. The gradients are replaced:
     # after a compiled backward pass two parameters may share one tensor.
-    pairs = [
-        (pull, local_part(p.grad))
-        for pull, p in zip(pulls, parameters, strict=True)
-        if p.grad is not None
-    ]
-    if pairs:
-        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-    for p, pull in zip(parameters, pulls, strict=True):
-        p.grad = with_local_part(p, pull)
-
-
-@torch.no_grad()
-def penalty_value(
-    parameters: list[nn.Parameter],
-    weight_decays: Sequence[float],
-    padding: Mapping[int, int] = {},  # noqa: B006
-) -> Tensor:
-    """½ Σ wd ‖θ‖², a scalar."""
-    norms = norms_over_parts(torch._foreach_norm(_with_prior(parameters, padding)), parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        with_gradient = [g for g, p in zip(pulls, parameters, strict=True) if p.grad is not None]
+        torch._foreach_add_(with_gradient, local_parts(gradients))
+    for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
+        p.grad = gradient
+    if not with_value:
+        return None
+    norms = norms_over_parts(torch._foreach_norm(values), parameters)
     weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
     return 0.5 * torch.stack(weighted).square().sum()
-
-
-def _with_prior(parameters: list[nn.Parameter], padding: Mapping[int, int]) -> list[Tensor]:
-    """The parameters, with zeros in the rows that are constants."""
-    values = list(map(local_part, parameters))
-    for i, row in padding.items():
-        values[i] = without_row(parameters[i], row)
-    return values
 
 
 class WeightAverage:
@@ -98,22 +86,22 @@ class WeightAverage:
     def add(self) -> None:
         """Include the present values."""
         if not self.count:
-            self._values = [local_part(p).clone() for p in self._parameters]
+            self._values = [part.clone() for part in local_parts(self._parameters)]
         else:
             add = get_swa_multi_avg_fn()
-            parts = list(map(local_part, self._parameters))
+            parts = local_parts(self._parameters)
             add(self._values, parts, self.count)  # pyright: ignore[reportArgumentType]
         self.count += 1
 
     @torch.no_grad()
     def write(self) -> None:
         """Give the parameters their averages."""
-        torch._foreach_copy_(list(map(local_part, self._parameters)), self._values)
+        torch._foreach_copy_(local_parts(self._parameters), self._values)
 
     @contextmanager
     def written(self) -> Iterator[None]:
         """A context in which the parameters have their averages, with the present values."""
-        present = [local_part(p).clone() for p in self._parameters]
+        present = [part.clone() for part in local_parts(self._parameters)]
         with_present = WeightAverage(self._parameters)
         with_present.load_state_dict(self.state_dict())
         with_present.add()
@@ -122,12 +110,12 @@ class WeightAverage:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(list(map(local_part, self._parameters)), present)
+                torch._foreach_copy_(local_parts(self._parameters), present)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and the number of steps; of sharded parameters they are sharded, too."""
-        pairs = zip(self._parameters, self._values)  # noqa: B905  # none before it begins
-        values = [with_local_part(p, value.clone()) for p, value in pairs]
+        parameters = self._parameters if self.count else []
+        values = with_local_parts(parameters, [value.clone() for value in self._values])
         return {"values": values, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

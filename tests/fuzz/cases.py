@@ -242,7 +242,7 @@ class Network(nn.Module):
     def __init__(self, net: Net, pads: bool):
         super().__init__()
         self.net, self.pads, self.calls, self.fails_at = net, pads, 0, 0
-        self.error: type[Exception] = ValueError
+        self.error: type[BaseException] = ValueError
         self.position: Any = None
         d = net.width
         if net.embeds:

@@ -23,8 +23,6 @@ OF_OUTPUTS = (
     "regression_per_output", "heteroscedastic", "ordinal(cuts=[-0.5, 0.5])",
 )  # fmt: skip
 """Those whose curvature does not depend on the targets, as K-FAC's steps need."""
-SYMMETRIC = ("classification", "regression", "bernoulli", "poisson", "student_t", "known_noise")
-"""Those that treat all outputs alike."""
 DICE = st.integers(0, 11)
 
 

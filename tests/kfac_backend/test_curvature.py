@@ -3,19 +3,16 @@
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from tests.kfac_backend.block_checks import MODES, assert_same
+from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.formulas import by_the_formulas
 from tests.kfac_backend.networks import (
     convolution_flops,
     data,
     images,
     network,
-    random_model,
     wide_resnet,
 )
 
@@ -50,29 +47,6 @@ def test_backward_passes_reach_inputs_only(fisher, vectors):
     # Negative control: a training step computes the weights' gradients, too.
     loss = nn.functional.cross_entropy(model(x), y)
     assert convolution_flops(loss.backward) == (0, 2 * forward - stem)
-
-
-def test_images_of_different_sizes_weigh_by_their_positions():
-    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
-    small, large = torch.randn(2, 2, 3, 3).double(), torch.randn(3, 2, 5, 4).double()
-    batches = [(small, torch.tensor([0, 1])), (large, torch.tensor([0, 1, 2]))]
-    A = kronecker_factors(model, batches, "classification").blocks["0.weight"].A
-    patches = [nn.functional.unfold(x, 2).mT.flatten(0, 1) for x, _ in batches]
-    rows = torch.cat(patches)  # all positions of both batches
-    assert_close(A, rows.mT @ rows / len(rows))
-
-
-def test_mappings_and_any_iterable():
-    model = random_model(lambda m, batch: m.layer(batch["features"]), layer=nn.Linear(3, 2))
-    x, y = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
-    mapping = {"features": x, "target": y}
-    expected = kronecker_factors(nn.Sequential(model.layer), [(x, y)], "classification")
-    factors = kronecker_factors(model, iter([mapping]), "classification", dict_key_y="target")
-    assert_close(factors.to_dense("layer.weight"), expected.to_dense("0.weight"))
-    loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    assert_same(kronecker_factors(nn.Sequential(model.layer), loader, "classification"), expected)
-    with pytest.raises(KeyError, match="features, target, but no .labels.; pass .*dict_key_y"):
-        kronecker_factors(model, [mapping], "classification")
 
 
 def test_layers_that_take_no_part_have_a_zero_block():

@@ -125,14 +125,14 @@ def test_empirical_fisher(likelihood):
 
 def test_monte_carlo_fisher_draws_labels_anew():
     model, (x, y) = network(), data()
-    options = {"fisher": "mc", "mc_samples": 400}
+    options = {"fisher": "mc", "mc_samples": 150}
     factors = kronecker_factors(model, [(x, y)], "classification", **options)
     generator = torch.Generator().manual_seed(0)
     found = corrected_factors(
-        factors, model, [(x, y)], generator=generator, mc_samples=400
+        factors, model, [(x, y)], generator=generator, mc_samples=150
     ).eigenvalues()["8.weight"]
     again = corrected_factors(
-        factors, model, [(x, y)], generator=generator.manual_seed(0), mc_samples=400
+        factors, model, [(x, y)], generator=generator.manual_seed(0), mc_samples=150
     )
     assert torch.equal(found, again.eigenvalues()["8.weight"])
     Q = basis(again.blocks["8.weight"])

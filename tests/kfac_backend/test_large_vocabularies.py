@@ -24,7 +24,7 @@ from tests.kfac_backend.covariance.posteriors import (
 )
 from tests.uses import uses_of
 
-V, D, R, N = 50, 4, 3, 5
+V, D, R, N = 24, 4, 3, 5
 """Classes, features, positions, examples."""
 
 

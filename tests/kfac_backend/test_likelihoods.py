@@ -422,26 +422,6 @@ def test_nothing_of_a_text_is_ignored(more):
         assert repr(name + more) in str(raised.value) and str(raised.value).endswith(words)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.integers(0, 27), st.text("()[]{}=,.:;#*-+'\" 0123456789dfscale\n", max_size=4))
-def test_what_is_understood_has_each_character(at, more):
-    """Characters put into a text: the likelihood that is made of it says all of them."""
-    text = "student_t(df=45.5, scale=2)"
-    text = text[:at] + more + text[at:]
-    try:
-        likelihood = likelihood_of(text)
-    except ValueError:
-        return
-    assert words_of(likelihood) == words_of(text)
-
-
-def words_of(text):
-    """Words, numbers by their values, and brackets; without what says nothing."""
-    text = re.sub(r"\s|\+|,(?=\))", "", str(text))
-    words = re.findall(r"[\d.]+(?:e-?\d+)?|\w+|.", text)
-    return [float(word) if re.match(r"\.?\d", word) else word for word in words]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -42,7 +42,7 @@ class Copies:
         example's gradient on to the parameters.
         """
         capture = self._capture
-        N, parameters = capture.num_examples, capture.assignment.operations.own
+        N, parameters = capture.runs.num_examples, capture.assignment.operations.own
         rows, rows_of_each = current_rows(), 0
         if rows is not None and not (rows.of_positions or len(rows.index) == M):
             rows = None  # given for the rows of another tensor
@@ -56,17 +56,18 @@ class Copies:
                     "examples; say which example each row belongs to (examples_of_rows), or freeze "
                     "them (requires_grad_(False))."
                 )
-        capture.has_row_groups = capture.has_row_groups or rows_of_each > 1
+        if rows_of_each > 1:
+            capture.runs.has_row_groups = True
         # The copies are a leaf of their own: in the expression autograd would sum the gradient over
         # all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
-        capture.add_source(source)
+        capture.sources.add(source)
         examples = M // rows_of_each if rows is None else rows.num_examples
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():
             if isinstance(leaf, str):
-                capture.hand_input(parameters[leaf], use)
+                capture.report_input(parameters[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
@@ -78,8 +79,7 @@ class Copies:
                 b = at_least_float32(b).unflatten(0, (-1, rows_of_each)).sum(1)
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
-                    with capture.arithmetic():
-                        capture.sink.gradient(parameters[leaf], uses[leaf], gradients)
+                    capture.report_gradient(parameters[leaf], uses[leaf], gradients)
                 else:  # other parts of its gradient may still come
                     earlier = self._waiting.get(leaf)
                     self._waiting[leaf] = gradients if earlier is None else earlier + gradients
@@ -100,7 +100,6 @@ class Copies:
         runs = list(self._waiting)
         for run in runs:
             use, shape = self._shared[run]
-            with self._capture.arithmetic():
-                gradients = self._waiting.pop(run).unflatten(1, shape)
-                self._capture.sink.gradient(run.tracked, use, gradients)
+            gradients = self._waiting.pop(run).unflatten(1, shape)
+            self._capture.report_gradient(run.tracked, use, gradients)
         return runs

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -217,12 +219,36 @@ def test_the_best_checkpoint_is_the_average_that_was_validated(tmp_path):
         x, y = dataset().tensors
         for file, loss in saves.best_k_models.items():
             saved = Validates()
-            saved.load_state_dict(state := torch.load(file, weights_only=True)["state_dict"])
+            checkpoint = torch.load(file, weights_only=True)
+            saved.load_state_dict(state := checkpoint["state_dict"])
             assert_close(F.cross_entropy(saved.net(x), (y + 1) % 3), loss, rtol=1e-5, atol=0)
-            if "epoch=4" in file:  # the first one of the average
-                path, steps = file, torch.load(file, weights_only=True)[STEPS]
-        assert not torch.equal(state["net.0.weight"], steps["net.0.weight"])
+            has_average = "epoch=4" in file or "epoch=5" in file
+            assert (STEPS in checkpoint) == has_average
+            if has_average:
+                steps = checkpoint[STEPS]
+                assert not torch.equal(state["net.0.weight"], steps["net.0.weight"])
+            if "epoch=4" in file:
+                path = file
     assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_a_training_after_one_that_failed_saves_its_own_network(tmp_path):
+    """It validates nothing, and its checkpoint is of the step that the failed one validated."""
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Validates()
+
+    class Stops(L.Callback):
+        def on_validation_end(self, trainer, *_):
+            if trainer.current_epoch == 4:
+                raise Killed
+
+    first = trainer(prior, 6, enable_checkpointing=True)
+    first.callbacks += [Stops(), ModelCheckpoint(tmp_path, "first")]
+    with pytest.raises(Killed):
+        first.fit(module, loader(), loader(), **SAFELY)
+    second = trainer(prior, 6, max_steps=20, enable_checkpointing=True)
+    second.callbacks.append(ModelCheckpoint(tmp_path, "second"))
+    second.fit(Validates(), loader(), **SAFELY)
+    assert STEPS not in torch.load(tmp_path / "second.ckpt", weights_only=True)
 
 
 def test_what_it_cannot_work_with_is_named():
@@ -238,7 +264,15 @@ def test_what_it_cannot_work_with_is_named():
         fit(Classifier(), loaders=[loader(), loader()])
 
 
-def on_ranks():
+class Sharded(Classifier):
+    """Under `fully_shard`, as ModelParallelStrategy asks for."""
+
+    def configure_model(self):
+        if Ranks().size > 1:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def on_ranks(is_sharded=False, **options):
     """Called in each rank: precisions and evidence."""
     ranks = Ranks()
     sampler = DistributedSampler(
@@ -246,13 +280,14 @@ def on_ranks():
     )  # each n-th example: batches of one process's
     batches = DataLoader(dataset(), 6 // ranks.size, sampler=sampler)
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    strategy = ModelParallelStrategy(ranks.size, 1) if is_sharded else "ddp"
     its_trainer = L.Trainer(
-        max_epochs=EPOCHS, callbacks=[prior], logger=False, enable_checkpointing=False,
+        max_epochs=EPOCHS, callbacks=[prior], logger=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
-        devices=ranks.size, strategy="auto" if ranks.size == 1 else "ddp",
-        use_distributed_sampler=False,
+        devices=ranks.size, strategy="auto" if ranks.size == 1 else strategy,
+        use_distributed_sampler=False, **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-    its_trainer.fit(Classifier(), batches)
+    its_trainer.fit(Sharded() if is_sharded else Classifier(), batches)
     assert prior.posterior is not None
     return prior.posterior.prior_precision.tolist(), prior.learner.evidences[-1]
 
@@ -262,7 +297,18 @@ ON_RANKS = "tests.marglik.callbacks.test_lightning:on_ranks"
 
 def test_ranks_learn_what_one_process_learns(worlds):
     ((precisions, evidence),) = worlds.all(1, ON_RANKS)
-    first, second = worlds.all(2, ON_RANKS)
-    assert first == second
-    assert first[0] == pytest.approx(precisions, rel=1e-3)
-    assert first[1] == pytest.approx(evidence, rel=1e-4)
+    for is_sharded in (False, True):
+        first, second = worlds.all(2, ON_RANKS, is_sharded)
+        assert first == second
+        assert first[0] == pytest.approx(precisions, rel=1e-3)
+        assert first[1] == pytest.approx(evidence, rel=1e-4)
+
+
+def test_checkpoints_of_sharded_networks_are_refused_before_training(worlds):
+    with pytest.raises(AssertionError, match="enable_checkpointing=False"):
+        worlds.all(2, "tests.marglik.callbacks.test_lightning:with_checkpoints")
+
+
+def with_checkpoints():
+    """Called in each rank."""
+    on_ranks(True, enable_checkpointing=True)

@@ -140,12 +140,15 @@ def test_ends_with_an_update_wherever_it_ends(options, updates, tmp_path):
 
 @pytest.mark.parametrize("keeps_best", [True, False])
 def test_what_is_evaluated_is_the_average(keeps_best, tmp_path):
-    """The best one is then what the training ends with; here the labels make that the fourth."""
+    """The best one is then what the training ends with; here the labels make that the fourth.
+
+    Also with several data sets, whose losses are evaluated together and one by one.
+    """
     model = Classifier()
     labels = [{"x": x, "labels": y} for x, y in dataset()]
     run = trainer(
-        tmp_path, model, 6, labels, eval_strategy="epoch", save_strategy="epoch",
-        load_best_model_at_end=keeps_best,
+        tmp_path, model, 6, labels if keeps_best else {"one": labels, "two": labels},
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=keeps_best,
     )  # fmt: skip
     prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
     evaluated, own = [], prior._evaluate
@@ -164,6 +167,21 @@ def test_what_is_evaluated_is_the_average(keeps_best, tmp_path):
     # Negative control: the last checkpoint has the parameters of the steps.
     last = load_file(tmp_path / "checkpoint-24" / "model.safetensors")["net.0.weight"]
     assert not torch.equal(last, evaluated[-1][0])
+
+
+def test_an_exception_leaves_the_trainers_own_evaluation_and_no_hook(tmp_path):
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyError
+
+    run = trainer(tmp_path, Classifier())
+    MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.add_callback(Stops)
+    own = run.evaluate
+    with pytest.raises(KeyError):
+        run.train()
+    assert run.evaluate == own
+    assert not run.optimizer.optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "noisy_classification(noise=0.2)"])

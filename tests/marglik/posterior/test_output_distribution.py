@@ -8,43 +8,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from marglik import Posterior
-from tests.marglik.posteriors import DELTAS, by_jacobians, data, fitted, network
-from tests.oracles import NOISY
-from tests.uses import kfac_blocks
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "sigma", "temperature", "kfac_approx"),
-    [
-        ("classification", 1.0, 0.3, "expand"),
-        ("classification", 1.0, 0.3, "reduce"),
-        (NOISY, 1.0, 0.3, "expand"),
-        ("bernoulli", 1.0, 1.0, "reduce"),
-        ("regression", 0.4, 2.0, "expand"),
-    ],
-)
-def test_equals_dense_algebra(likelihood, sigma, temperature, kfac_approx):
-    la, x = fitted(likelihood, sigma_noise=sigma, temperature=temperature, kfac_approx=kfac_approx)
-    model = la.model.eval()
-    other = {"expand": "reduce", "reduce": "expand"}[kfac_approx]
-    f, found = la.output_distribution(x)
-    assert_close(f, model(x))
-    for approx in (kfac_approx, other):
-        total = by_jacobians(la, x, kfac_blocks(model, x, likelihood, approx))
-        if approx == kfac_approx:
-            assert_close(found, total, rtol=1e-9, atol=1e-12)
-        else:  # negative control
-            assert (found - total).norm() > 0.01 * total.norm()
-
-
-def test_float32():
-    la, x = fitted(dtype=torch.float32)
-    f, covariance = la.output_distribution(x)
-    exact, _ = fitted()
-    expected = exact.output_distribution(x.double())[1]
-    assert f.dtype == covariance.dtype == torch.float32
-    for other in (expected, by_jacobians(la, x)):
-        assert (covariance - other).norm() < 1e-5 * other.norm()
+from tests.marglik.posteriors import DELTAS, by_jacobians, data, fitted
 
 
 @pytest.mark.parametrize(
@@ -79,22 +43,6 @@ def test_a_second_fit_is_seen_and_eigenvectors_are_kept(monkeypatch):
     twice = la.output_distribution(x)[1]
     assert (twice - before).norm() > 0.01 * before.norm()
     assert_close(twice, by_jacobians(la, x))
-
-
-def test_last_layer_is_a_laplace_approximation_of_it_alone():
-    la, x = fitted()
-    frozen = network()
-    frozen[:-1].requires_grad_(False)
-    alone, _ = fitted(model=frozen, prior_precision=DELTAS[-2:])
-    f, covariance = la.output_distribution(x, "last")
-    assert_close(f, la.model.eval()(x))
-    assert_close(covariance, by_jacobians(alone, x))
-    everything = la.output_distribution(x)[1]
-    difference = torch.linalg.eigvalsh(everything - covariance)
-    assert (difference > 1e-6).all()  # what the other layers bring
-    assert_close(la.output_distribution(x, "last")[1], covariance)
-    with pytest.raises(ValueError, match="layers='first' is not supported; choose one of 'all'"):
-        la.output_distribution(x, "first")
 
 
 class UsesItsHead(nn.Module):

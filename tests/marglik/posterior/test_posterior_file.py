@@ -28,6 +28,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(case, tmp_path):
     laplace, x = fitted(**CASES[case])
+    laplace.sample_size = 7 if case == "classification" else None
     save_posterior(laplace, tmp_path / "run", frozen=True)
     model = network(next(laplace.model.parameters()).dtype, seed=5)  # other parameters
     loaded = load_posterior(tmp_path / "run", model)
@@ -38,7 +39,7 @@ def test_round_trip(case, tmp_path):
     assert_close(*evidences, check_dtype=False)  # laplace-torch's calls have the model's dtype
     assert torch.equal(loaded.mean, laplace.mean)
     assert loaded.fitted_factors().is_corrected == (case == "corrected")
-    for name in ("likelihood", "sigma_noise", "temperature", "n_data"):
+    for name in ("likelihood", "sigma_noise", "temperature", "n_data", "sample_size"):
         assert getattr(loaded, name) == getattr(laplace, name), name
     assert [p.requires_grad for p in model.parameters()] == [
         p.requires_grad for p in laplace.model.parameters()

@@ -24,21 +24,6 @@ def of_kind(la, kind):
     return map_predictive(la.model) if kind is None else predictive(la, **kind)
 
 
-def test_mc_approaches_samples_of_the_parameters():
-    """Linearised networks f + J (θ − θ*), whose parameters are drawn from the posterior."""
-    la, x = fitted()
-    J = torch.cat([*jacobians(la.model, x).values()], dim=-1)
-    changes = la.sample(20_000, torch.Generator().manual_seed(1)) - la.mean
-    outputs = la.model(x).detach() + torch.einsum("ncp,sp->snc", J, changes)
-    expected = predict_from_outputs(outputs, "classification")
-    found = predictive(la, "mc", samples=20_000)(x)
-    assert (found.mean - expected.mean).abs().max() < 0.015
-    assert (found.aleatoric - expected.aleatoric).abs().max() < 0.015
-    # Negative control: networks that are not linearised predict otherwise.
-    other = la(x, pred_type="nn", link_approx="mc", n_samples=200)
-    assert (other - found.mean).abs().max() > 0.03
-
-
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_linearised_networks_are_those_with_sampled_parameters(likelihood):
     la, x = fitted(likelihood, sigma_noise=0.3 if likelihood == "regression" else 1.0)

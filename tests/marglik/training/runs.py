@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
-from marglik import OnlineTraining, PriorLearner, Schedule, marglik_training
+from marglik import DecayPolicy, OnlineTraining, PriorLearner, Schedule, marglik_training
 from marglik.augmentation import Affine, LearnedAugmentation
 from marglik.data import Batches
 from marglik.storage.checkpoint import Checkpoints
@@ -48,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "the first is the best": {"scheduler": partial(LambdaLR, lr_lambda=lambda i: 1 + 30 * (i > 6))},
     "no update": {"burn_in": 9, "curvature": {"fisher": "mc"}},
     "float16": {"float16": True},
+    # Every update moves the decays by less: of those that are due, 1, 2, 4, ... are left out.
+    "rests": {"every": None, "rest": 1e9, "keep": "last", "epochs": 8},
 }
 
 
@@ -88,9 +90,11 @@ def make(
         sigma_noise=0.8 if is_regression else None,
         learn_sigma_noise=is_regression,
         curvature_from="pass",
+        rest=options.get("rest", DecayPolicy().rest),
         schedule=Schedule(
-            options.get("epochs", 4), every=2, steps=5, burn_in=options.get("burn_in", 0),
-            keep=options.get("keep", "best"), average=options.get("average"),
+            options.get("epochs", 4), every=options.get("every", 2), steps=5,
+            burn_in=options.get("burn_in", 0), keep=options.get("keep", "best"),
+            average=options.get("average"),
         ),
     )  # fmt: skip
     fabric = scaled_fabric() if options.get("float16") else None

@@ -3,6 +3,7 @@
 What the other rules do is in `test_learner.py`.
 """
 
+import warnings
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from marglik import DecayPolicy, Posterior, PriorLearner
-from marglik.training.decay_policy import NEW_NORM, clip_gradients, largest_error
+from marglik.training.decay_policy import NEW_NORM, clip_gradients
 from marglik.training.schedule import Schedule
 from tests.marglik.plain_loop import learn
 
@@ -133,17 +134,27 @@ def test_a_loss_that_still_falls_at_its_full_rate_is_named_at_half_of_the_epochs
 
 
 def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
-    """Normal estimates of one evidence are silent; one that falls by four errors is not."""
+    """Normal estimates of one evidence are silent; one that falls by four errors is not.
+
+    Evidences of all data have no error.
+    """
     generator = torch.Generator().manual_seed(0)
-    warned = []
-    for fall in (0.0, 0.2):
+    shares = []
+    for fall, has_samples in ((0.0, True), (0.2, True), (0.0, False)):
         count = 0
         for _ in range(200):
-            noise = 0.05 * torch.randn(20, generator=generator)
-            noise[-1] = -fall  # the last one is exact
-            count += bool(-fall < noise.max() - 0.02 - largest_error(noise))
-        warned.append(count / 200)
-    assert warned[0] < 0.2 and warned[1] > 0.9
+            evidences = 0.05 * torch.randn(20, generator=generator)
+            evidences[-1] = -fall  # the last one is exact
+            measures = SimpleNamespace(moves={}, all_left_out=0)
+            state = SimpleNamespace(
+                evidences=evidences.tolist(), has_samples=has_samples, measures=measures
+            )
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                DecayPolicy().warn_at_the_end(SimpleNamespace(num_data=1), state)
+            count += len(warned)
+        shares.append(count / 200)
+    assert shares[0] < 0.2 and shares[1] > 0.9 and shares[2] > 0.9
 
 
 # --- rests ---
@@ -170,6 +181,17 @@ def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
         False,
         False,
     ]
+
+
+def test_updates_do_not_rest_where_the_data_determines_no_group():
+    """Of decays that the data does not determine yet none has settled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)).double()
+    x = torch.randn(30, 1, dtype=torch.float64)
+    prior = PriorLearner("regression", updates=20, average=None, sigma_noise=10.0)
+    learn(model, sgd(model), prior, DataLoader(TensorDataset(x, x), 10), 20)
+    assert prior.posterior.effective_parameters().max() < 1
+    assert len(prior.state.losses) == 20 and prior.state.measures.all_left_out == 0
 
 
 # --- the limit of a step's gradients ---
