@@ -10,7 +10,7 @@ these each rank has only its part of them, a DTensor. Three things follow for a 
 - Gathering is collective: all ranks must run the model equally often (`Driver`).
 
 Nothing is gathered that FSDP does not gather by itself, except that each of its modules is gathered
-once for its `whole_parameters`.
+once for its `whole_parameters`, and in a K-FAC step with vectors once more (`gathered_again`).
 """
 
 import sys
@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 _WHOLE: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
 _RUNNING: set[int] = set()
-"""The id of each model that runs within `substituted`."""
+"""The id of each module that runs within `substituted`."""
 
 
 def is_part(parameter: Tensor) -> bool:
@@ -70,6 +70,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def ranks_of_model(model: nn.Module) -> int:
     """The number of ranks over which a sharded model is spread or replicated."""
+    reshard(model)  # as in `check_sharding`
     return max(p.device_mesh.size() for p in model.parameters() if is_part(p))  # pyright: ignore
 
 
@@ -124,6 +125,15 @@ def reshard(model: nn.Module) -> None:
     """Drop all parameters that FSDP has gathered and still keeps, such as those of the root."""
     for module in sharded_modules(model):
         module.reshard()
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """A context after which nothing is gathered any more, whether or not it raises an error."""
+    try:
+        yield
+    finally:
+        reshard(model)
 
 
 @contextmanager
@@ -195,7 +205,7 @@ def whole_parameters(model: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def is_substituted(model: nn.Module) -> bool:
-    """Whether the model runs within `substituted`: for a curvature pass, and not by its user."""
+    """Whether the model, or one that contains it, runs within `substituted`: not by its user."""
     return id(model) in _RUNNING
 
 
@@ -237,10 +247,10 @@ def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
         handles = [m.register_forward_pre_hook(gathered) for m in sharded_modules(model)]
         for sharded in sharded_modules(model):
             gathered(sharded)  # what FSDP has kept since it gathered it for an earlier run
-        _RUNNING.add(id(model))
+        _RUNNING.update(map(id, paths))
         yield
     finally:
-        _RUNNING.discard(id(model))
+        _RUNNING.difference_update(map(id, paths))
         for handle in handles:
             handle.remove()
         for entries, local, before, value in reversed(replaced):

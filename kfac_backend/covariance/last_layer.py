@@ -132,6 +132,8 @@ class LastLayerCovariance:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             output = output.detach().requires_grad_()
             runs.append((rule.input_of(args, kwargs), output))
+            if "weight" not in own and not copies:  # computed from other parameters
+                own["weight"] = layer.weight.detach()
             return output.clone()  # which activations may change in place
 
         copies = is_sharded(self._model)  # FSDP drops whole weights when the layer has run
@@ -241,8 +243,9 @@ def _computes(
     parameters: Mapping[str, Tensor | None], rule: WeightSharingRule, a: Tensor, f: Tensor
 ) -> bool:
     """Whether an example's outputs are W a_r + b."""
-    weight, bias = parameters["weight"], parameters.get("bias")
-    assert weight is not None
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None:  # of a sharded model, computed from other parameters
+        return False
     weight = weight if rule.transposed else weight.flatten(1).mT
     inputs = rule.inputs(a)[0]  # (1, R, d_in)
     if inputs.shape[-1] != len(weight) or inputs.shape[1] != _positions(f).shape[1]:

@@ -114,9 +114,9 @@ class BlockTraces(Sink):
         if "weight" not in rule.names:
             return
         N, number = self.num_examples, None
-        if use.rows is not None:  # padding becomes rows of zeros, which no sum counts
+        if use.rows is not None:
             use, b, number = Use(use.rows.padded(use.a)), use.rows.padded(b), use.rows.counts
-            number = number[:EXAMPLES].clamp(min=1).to(b)
+            number = number[:EXAMPLES].to(b)
         if len(use.a) % N:  # not the examples' rows
             return
         some = slice(len(use.a) // N * EXAMPLES)  # rows of the first examples
@@ -124,6 +124,9 @@ class BlockTraces(Sink):
         a, g = map(at_least_float32, rows)  # (G, n, R, d)
         if number is None:
             number = g.new_full((a.shape[1],), a.shape[2])  # R of each example
+        else:  # padded integers are token 0, whose one-hot row is not zero
+            a = a * (torch.arange(a.shape[2], device=a.device) < number[:, None])[..., None]
+            number = number.clamp(min=1)
         if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
             return
         # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for

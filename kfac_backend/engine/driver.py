@@ -47,7 +47,7 @@ from kfac_backend.precision import (
     full_float32,
 )
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
-from kfac_backend.sharding import is_sharded, ranks_of_model, reshard
+from kfac_backend.sharding import is_sharded, ranks_of_model, resharded
 
 
 class Driver:
@@ -156,7 +156,7 @@ class Driver:
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
         self.failed, kfac_approx = True, self.kfac_approx
-        with full_float32():
+        with full_float32(), resharded(self.model):
             if not self._fits(x, y):
                 # Other ranks would have to try smaller batches, too.
                 fitting = None if self.is_sharded else self._fitting_size(x, y)
@@ -164,7 +164,6 @@ class Driver:
                 raise out_of_memory(self.model, self.device, len(y), fitting)
             if self._late.is_time():
                 self._late.read(self.model, self.task.check)
-        reshard(self.model)
         self.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
@@ -365,9 +364,8 @@ class Driver:
         """
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         mask = None if y is None or self.proof.holds_for_masks else self.task.mask(x)
-        misses = y is not None and (
-            not self.proof.is_made(N) or mask is not None or self.kfac_approx == "auto"
-        )
+        knows_all = self.proof.is_made(N) and self.task.knows_shift and self.kfac_approx != "auto"
+        misses = y is not None and (mask is not None or not knows_all)
         if not self.ranks.any(misses, self.device):
             return
         self._common = None
@@ -388,10 +386,12 @@ class Driver:
         if batch is not None:
             x, y, mask = batch
             if splits_by_example(x, y):
-                # One whose positions a mask hides, if there are any, and the first ones.
+                # One whose positions a mask hides, if there are any, those whose labels tell if the
+                # model shifts them, and the first ones.
                 hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
-                which = list(dict.fromkeys([hiding, *range(min(len(y), MOST_EXAMPLES))]))
-                which = torch.tensor(which, device=self.device)
+                telling = self.task.telling_examples(y).tolist()
+                which = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
+                which = torch.tensor(list(dict.fromkeys(which)), device=self.device)
                 x, y = examples(x, which), y[which]
             some = detached(x, torch.device("cpu")), detached(y, torch.device("cpu"))
         batches = [some for some in self.ranks.gather(some) if some is not None]
@@ -400,15 +400,15 @@ class Driver:
 
     def _run_along(self) -> None:
         """Run the model on the common examples, as often as other ranks do on a batch."""
-        self._prepare_together()
-        assert self._common is not None
-        x, y = self._common
-        with full_float32(), Capture(self.model, self.proof.assignment) as capture:
-            f = capture.forward(x)
-            nothing = self.ranks.in_step((), self.device)
-            capture.backward(f, (torch.zeros_like(f) for _ in nothing))
+        with full_float32(), resharded(self.model):  # as in `add`
+            self._prepare_together()
+            assert self._common is not None
+            x, y = self._common
+            with Capture(self.model, self.proof.assignment) as capture:
+                f = capture.forward(x)
+                nothing = self.ranks.in_step((), self.device)
+                capture.backward(f, (torch.zeros_like(f) for _ in nothing))
             self._prove_masked(set(), x, y)
-        reshard(self.model)
 
     def _prove_masked(self, masked: set[TrackedLayer], x: Any, y: Any) -> None:
         """Prove that masks do no harm in layers some of whose rows they hide, unless it is."""

@@ -188,6 +188,21 @@ class Task:
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
 
+    @property
+    def knows_shift(self) -> bool:
+        """Whether it is known if labels are shifted; until then `targets` needs the model."""
+        return self._shifts is not None
+
+    def telling_examples(self, y: Tensor) -> Tensor:
+        """The first two examples whose labels can tell whether the model shifts them."""
+        counted = torch.ones_like(y, dtype=torch.bool)
+        if self.likelihood.has_labels:
+            mark = self.options.ignore_index
+            counted = (y != IGNORED) & (y != (IGNORED if mark is None else mark))
+        if y.dim() > 1 and y.shape[-1] > 1:
+            counted = counted[..., 1:]  # with shifted labels no output predicts the first one
+        return counted.reshape(len(y), -1).any(1).nonzero().flatten()[:2]
+
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""
         check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
@@ -224,10 +239,7 @@ class Task:
         x, y = detached(x, device), y.to(device)
         # Step 1: two examples whose labels tell the two ways apart.
         if splits_by_example(x, y):
-            counted = y != IGNORED if are_labels else torch.ones_like(y, dtype=torch.bool)
-            if y.dim() > 1 and y.shape[-1] > 1:
-                counted = counted[..., 1:]  # with shifted labels no output predicts the first one
-            which = counted.reshape(len(y), -1).any(1).nonzero().flatten()[:2]
+            which = self.telling_examples(y)
             x, y = examples(x, which), y[which]
             if not len(which):
                 return None

@@ -302,9 +302,11 @@ class KfacPreconditioner:
             p = self._parameters[name].detach()
             rows.append(local_row(p, first // p.shape[1:].numel()))
         before = [row.clone() for row in rows]
-        yield
-        for row, value in zip(rows, before, strict=True):
-            row.copy_(value)
+        try:
+            yield
+        finally:
+            for row, value in zip(rows, before, strict=True):
+                row.copy_(value)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

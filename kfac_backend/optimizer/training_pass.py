@@ -295,7 +295,7 @@ class TrainingPass:
         runs.check_examples(len(f), forward.capture.sink, hides=forward.mask is not None)
         is_new = bool(runs.masked - self._driver.proof.masked)  # where none was hidden
         if self._driver.is_sharded:
-            is_new = forward.mask is not None and self.ranks.any(is_new, self._driver.device)
+            is_new = self.ranks.any(is_new, self._driver.device)
         if is_new:
             self._prove(forward.x, forward.mask)
         forward.x = None
@@ -382,7 +382,7 @@ class TrainingPass:
         batches = [(detached(x, driver.device), mask)]
         if driver.is_sharded:  # which run the model equally often
             some = driver.examples_of_ranks((x, torch.zeros(N or 0), mask))
-            batches = [(x, None if mask is None else driver.task.mask(x)) for x, _ in some]
+            batches = [(x, driver.task.mask(x)) for x, _ in some]
         try:
             with self.paused(), preserve_state(self._model), full_float32():
                 self._model.eval()

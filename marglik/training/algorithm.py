@@ -139,6 +139,7 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     evidences, record = fit(problem, state, schedule.steps, is_last)
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
+    state.record = record
     problem.options.policy.compare_update(problem, state, before)
     problem.options.policy.warn_of_late_fit(problem, state)
     state.updated_at = state.steps[-1]
@@ -147,7 +148,6 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
     if schedule.keep == "best":
         state.remember_if_best(problem.model)
-    state.record = record
     return state.numbers_to_log(problem.model)
 
 

@@ -421,6 +421,7 @@ class OnlineTraining:
             self.fabric.backward(objective)
         problem, state = self.learner.problem, self.learner.state
         penalty = algorithm.penalty(problem, state, scale[0], with_value=True)
+        assert penalty is not None  # its value is asked for
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

@@ -137,13 +137,14 @@ def test_deciding_draws_none_of_the_users_random_numbers(fisher):
     assert torch.equal(states[0][1], states[1][1])
 
 
-def test_what_a_mask_hides_is_in_no_trace():
+@pytest.mark.parametrize("first", [nn.Linear(4, 5), nn.Embedding(7, 5)])
+def test_what_a_mask_hides_is_in_no_trace(first):
     """More padding, with any numbers in it, changes nothing; a mask that hides nothing neither."""
 
     class Mean(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+            self.one, self.two = first, nn.Linear(5, 3)
 
         def forward(self, h: Tensor, mask: Tensor) -> Tensor:
             h = self.two(self.one(h).tanh()) * mask[..., None]
@@ -153,9 +154,13 @@ def test_what_a_mask_hides_is_in_no_trace():
     ragged = torch.arange(6) < torch.tensor([[6], [2], [3], [5]])
     assignment = CurvaturePass(model, "classification").driver.proof.assignment
 
-    def traces(mask: Tensor, shows: Tensor | None, seed: int = 0) -> Tensor:
+    def inputs(mask: Tensor, seed: int = 0) -> dict[str, Tensor]:
         h = torch.cat([normal(4, 6, 4), 1 + normal(4, mask.shape[1] - 6, 4, seed=seed)], 1)
-        x = {"h": h, "mask": mask}
+        is_token = isinstance(first, nn.Embedding)
+        return {"h": (100 * h[..., 0]).long() % 7 if is_token else h, "mask": mask}
+
+    def traces(mask: Tensor, shows: Tensor | None, seed: int = 0) -> Tensor:
+        x = inputs(mask, seed)
         with nullcontext() if shows is None else counted_positions(shows):
             of_layers = block_traces(model, assignment, Classification(), x, y)
         return torch.stack([of_layers["one"], of_layers["two"]])
@@ -165,5 +170,11 @@ def test_what_a_mask_hides_is_in_no_trace():
     assert_close(traces(longer, longer, 2), traces(ragged, ragged))
     whole = torch.ones(4, 6, dtype=torch.bool)
     assert_close(traces(whole, whole), traces(whole, None))
+    for i, mode in ((1, "expand"), (2, "reduce")):
+        batch = inputs(ragged) | {"labels": y}
+        factors = kronecker_factors(
+            model, [batch], "classification", kfac_approx=mode, dict_key_mask="mask"
+        )
+        assert_close(traces(ragged, ragged)[0, i], factors.to_dense("one.weight").trace())
     # Negative control: without the mask, the padding counts.
     assert not torch.allclose(traces(longer, None, 1), traces(ragged, None), rtol=0.01)

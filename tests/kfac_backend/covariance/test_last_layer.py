@@ -1,6 +1,9 @@
 """The last layer's covariance by its own formula, without a backward pass where none is needed."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
 
 from experiments.models import GPT
 from kfac_backend.covariance.last_layer import LastLayerCovariance
@@ -16,6 +19,7 @@ from tests.kfac_backend.covariance.posteriors import (
     tokens,
 )
 from tests.marglik.networks import randomised
+from tests.random_numbers import normal
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -34,6 +38,21 @@ def test_equals_the_dense_jacobian(name):
         covariance = LastLayerCovariance(model, layer, blocks, memory=memory)
         assert_choices(covariance, x, model(x).detach(), expected)
     assert (covariance._general is not None) == (name in ("pixels, groups", "scaled"))
+
+
+@pytest.mark.parametrize("computed", [weight_norm, parametrizations.spectral_norm])
+def test_a_last_layer_whose_weight_is_computed_of_constants(computed):
+    torch.manual_seed(0)
+    layer = computed(nn.Linear(6, 3))
+    for name, p in layer.named_parameters():
+        p.requires_grad_(name == "bias")
+    model, x = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), layer).double().eval(), normal(5, 3)
+    blocks, dense = posterior(model, x)
+    covariance = LastLayerCovariance(model, "2", {"2.bias": blocks["2.bias"]})
+    assert_choices(
+        covariance, x, model(x).detach(), brute_force(model, x, {"2.bias": dense["2.bias"]})
+    )
+    assert covariance._general is None
 
 
 def test_a_last_layer_that_is_tied_and_not_the_output():
