@@ -407,15 +407,9 @@ class TrainingPass:
             proof.make_for_masks(x, mask, ignored)
 
     def _leave_out_followed(self) -> None:
-        """Leave out parameters whose uses the proof follows operation by operation.
-
-        Of a sharded model also own parameters, whose copies FSDP would undo when it gathers.
-        """
+        """Leave out parameters whose uses the proof follows operation by operation."""
         assignment = self._driver.proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
-        if self._driver.is_sharded:
-            own = assignment.own_parameters
-            followed |= dict.fromkeys(n for t in own for n in t.parameters.values())
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):
                 followed |= dict.fromkeys(tracked.parameters.values())
