@@ -60,9 +60,10 @@ def kronecker_factors(
         generator: source of fisher="mc"'s labels, on the model's device.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks of `torch.distributed` that have a shard of the data each. Every
-            rank must call this function, and gets the factors of all the data. Shards may differ in
-            size, or be empty, but must not overlap (``DistributedSampler`` repeats examples where
-            the ranks do not divide their number). None: this process alone. Over a model under
+            rank must call this function. Each block of all the data is kept by one of them, its
+            owner; `KroneckerFactors.gathered` brings all to all ranks. Shards may differ in size,
+            or be empty, but must not overlap (``DistributedSampler`` repeats examples where the
+            ranks do not divide their number). None: this process alone. Over a model under
             `torch.distributed.fsdp.fully_shard` all ranks that share it pass together.
         keywords: single options, in place of those of ``options``: ``kfac_approx="reduce"``.
 
@@ -170,8 +171,7 @@ class CurvaturePass:
         driver = self.driver
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.
         # Until then A is a sum over terms, too, and all sums of all ranks and batches just add.
-        # Whoever shards a model has no memory for all its factors on each rank.
-        sums = driver.finish(by_owners=driver.is_sharded)
+        sums = driver.finish(by_owners=True)
         if not sums.num_data:
             raise ValueError(
                 "The data is empty: no batch was added since the pass began, or since the last "

@@ -18,7 +18,6 @@ from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, as
 from kfac_backend.layers import ExactRule, Use
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
-from kfac_backend.sharding import check_whole
 
 HELD = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 """Bytes of output gradients to hold until several vectors' are squared together."""
@@ -67,7 +66,6 @@ def corrected_factors(
             `kronecker_factors`.
         NotImplementedError: a layer with rows of unknown examples; and as in `kronecker_factors`.
     """
-    check_whole(model, "The correction of eigenvalues")
     options = (factors.options if options is None else options).replace(**keywords)
     of_factors, of_correction = factors.options.of_the_matrix(), options.of_the_matrix()
     # The mode decides only the basis, which is known.
@@ -91,7 +89,7 @@ def corrected_factors(
     names = {name for t in driver.proof.assignment.all for name in t.parameters.values()}
     names |= driver.proof.assignment.unknown.keys()
     blocks = [block for name, block in factors.blocks.items() if name in names]
-    eigen = decompose(blocks, driver.ranks)
+    eigen = decompose(blocks, driver.ranks, driver.device)
     bases = {block.name: basis for block, basis in zip(blocks, eigen, strict=True)}
     driver.start(SecondMoments(bases, driver.device))
     driver.add_all(data, "Eigenvalue correction", progress)

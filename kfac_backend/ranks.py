@@ -118,6 +118,13 @@ class Ranks:
             start = partial(dist.reduce, group=self._group, async_op=True)
             _send((tensor, partial(start, group_dst=owner)) for tensor, owner in owned)
 
+    def holders(self, here: Sequence[bool]) -> list[list[int]]:
+        """Of each of some pieces, the ranks that have it, by whether it is here; collective."""
+        return [
+            [rank for rank, has in enumerate(of_ranks) if has]
+            for of_ranks in zip(*self.gather(list(here)), strict=True)
+        ]
+
     def owners(
         self, costs: Sequence[float], holders: Sequence[Sequence[int]] | None = None
     ) -> list[int]:

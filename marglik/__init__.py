@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from marglik.post_hoc import maximize_evidence as maximize_evidence
     from marglik.post_hoc import minimize_validation_loss as minimize_validation_loss
     from marglik.posterior.evidence import EvidenceTerms as EvidenceTerms
-    from marglik.posterior.evidence import log_marginal_likelihood as log_marginal_likelihood
     from marglik.posterior.posterior import Posterior as Posterior
     from marglik.posterior.posterior_file import load_posterior as load_posterior
     from marglik.posterior.posterior_file import save_posterior as save_posterior
@@ -68,7 +67,6 @@ _MODULES = {
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
     "load_posterior": "posterior.posterior_file",
-    "log_marginal_likelihood": "posterior.evidence",
     "map_predictive": "prediction.predictive",
     "marglik_training": "drop_in",
     "maximize_evidence": "post_hoc",

@@ -359,18 +359,18 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
 
     of_data = data, data.DataSource
     kinds = {"--model": (models, nn.Module), "--data": of_data, "--ood": of_data}
-    found: list[str] = []
+    completed: list[str] = []
     for argument in arguments:
         option, joined, name = argument.partition("=")
         if not joined:
-            option, name = "".join(found[-1:]), argument
+            option, name = "".join(completed[-1:]), argument
         if option in kinds and name.isidentifier() and name != "null":
             package, kind = kinds[option]
-            classes = {own: getattr(package, own) for own in package.__all__}
+            public = {public_name: getattr(package, public_name) for public_name in package.__all__}
             ours = [
-                own
-                for own, of in classes.items()
-                if isinstance(of, type) and issubclass(of, kind) and of is not kind
+                public_name
+                for public_name, cls in public.items()
+                if isinstance(cls, type) and issubclass(cls, kind) and cls is not kind
             ]
             if name not in ours:
                 raise ValueError(
@@ -379,8 +379,8 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
                 )
             path = f"{package.__name__}.{name}"
             argument = f"{option}={path}" if joined else path
-        found.append(argument)
-    return found
+        completed.append(argument)
+    return completed
 
 
 class HelpFormatter(DefaultHelpFormatter):

@@ -163,6 +163,7 @@ def marglik_training(
         held_out=held_out,
         fabric=fabric,
         progress=progress_bar,
+        keep_probabilities=False,
     ).run()
     posterior = result.laplace
     laplace = KronLaplace(

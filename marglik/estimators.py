@@ -97,11 +97,11 @@ class Estimator(BaseEstimator):
 
         # Step 1: hold examples out, of each class its share.
         train: Any = np.arange(len(y))
-        held: Any = []
+        validation: Any = []
         if self.held_out * len(y) >= FEWEST_HELD_OUT:
             counts = np.bincount(targets) if is_classes else np.array([len(y)])
             stratify = targets if is_classes and self.held_out * counts.min() >= 1 else None
-            train, held = train_test_split(
+            train, validation = train_test_split(
                 train, test_size=self.held_out, random_state=seed, stratify=stratify
             )
 
@@ -111,7 +111,7 @@ class Estimator(BaseEstimator):
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
         learner = PriorLearner(self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
         rate = settling_rate(optimizer, self.epochs * len(batches))
-        held_out = [(x[held], y[held])] if len(held) else None
+        held_out = [(x[validation], y[validation])] if len(validation) else None
         with _seeded(seed):  # of dropout
             result = OnlineTraining(
                 self.model_, optimizer, batches, learner, scheduler=rate, held_out=held_out

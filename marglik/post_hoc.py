@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from kfac_backend.extras import extra
-from marglik.posterior import evidence
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import (
     LARGEST_PRECISION,
@@ -75,7 +74,7 @@ def maximize_evidence(
     groups = PriorGroups.from_model(laplace.model, structure)
     terms, start = laplace.evidence_terms, laplace.prior_precision.double()
     # A group starts at the geometric mean of its tensors.
-    logs = laplace.of_blocks(start).log().expand(len(terms.squared_norms))
+    logs = laplace.of_blocks(start).log()
     sums, numbers = (
         groups.sum_over_tensors(laplace.sum_over_blocks(v)) for v in (logs, torch.ones_like(logs))
     )
@@ -90,7 +89,7 @@ def maximize_evidence(
         v = torch.tensor(values, dtype=torch.float64, device=start.device, requires_grad=True)
         delta = laplace.of_blocks(groups.of_tensors(v[: len(groups.names)].exp()))
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
-        value = -evidence.log_marginal_likelihood(terms, delta, sigma, laplace.temperature)
+        value = -terms.log_marginal_likelihood(delta, sigma, laplace.temperature)
         (gradient,) = torch.autograd.grad(value, v)
         return value.item(), gradient.cpu().numpy()
 

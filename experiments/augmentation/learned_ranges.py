@@ -225,7 +225,7 @@ def run(config: Config) -> dict[str, Any]:
     fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)
     train("found, fixed", fixed)
     train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
-    half = {name: v / 2 for t in problem.transforms for name, v in t.known.items()}
+    half = {name: v / 2 for t in problem.transforms for name, v in t.limits.items()}
     train("learned, from wide", wrapped(problem.transforms, ranges=half))
     if problem.done:
         known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
@@ -249,7 +249,7 @@ def run(config: Config) -> dict[str, Any]:
     score("Augerino", augerino(problem, (x, y), config.seed))
     if problem.done:  # of what was done, as a user would tune it
         for share in SHARES:
-            ranges = {name: share * Affine.known[name] for name in problem.done}
+            ranges = {name: share * Affine.limits[name] for name in problem.done}
             train(f"share {share}", wrapped([Affine(*ranges)], ranges=ranges, learns=False))
         choices = [found["none"], *(found[f"share {share}"] for share in SHARES)]
         best = min(choices, key=lambda of: of["held_out_nll"])
@@ -303,8 +303,8 @@ def ranges_table(by_problem: dict[str, list[dict[str, Any]]]) -> list[list[str]]
     """The ranges that were found from a twentieth and from a half of the largest."""
     rows = [["data", "range", "done", *LEARNED, "largest"]]
     for problem, seeds in by_problem.items():
-        known = {name: v for t in PROBLEMS[problem].transforms for name, v in t.known.items()}
-        for name, largest in known.items():
+        limits = {name: v for t in PROBLEMS[problem].transforms for name, v in t.limits.items()}
+        for name, largest in limits.items():
             ways = [[of[way]["ranges"][name] for of in seeds] for way in LEARNED]
             done = PROBLEMS[problem].done.get(name, 0.0)
             cells = [mean_with_error(values, "{:.2f}") for values in ways]

@@ -95,7 +95,7 @@ NOISES: tuple[tuple[Noise, float], ...] = (
 )  # fmt: skip
 FOLDS_FOR = "digits, MLP"
 """Where cleanlab is compared."""
-BINS = (0.5, 0.9, 1.0)
+BINS = (0.1, 0.5, 0.9, 1.0)
 """Ends of the bins of probabilities of being wrong."""
 
 
@@ -161,26 +161,25 @@ def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -
         true: the right ones.
         scores: of the network, with its calibration.
     """
-    kinds = {"mean predictions": 1.0, "sharpened by τ": scores["tau"]}
-    ranked = suspicious_labels(y, p)
-    results, wrong = {}, (y != true)[ranked.index]
-    for kind, tau in kinds.items():
-        suspicious = suspicious_labels(y, p, scores["label_noise"], tau)
-        assert suspicious.wrong is not None
-        bins = []
-        for low, high in zip(BINS, BINS[1:], strict=False):
-            inside = (suspicious.wrong >= low) & (
-                suspicious.wrong <= high if high == 1 else suspicious.wrong < high
-            )
-            numbers = inside.sum(), (inside & wrong).sum(), suspicious.wrong[inside].sum()
-            bins.append([float(number) for number in numbers])
-        results[kind] = {
-            "bins": bins,
-            "expected": suspicious.wrong.sum().item(),
-            "AUROC": float(roc_auc_score(wrong, suspicious.wrong)) if wrong.any() else None,
-        }
-    score = {"AUROC": float(roc_auc_score(wrong, ranked.score)) if wrong.any() else None}
-    return {"number": int(wrong.sum()), **results, "score": score}
+    suspicious = suspicious_labels(y, p, scores["label_noise"], scores["tau"])
+    assert suspicious.wrong is not None
+    wrong, bins = (y != true)[suspicious.index], []
+    for low, high in zip(BINS, BINS[1:], strict=False):
+        inside = (suspicious.wrong >= low) & (
+            suspicious.wrong <= high if high == 1 else suspicious.wrong < high
+        )
+        numbers = inside.sum(), (inside & wrong).sum(), suspicious.wrong[inside].sum()
+        bins.append([float(number) for number in numbers])
+    scores_of_labels = {"AUROC": suspicious.wrong, "AUROC of the score": suspicious.score}
+    return {
+        "number": int(wrong.sum()),
+        "bins": bins,
+        "expected": suspicious.wrong.sum().item(),
+        **{
+            name: float(roc_auc_score(wrong, score)) if wrong.any() else None
+            for name, score in scores_of_labels.items()
+        },
+    }
 
 
 def with_cleanlab(problem: Problem, split: Split, true: Tensor, first: Trained, seed: int) -> Any:
@@ -259,8 +258,8 @@ def table(found: list[dict[str, Any]]) -> str:
     rows = [["test NLL", "learned, τ alone", "grid, τ alone", *(f"{way}, τ and ε" for way in WAYS),
              "noise learned − learned", "− grid", "seeds"]]  # fmt: skip
     right = [["accuracy (%)", *WAYS, "ε: true, of the posterior"]]
-    sure = [["labels wrong with probability", ".5 to .9: number, expected, wrong", "above .9",
-             "all: expected, wrong", "AUROC", "the score's",
+    sure = [["labels wrong with probability", ".1 to .5: number, expected, wrong", ".5 to .9",
+             "above .9", "all: expected, wrong", "AUROC", "the score's",
              "cleanlab's; its issues, wrong"]]  # fmt: skip
     for name in (*PROBLEMS, *RECIPES):
         runs = [one["noises"] for one in found if one["config"]["problem"] == name]
@@ -283,15 +282,15 @@ def table(found: list[dict[str, Any]]) -> str:
             hits = [f"{100 * statistics.fmean(values(way, 'accuracy')):.1f}" for way in WAYS]
             right.append([row, *hits, f"{true:.2f}, {noises:.2f}"])
             parts = [one["suspicious"]["noise learned"] for one in results]
-            for kind in ("mean predictions", "sharpened by τ") if parts[0]["number"] else ():
-                bins = torch.tensor([part[kind]["bins"] for part in parts]).mean(0).tolist()
-                expected = statistics.fmean(part[kind]["expected"] for part in parts)
+            if parts[0]["number"]:
+                bins = torch.tensor([part["bins"] for part in parts]).mean(0).tolist()
+                expected = statistics.fmean(part["expected"] for part in parts)
                 number = statistics.fmean(part["number"] for part in parts)
                 cells = [f"{n:.0f}, {e:.0f}, {w:.0f}" for n, w, e in bins]
                 cells.append(f"{expected:.0f}, {number:.0f}")
                 cells += [
-                    f"{statistics.fmean(part[of]['AUROC'] for part in parts):.3f}"
-                    for of in (kind, "score")
+                    f"{statistics.fmean(part[name] for part in parts):.3f}"
+                    for name in ("AUROC", "AUROC of the score")
                 ]
                 if "cleanlab" in results[0]:
                     areas = [max(one["cleanlab"]["AUROC"].values()) for one in results]
@@ -302,7 +301,7 @@ def table(found: list[dict[str, Any]]) -> str:
                     cells.append(f"{statistics.fmean(areas):.3f}; {issues[0]:.0f}, {issues[1]:.0f}")
                 else:
                     cells.append("")
-                sure.append([f"{row}, {kind}", *cells])
+                sure.append([row, *cells])
     return "\n\n".join(map(markdown, (rows, right, sure)))
 
 

@@ -105,10 +105,13 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         timed("pass, one rank", lambda: factors(alone, batches), all_ranks=False)
         fitted = timed(f"pass, {several}", lambda: factors(together, own))
         blocks = list(fitted.blocks.values())
-        whole = [F for block in blocks for F in (block.B, block.A) if F is not None]
-        summed = [F.clone() for F in {id(F): F for F in whole}.values()]
-        timed("reduction alone", lambda t=summed: ranks.sum_(t))
-        again = list((fitted * 1).blocks.values())  # new blocks, without eigenvalues yet
+        again = list(fitted.gathered(ranks).blocks.values())
+        owners = ranks.owners([block.cost for block in again])
+        summed = [F for block in again for F, _ in block.named_factors()]
+        owned = [
+            (F.clone(), r) for b, r in zip(again, owners, strict=True) for F, _ in b.named_factors()
+        ]
+        timed("reduction alone", lambda t=owned: ranks.reduce_(t))
         timed("eigenvalues, one rank", lambda b=again: compute_eigenvalues(b), all_ranks=False)
         timed(f"eigenvalues, {several}", lambda b=blocks: compute_eigenvalues(b, ranks))
         timed(f"eigenvectors, {several}", lambda b=blocks: decompose(b, ranks))

@@ -3,7 +3,7 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -125,6 +125,8 @@ class KroneckerBlock:
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
         self._check_same_kind(other)
+        if self.B.is_meta != other.B.is_meta:  # the sum is with the owner, who has both
+            return self._shapes().add(other._shapes())
         B = self.B + other.B
         if self.A is None or other.A is None:
             return replace(self, B=B)
@@ -145,6 +147,11 @@ class KroneckerBlock:
         A = self.A * (1 - share) + other.A * share
         return replace(self, B=B, A=A, num_terms=_one_or_all(terms))
 
+    def _shapes(self) -> "KroneckerBlock":
+        """The block without values, as of another rank."""
+        A = None if self.A is None else self.A.to("meta")
+        return replace(self, B=self.B.to("meta"), A=A)
+
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
         if isinstance(self, CorrectedBlock) or isinstance(other, CorrectedBlock):
@@ -159,7 +166,9 @@ class KroneckerBlock:
                 "only factors of the same model can be added."
             )
         for block in (self, other):
-            if block.A is not None and not any(block._terms) and block.B.any() and block.A.any():
+            if block.A is None or any(block._terms):
+                continue
+            if block.B.is_meta or (block.B.any() and block.A.any()):
                 raise ValueError(
                     f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
                     "of a tensor used in two ways has none: pass all the data at once."
@@ -169,6 +178,7 @@ class KroneckerBlock:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
         """The block on another device or in another dtype."""
+        there = device
         if self.B.is_meta:  # another rank's: it has no values to move
             device = None
         B, rows = self.B.to(device, dtype), self.rows_of_A
@@ -176,11 +186,14 @@ class KroneckerBlock:
         # half precision, in which no Gram matrix is summed, it has no rows.
         if rows is not None and dtype not in (None, rows.dtype):
             if dtype in (torch.float32, torch.float64):
-                there, terms = rows.to(device, dtype), self.num_terms
-                return type(self).of_rows(self.name, B, there, terms, constants=self.constants)
+                moved, terms = rows.to(device, dtype), self.num_terms
+                return type(self).of_rows(self.name, B, moved, terms, constants=self.constants)
             rows = None
         A = None if self.A is None else self.A.to(device, dtype)
         moved = replace(self, B=B, A=A)
+        # Its eigenvalues came from its owner, who may not be there to be asked again.
+        if B.is_meta and (solved := self._remembered("_eigenvalues")) is not None:
+            moved._remember("_eigenvalues", [(v.to(there), n.to(there)) for v, n in solved])
         if rows is not None:
             moved._remember("_rows", rows.to(device, dtype))
         return moved
@@ -286,6 +299,28 @@ def decompose(
     ]
 
 
+def gathered_blocks(
+    blocks: Mapping[str, KroneckerBlock], ranks: Ranks, device: torch.device | str
+) -> dict[str, KroneckerBlock]:
+    """All blocks on each rank, from the ranks that keep them; see `KroneckerFactors.gathered`."""
+    holders = ranks.holders([not block.B.is_meta for block in blocks.values()])
+    gathered, received = dict[str, KroneckerBlock](), list[tuple[Tensor, int]]()
+    for (name, block), of_block in zip(blocks.items(), holders, strict=True):
+        whole = block
+        if block.B.is_meta:
+            factors = (block.B, block.A)
+            B, A = (None if F is None else torch.empty_like(F, device=device) for F in factors)
+            whole = replace(block, B=B, A=A)
+        gathered[name] = whole
+        if len(of_block) < ranks.size:
+            received += [(F, of_block[0]) for F, _ in whole.named_factors()]
+    ranks.exchange_(received)
+    for name, block in blocks.items():  # known still, whoever has computed them
+        if (eigenvalues := block._remembered("_eigenvalues")) is not None:
+            gathered[name]._remember("_eigenvalues", eigenvalues)
+    return gathered
+
+
 def _solved(
     blocks: list[KroneckerBlock],
     ranks: Ranks | None,
@@ -303,14 +338,15 @@ def _solved(
     # Each rank solves its own factors, the largest first, and receives those of the others.
     ranks = ranks or Ranks(None)
     keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
-    of_ranks = ranks.gather([not factors[key].matrix.is_meta for key in keys])
-    holders = [[r for r, has in enumerate(of_all) if has] for of_all in zip(*of_ranks, strict=True)]
+    holders = ranks.holders([not factors[key].matrix.is_meta for key in keys])
     if not all(holders):
         raise RuntimeError(
-            f"{factors[keys[holders.index([])]].name} of a model under fully_shard is kept by "
-            "another rank. Bring all factors to this one first: factors.gathered(ranks), on all "
-            "ranks."
+            f"The factor {factors[keys[holders.index([])]].name} is kept by another rank. Bring "
+            "all factors to this one first, on all ranks: posterior.gather(), or "
+            "factors.gathered(ranks)."
         )
+    devices = [F.matrix.device for F in factors.values() if not F.matrix.is_meta]
+    there = device or next(iter(devices), torch.device("cpu"))
     owners = ranks.owners([_cost(factors[key].matrix) for key in keys], holders)
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
@@ -318,7 +354,7 @@ def _solved(
     for key in keys:
         if key not in solved:
             F = factors[key].matrix
-            dtype, there = F.dtype if vectors else torch.float64, device or F.device
+            dtype = F.dtype if vectors else torch.float64
             shape, kind = (F.shape, F.dtype) if vectors else ((), torch.int64)
             values = torch.empty(F.shape[:-1], dtype=dtype, device=there)
             solved[key] = values, torch.zeros(shape, dtype=kind, device=there)

@@ -15,6 +15,7 @@ from kfac_backend.blocks.block import (
     EigenBlock,
     KroneckerBlock,
     compute_eigenvalues,
+    gathered_blocks,
 )
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -96,34 +97,19 @@ class KroneckerFactors:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all blocks are here, and not with another rank that shares a sharded model."""
+        """Whether all blocks are here, and none is kept by another rank."""
         return not any(F.is_meta for b in self.blocks.values() for F, _ in b.named_factors())
 
     def gathered(self, ranks: Ranks, device: torch.device | str = "cpu") -> "KroneckerFactors":
         """The factors with all blocks on each rank, from the ranks that keep them; collective.
 
-        To save them, or for a whole model. Factors of a model that is not sharded are whole.
+        To save them, or for what one rank computes alone. Those of one process are whole.
 
         Args:
-            ranks: those that share the model.
+            ranks: those that share the data.
             device: of the blocks that come from other ranks.
         """
-        here = {name: not block.B.is_meta for name, block in self.blocks.items()}
-        of_ranks, blocks = ranks.gather(here), dict[str, KroneckerBlock]()
-        received: list[tuple[Tensor, int]] = []
-        for name, block in self.blocks.items():
-            if not here[name]:
-                B, A = (
-                    None if F is None else torch.empty_like(F, device=device)
-                    for F in (block.B, block.A)
-                )
-                block = replace(block, B=B, A=A)
-            blocks[name] = block
-            if not all(of_rank[name] for of_rank in of_ranks):
-                owner = next(rank for rank, of_rank in enumerate(of_ranks) if of_rank[name])
-                received += [(F, owner) for F, _ in block.named_factors()]
-        ranks.exchange_(received)
-        return replace(self, blocks=blocks)
+        return replace(self, blocks=gathered_blocks(self.blocks, ranks, device))
 
     def to_dense(self, name: str) -> Tensor:
         """The block of one parameter as a (P, P) matrix."""
@@ -150,10 +136,11 @@ class KroneckerFactors:
         check_positive("prior_precision", delta)
         terms = []
         for block, d in zip(self.blocks.values(), delta.expand(len(self)), strict=True):
-            d = d.to(block.B.device)
+            values = block.eigenvalues()  # also of a block that another rank keeps
+            d = d.to(values.device)
             # Each constant adds an eigenvalue of zero, to which no δ belongs.
             constants = block.numel - block.num_parameters
-            terms.append((block.eigenvalues() + d).log().sum() - constants * d.log())
+            terms.append((values + d).log().sum() - constants * d.log())
         return torch.stack(terms).sum()
 
     def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:

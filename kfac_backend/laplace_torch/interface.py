@@ -88,7 +88,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
                 _, x = self.model.forward_with_features(x)  # pyright: ignore
         self._pass.reset()
         self._pass.add(x, y)
-        factors = self._pass.factors()
+        factors = self._pass.factors().gathered(self.ranks, self._pass.driver.device)
         factors.check_alignment(self._layers)
         _check_sum(factors, N)
         kron = FactorKron.from_factors(factors, self.params[0].dtype)

@@ -124,8 +124,8 @@ def _decomposed(
 
 
 def empty_inverse(block: KroneckerBlock, damping_on: DampingOn, once: bool = False) -> Inverse:
-    """An uninitialised result of `damped_inverses`, to receive another rank's tensors."""
-    B, A = (None if F is None else torch.empty_like(F) for F in (block.B, block.A))
+    """The shapes of a result of `damped_inverses` that another rank has, without memory."""
+    B, A = (None if F is None else torch.empty_like(F, device="meta") for F in (block.B, block.A))
     assert B is not None
     if damping_on == "product":
         spectrum = B.new_empty(*B.shape[:-1], 1 if A is None else A.shape[-1])

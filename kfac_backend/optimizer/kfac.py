@@ -216,7 +216,10 @@ class KFAC(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimiser's state, and the preconditioner's under a key of its own."""
+        """The base optimiser's state, and the preconditioner's under a key of its own.
+
+        With several ranks all must call it.
+        """
         return {**self.base.state_dict(), "preconditioner": self.preconditioner.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

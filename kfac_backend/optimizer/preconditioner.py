@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.block import KroneckerBlock, gathered_blocks
 from kfac_backend.engine.checks import check_module
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer.damped_inverse import (
@@ -43,6 +43,12 @@ from kfac_backend.sharding import (
     part_of_whole,
     sum_over_parts,
 )
+
+STATE = (
+    "made_with", "step", "covered", "weights", "damping", "generator", "constants", "blocks",
+    "inverses",
+)  # fmt: skip
+"""The keys of `KfacPreconditioner.state_dict`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +149,11 @@ class KfacPreconditioner:
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
-            average their gradients, as `DistributedDataParallel` does. All must call `step`, and
-            get the same result. Except for the labels that are drawn, it equals that of one process
-            with all the data; for fisher="empirical" the average of the ranks' losses must then be
-            the mean over all terms. Pass the model itself, not its wrapper.
+            average their gradients, as `DistributedDataParallel` does. All must call `step` and
+            `state_dict`, and get the same result; each keeps and inverts some of the blocks. Except
+            for the labels that are drawn, the result equals that of one process with all the data;
+            for fisher="empirical" the average of the ranks' losses must then be the mean over all
+            terms. Pass the model itself, not its wrapper.
         keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
             those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
 
@@ -200,6 +207,7 @@ class KfacPreconditioner:
         # it corrects for the start at zero.
         self._weights: dict[str, float] = {}
         self._inverses: dict[str, Inverse] = {}
+        self._owners: dict[str, int] = {}  # parameter -> the rank that has its inverse
         self._constants: dict[str, tuple[int, int]] = {}  # parameter -> `KroneckerBlock.constants`
         self._options_made_with = {
             "the likelihood": str(likelihood),
@@ -241,7 +249,10 @@ class KfacPreconditioner:
 
     @property
     def blocks(self) -> Mapping[str, KroneckerBlock]:
-        """Parameter name -> block of the mean loss, in its moving average; empty at first."""
+        """Parameter name -> block of the mean loss, in its moving average; empty at first.
+
+        With several ranks each block has values on one of them, its owner, and a shape elsewhere.
+        """
         return self._blocks
 
     def step(self, lr: float | None = None, *, checked: bool = False) -> None:
@@ -271,7 +282,7 @@ class KfacPreconditioner:
             self._average(self._pass.mean_blocks())
             of_blocks = {name: block.constants for name, block in self._blocks.items()}
             self._constants |= {name: which for name, which in of_blocks.items() if any(which)}
-        if self._step % options.update_every == 0 or self._blocks.keys() - self._inverses.keys():
+        if self._step % options.update_every == 0 or self._blocks.keys() - self._owners.keys():
             self._inverses = self._new_inverses()
         with torch.no_grad():
             self._precondition(lr)
@@ -343,8 +354,19 @@ class KfacPreconditioner:
         """All that a run needs to go on to the bit: tensors, numbers and strings only.
 
         Call it between steps, not between the backward passes of one. It is the same on all ranks,
-        and for any number of ranks.
+        and for any number of ranks: collective, as it brings all blocks and inverses to each.
         """
+        device = self._generator.device
+        blocks = gathered_blocks(self._blocks, self.ranks, device)
+        inverses = {
+            name: {
+                k: torch.empty_like(t, device=device) if t.is_meta else t for k, t in one.items()
+            }
+            for name, one in self._inverses.items()
+        }
+        self.ranks.exchange_(
+            (t, self._owners[n]) for n, inverse in inverses.items() for t in inverse.values()
+        )
         return {
             "made_with": self._made_with(),
             "step": self._step,
@@ -355,9 +377,9 @@ class KfacPreconditioner:
             "constants": dict(self._constants),
             "blocks": {
                 name: {"B": block.B} if block.A is None else {"B": block.B, "A": block.A}
-                for name, block in self._blocks.items()
+                for name, block in blocks.items()
             },
-            "inverses": self._inverses,
+            "inverses": inverses,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -385,14 +407,19 @@ class KfacPreconditioner:
             )
             for name, tensors in _copies(state["blocks"], device).items()
         }
-        self._inverses = _copies(state["inverses"], device)
+        costs = [sum(t.numel() for t in one.values()) for one in state["inverses"].values()]
+        self._owners = dict(zip(state["inverses"], self.ranks.owners(costs), strict=True))
+        self._inverses = {
+            name: _copies({name: one}, device if self._is_own(name) else torch.device("meta"))[name]
+            for name, one in state["inverses"].items()
+        }
         self._pass.reset()
         self._pass.covered = frozenset(state["covered"])
         self._pass.is_scheduled = self._step % self.options.factor_every == 0
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the error of `load_state_dict` if the state does not fit."""
-        check_keys("KfacPreconditioner", state, self.state_dict())
+        check_keys("KfacPreconditioner", state, STATE)
         theirs, ours = state["made_with"], self._made_with()
         for what in dict.fromkeys([*ours, *theirs]):
             if theirs.get(what) != ours.get(what):
@@ -419,25 +446,24 @@ class KfacPreconditioner:
         return self._options_made_with | of_parameters
 
     def _new_inverses(self) -> dict[str, Inverse]:
-        """Parameter name -> the damped inverse of its block."""
+        """Parameter name -> the damped inverse of its block; shapes alone of other ranks'."""
         blocks, on, damping = self._blocks, self.options.damping_on, self._damping
         once = self.options.update_every == 1
-        # Each rank inverts some of the blocks and sends the results to the others, which need no
-        # communication in the steps in between.
-        of_all = self.ranks.owners([block.cost for block in blocks.values()])
-        owners = dict(zip(blocks, of_all, strict=True))
-        own = [block for name, block in blocks.items() if owners[name] == self.ranks.rank]
+        # Each rank inverts the blocks that it keeps, and multiplies their gradients in each step.
+        holders = self.ranks.holders([not block.B.is_meta for block in blocks.values()])
+        owners = self.ranks.owners([block.cost for block in blocks.values()], holders)
+        self._owners = dict(zip(blocks, owners, strict=True))
+        own = [block for name, block in blocks.items() if self._is_own(name)]
         if isinstance(damping, dict):
             _check_has_all(damping, list(blocks))
         dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
         with torch.no_grad():
             of_own = damped_inverses(own, dampings, on, once)
-        by_name = {block.name: inverse for block, inverse in zip(own, of_own, strict=True)}
-        inverses = {n: by_name.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
-        self.ranks.exchange_(
-            (t, owners[n]) for n, inverse in inverses.items() for t in inverse.values()
-        )
-        return inverses
+        inverses = {block.name: inverse for block, inverse in zip(own, of_own, strict=True)}
+        return {n: inverses.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
+
+    def _is_own(self, name: str) -> bool:
+        return self._owners[name] == self.ranks.rank
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
         """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place.
@@ -446,8 +472,14 @@ class KfacPreconditioner:
         """
         rho, former = self.options.ema_decay, self._blocks
         self._weights = {name: rho * self._weights.get(name, 0.0) + 1 - rho for name in new}
+        own = {name for name, block in new.items() if not block.B.is_meta}
+        # Where other parameters are trained now, blocks may have other owners.
+        is_missing = any(former[name].B.is_meta for name in own & former.keys())
+        if self.ranks.any(is_missing, self._generator.device):
+            former = gathered_blocks(former, self.ranks, self._generator.device)
         self._blocks = {
-            name: former.get(name, block) if rho else block for name, block in new.items()
+            name: former.get(name, block) if rho and name in own else block
+            for name, block in new.items()
         }
         by_weight = dict[float, list[str]]()
         for name, block in new.items():
@@ -489,20 +521,19 @@ class KfacPreconditioner:
 
     def _precondition(self, lr: float | None) -> None:
         of_all, limit = self._with_gradient(), self.options.kl_clip
-        inverses = {name: inverse for name, inverse in self._inverses.items() if name in of_all}
-        if not inverses:
+        by_name = {name: of_all[name] for name in self._owners if name in of_all}
+        if not by_name:
             return
-        gradients = [of_all[name] for name in inverses]
-        if any(map(is_part, gradients)):
+        if any(map(is_part, by_name.values())):
             # One after the other, so that one gradient is whole at a time.
-            natural = [
-                part_of_whole(precondition([inverse], [g.full_tensor()])[0], g)  # pyright: ignore
-                if is_part(g)
-                else precondition([inverse], [g])[0]
-                for inverse, g in zip(inverses.values(), gradients, strict=True)
-            ]
+            natural = []
+            for name, g in by_name.items():
+                gathered: Any = g.full_tensor() if is_part(g) else g  # pyright: ignore
+                product = self._natural({name: gathered})[name]
+                natural.append(part_of_whole(product, g) if is_part(g) else product)
         else:
-            natural = precondition(list(inverses.values()), gradients)  # (F + λI)⁻¹ g
+            natural = list(self._natural(by_name).values())
+        gradients = list(by_name.values())
         whole, gradients = gradients, list(map(local_part, gradients))
         # One factor for all parameters, so that the direction of the step stays.
         if lr is not None and limit is not None:
@@ -512,6 +543,32 @@ class KfacPreconditioner:
             products = torch.cat([product.flatten().float() for product in products])
             torch._foreach_mul_(natural, kl_clip_factor(products, lr, limit))
         torch._foreach_copy_(gradients, natural)
+
+    def _natural(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """(F + λI)⁻¹ g of whole gradients, each computed by the owner of its inverse; collective.
+
+        A step sends P numbers. Inverses would be Σ(d_in² + d_out²) ≥ 2P at each update, and would
+        take this memory on each rank.
+        """
+        own = {name: g for name, g in gradients.items() if self._is_own(name)}
+        inverses = [self._inverses[name] for name in own]
+        natural = dict(zip(own, precondition(inverses, list(own.values())), strict=True))
+        if self.ranks.size > 1:
+            # Those of one owner as one tensor: most are small.
+            groups: dict[tuple[int, torch.dtype], list[str]] = {}
+            for name, g in gradients.items():
+                groups.setdefault((self._owners[name], g.dtype), []).append(name)
+            sent = {
+                (owner, dtype): torch.cat([natural.get(n, gradients[n]).flatten() for n in names])
+                for (owner, dtype), names in groups.items()
+            }
+            self.ranks.exchange_((flat, owner) for (owner, _), flat in sent.items())
+            for group, names in groups.items():
+                parts = sent[group].split([gradients[n].numel() for n in names])
+                natural |= {
+                    n: part.view_as(gradients[n]) for n, part in zip(names, parts, strict=True)
+                }
+        return {name: natural[name] for name in gradients}
 
 
 def with_keywords(

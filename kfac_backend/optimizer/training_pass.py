@@ -164,14 +164,14 @@ class TrainingPass:
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
 
-        The pass is reset.
+        Each is kept by one rank, and has a shape alone on the others. The pass is reset.
 
         Raises:
             RuntimeError: no forward pass with a backward pass was seen.
         """
         self._finish()
         # Ranks without a batch take part too, or the others would wait for them.
-        sums = None if self._now is not None else self._driver.finish()
+        sums = None if self._now is not None else self._driver.finish(by_owners=True)
         if sums is None or not sums.num_data:
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "

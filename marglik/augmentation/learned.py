@@ -69,10 +69,10 @@ class LearnedAugmentation(nn.Module):
         start = START * self.largest
         for name, value in (ranges or {}).items():
             if name not in self.names or not 0 <= value <= self.largest[self.names.index(name)]:
-                known = {n: v for t in self.transforms for n, v in t.known.items() if n in t.names}
+                limits = dict(zip(self.names, self.largest.tolist(), strict=True))
                 raise ValueError(
                     f"The range {name}={value} is not supported; there are "
-                    + ", ".join(f"{n} from 0 to {v:.4g}" for n, v in known.items())
+                    + ", ".join(f"{n} from 0 to {v:.4g}" for n, v in limits.items())
                     + "."
                 )
             start[self.names.index(name)] = value
@@ -113,9 +113,9 @@ class LearnedAugmentation(nn.Module):
 
     def _weights(self) -> Tensor | None:
         """The weight of each copy, (S,), whose mean is 1."""
-        found = [of.weights(eta, self.copies) for of, eta, _ in self._with_ranges()]
-        known = [weights for weights in found if weights is not None]
-        return torch.stack(known).prod(0) if known else None
+        of_transforms = (t.weights(eta, self.copies) for t, eta, _ in self._with_ranges())
+        weights = [one for one in of_transforms if one is not None]
+        return torch.stack(weights).prod(0) if weights else None
 
     def _numbers(self, N: int, k: int, like: Tensor, start: int) -> Float[Tensor, "M k"]:
         """Numbers in [-1, 1] for each copy, one in each S-th of it, in an order of their own.

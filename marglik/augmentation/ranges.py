@@ -42,7 +42,9 @@ def evidence_gradient(
             `Likelihood.with_parameters`; the posterior's by default.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
-    of_factors = derivatives_in_factors(factors, posterior.prior_precision, sigma, T)
+    of_factors = derivatives_in_factors(
+        factors, posterior.prior_precision, sigma, T, posterior.ranks, posterior.params[0].device
+    )
     if likelihood is not None:
         factors = replace(factors, likelihood=likelihood)
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
@@ -117,8 +119,8 @@ class RangeLearner:
         if options.fisher == "exact":
             options = options.replace(fisher="mc", mc_samples=1)
         ranges = [module.ranges for module in self.modules]
-        for found in evidence_gradient(posterior, parts, ranges, options):
-            for module, share, gradient in zip(self.modules, self._shares, found, strict=True):
+        for gradients in evidence_gradient(posterior, parts, ranges, options):
+            for module, share, gradient in zip(self.modules, self._shares, gradients, strict=True):
                 largest = module.largest.to(gradient)
                 share.data.copy_(module.ranges / largest)  # a checkpoint may have changed them
                 share.grad = -gradient * largest

@@ -19,29 +19,29 @@ class Transform(ABC):
     """A random transform with K ranges; derive your own from it.
 
     Args:
-        names: which of the transform's ``known`` ranges to use; all by default.
+        names: which of the transform's ranges, the keys of ``limits``, to use; all by default.
 
     Raises:
         ValueError: a name that the transform doesn't know.
     """
 
-    known: ClassVar[dict[str, float]]
+    limits: ClassVar[dict[str, float]]
     """The name of each range -> its largest value. All learning starts at `START` of it."""
 
     def __init__(self, *names: str) -> None:
-        unknown = [name for name in names if name not in self.known]
+        unknown = [name for name in names if name not in self.limits]
         if unknown:
             raise ValueError(
                 f"{type(self).__name__} has no range {unknown[0]!r}; it has "
-                f"{', '.join(map(repr, self.known))}."
+                f"{', '.join(map(repr, self.limits))}."
             )
-        self.names = names or tuple(self.known)
+        self.names = names or tuple(self.limits)
         """The names of its ranges."""
 
     @property
     def largest(self) -> list[float]:
         """The largest value of each range."""
-        return [self.known[name] for name in self.names]
+        return [self.limits[name] for name in self.names]
 
     def numbers(self, x: Tensor) -> int:
         """k, how many random numbers each row of x takes; one for each range by default."""
@@ -68,7 +68,7 @@ class Affine(Transform):
     angles in radians, scales and shears as logarithms.
     """
 
-    known = {
+    limits = {
         "move x": 1.0, "move y": 1.0, "rotate": math.pi, "scale x": 1.0, "scale y": 1.0,
         "shear": 1.0,
     }  # fmt: skip
@@ -97,15 +97,15 @@ class Affine(Transform):
 class TimeShift(Transform):
     """Shifts and stretches signals (M, C, L); a shift of 1 is half of the length."""
 
-    known = {"shift": 1.0, "stretch": 1.0}
+    limits = {"shift": 1.0, "stretch": 1.0}
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
         """The signals at their transformed times, interpolated linearly."""
         if x.dim() != 3:
             raise ValueError(f"TimeShift needs signals (N, C, L), not shape {tuple(x.shape)}.")
-        moved = dict(zip(self.names, (u * eta).unbind(1), strict=True))
+        changes = dict(zip(self.names, (u * eta).unbind(1), strict=True))
         zero = x.new_zeros(len(x))
-        stretch, shift = moved.get("stretch", zero).exp(), moved.get("shift", zero)
+        stretch, shift = changes.get("stretch", zero).exp(), changes.get("shift", zero)
         matrix = torch.stack([stretch, zero, shift, zero, torch.ones_like(zero), zero], 1)
         grid = F.affine_grid(matrix.view(-1, 2, 3), [*x.shape[:2], 1, x.shape[2]], False)
         return F.grid_sample(x[:, :, None], grid, padding_mode="border", align_corners=False)[
@@ -120,32 +120,32 @@ class Color(Transform):
     from grey, as logarithms; hue turns colours about grey, in radians.
     """
 
-    known = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": math.pi}
+    limits = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": math.pi}
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
         """The images in other colours."""
-        by = {
+        changes = {
             name: value.view(-1, 1, 1, 1)
             for name, value in zip(self.names, (u * eta).unbind(1), strict=True)
         }
-        if ("saturation" in by or "hue" in by) and (x.dim() != 4 or x.shape[1] != 3):
+        if ("saturation" in changes or "hue" in changes) and (x.dim() != 4 or x.shape[1] != 3):
             raise ValueError(
                 f"Saturation and hue need images (N, 3, H, W), not shape {tuple(x.shape)}; take "
                 "Color('brightness', 'contrast')."
             )
-        if "contrast" in by:
+        if "contrast" in changes:
             mean = x.mean((1, 2, 3), keepdim=True)
-            x = mean + (x - mean) * by["contrast"].exp()
-        if "saturation" in by or "hue" in by:
+            x = mean + (x - mean) * changes["contrast"].exp()
+        if "saturation" in changes or "hue" in changes:
             grey = x.mean(1, keepdim=True)
             chroma = x - grey
-            if "hue" in by:  # a rotation about (1, 1, 1), in whose plane the chroma lies
+            if "hue" in changes:  # a rotation about (1, 1, 1), in whose plane the chroma lies
                 across = (chroma.roll(1, 1) - chroma.roll(-1, 1)) / math.sqrt(3)
-                chroma = chroma * by["hue"].cos() + across * by["hue"].sin()
-            if "saturation" in by:
-                chroma = chroma * by["saturation"].exp()
+                chroma = chroma * changes["hue"].cos() + across * changes["hue"].sin()
+            if "saturation" in changes:
+                chroma = chroma * changes["saturation"].exp()
             x = grey + chroma
-        return x + by["brightness"] if "brightness" in by else x
+        return x + changes["brightness"] if "brightness" in changes else x
 
 
 class Flip(Transform):
@@ -155,7 +155,7 @@ class Flip(Transform):
     as a draw could not. p = 1/2 is the usual flip.
     """
 
-    known = {"flip": 0.5}
+    limits = {"flip": 0.5}
 
     def numbers(self, x: Tensor) -> int:
         """None: which copies are mirrored is not drawn."""
@@ -176,7 +176,7 @@ class Flip(Transform):
 class Noise(Transform):
     """Adds η times a number of variance 1 to each feature of inputs (M, ...)."""
 
-    known = {"noise": 1.0}
+    limits = {"noise": 1.0}
 
     def numbers(self, x: Tensor) -> int:
         """One for each feature."""

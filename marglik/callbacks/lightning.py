@@ -19,6 +19,7 @@ from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
+from kfac_backend.sharding import gathered_state, is_sharded
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
@@ -99,6 +100,12 @@ class MarginalLikelihood(Callback):
             raise ValueError(
                 f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
                 f"{', '.join(name for name, _ in pl_module.named_children())}."
+            )
+        if is_sharded(network) and trainer.checkpoint_callbacks:
+            raise NotImplementedError(
+                "Checkpoints of a network under ModelParallelStrategy do not hold its average. "
+                "Train it with Trainer(enable_checkpointing=False), or save in a loop of your own "
+                "with PriorLearner (kfac_backend.sharding.gathered_state)."
             )
         steps = trainer.estimated_stepping_batches  # infinite where a number of hours is given
         per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
@@ -198,16 +205,16 @@ class MarginalLikelihood(Callback):
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
         self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
-    def _log(self, trainer: Trainer, found: dict[str, float]) -> None:
-        if found:
+    def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
+        if numbers:
             for logger in trainer.loggers:
                 logger.log_metrics(
-                    {f"prior/{name}": value for name, value in found.items()}, trainer.global_step
+                    {f"prior/{name}": value for name, value in numbers.items()}, trainer.global_step
                 )
 
     def state_dict(self) -> dict[str, Any]:
         """The state for the trainer's checkpoints; empty before training has started."""
-        return self.learner.state_dict()
+        return gathered_state(self.learner.state_dict())  # of a sharded network: collective
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state from one of the trainer's checkpoints."""

@@ -210,15 +210,15 @@ class MarginalLikelihood(TrainerCallback):
     def _end_epoch(self, epoch: int) -> None:
         self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
-    def _log(self, found: dict[str, float]) -> None:
-        decays = {name: v for name, v in found.items() if name.startswith("weight_decay/")}
+    def _log(self, numbers: dict[str, float]) -> None:
+        decays = {name: v for name, v in numbers.items() if name.startswith("weight_decay/")}
         if len(decays) > MOST_LOGGED:
             *_, largest = values = sorted(decays.values())
-            few = {"smallest": values[0], "median": median(values), "largest": largest}
-            found = {name: v for name, v in found.items() if name not in decays}
-            found |= {f"weight_decay/{name}": value for name, value in few.items()}
-        if found:
-            self._trainer.log({f"prior/{name}": value for name, value in found.items()})
+            summary = {"smallest": values[0], "median": median(values), "largest": largest}
+            numbers = {name: v for name, v in numbers.items() if name not in decays}
+            numbers |= {f"weight_decay/{name}": value for name, value in summary.items()}
+        if numbers:
+            self._trainer.log({f"prior/{name}": value for name, value in numbers.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the prior's state beside the trainer's."""

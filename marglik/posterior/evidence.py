@@ -15,7 +15,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.factor_derivatives import BlockDerivative
 from kfac_backend.likelihoods import Likelihood
-from kfac_backend.options import check_positive
+from kfac_backend.ranks import Ranks
 from marglik.posterior.jacobian_ggn import JacobianGGN
 
 
@@ -83,92 +83,37 @@ class EvidenceTerms:
             value = value - self.num_targets * (sigma.log() + 0.5 * math.log(2 * math.pi))
         return value / temperature
 
+    def log_marginal_likelihood(
+        self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
+    ) -> Tensor:
+        """The Laplace evidence (nats, a sum over the data), differentiable in its arguments.
 
-def as_tensor(value: float | Tensor) -> Tensor:
-    """A tensor as it is, a number in float64.
+        Args:
+            delta: δ > 0 of each block (B,), see `Posterior.of_blocks`; includes N, see `prior`.
+            sigma_noise: σ > 0; 1 unless the likelihood is regression.
+            temperature: T > 0.
 
-    In torch's default dtype, float32, a number would be rounded even for a float64 model.
-    """
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+        Raises:
+            FloatingPointError: the evidence is not finite; the error names the block.
+        """
+        sigma = sigma_noise.to(self.squared_norms)
+        # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
+        ratios = self.spectra.log_det_ratio(1 / (sigma.square() * temperature) / delta)
+        scatter = (delta * self.squared_norms).sum()
+        value = self.log_likelihood(sigma, temperature) - 0.5 * (ratios.sum() + scatter)
+        if not torch.isfinite(value):
+            raise FloatingPointError(_why_not_finite(self, delta))
+        return value
 
+    def effective_parameters(
+        self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
+    ) -> Tensor:
+        """γ_b = Σ_i λ_i / (λ_i + δ_b): the directions of each block that the data determines, (B,).
 
-def checked_precision(prior_precision: float | Tensor, blocks: int, each: int = 1) -> Tensor:
-    """δ as a vector, (1,), (blocks,) or (each,), of single parameters.
-
-    Raises:
-        ValueError: a precision of wrong length, or one that is not positive.
-    """
-    check_positive("prior_precision", prior_precision)
-    delta = as_tensor(prior_precision)
-    if delta.dim() > 1 or delta.numel() not in (1, blocks, each):
-        raise ValueError(
-            f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or ({blocks},), "
-            "one per trainable tensor."
-        )
-    return delta.reshape(-1)
-
-
-def log_marginal_likelihood(
-    terms: EvidenceTerms,
-    prior_precision: Tensor | float,
-    sigma_noise: Tensor | float = 1.0,
-    temperature: Tensor | float = 1.0,
-) -> Tensor:
-    """The Laplace evidence (nats, a sum over the data), a float64 scalar.
-
-    Differentiable in all three hyperparameters.
-
-    Args:
-        terms: the fitted network.
-        prior_precision: δ > 0, a scalar or one per block (B,); includes N, see `prior`.
-        sigma_noise: σ > 0; 1 unless the likelihood is regression.
-        temperature: T > 0.
-
-    Raises:
-        ValueError: a precision of wrong length, a hyperparameter that is not positive, or a σ other
-            than 1 for another likelihood than regression.
-        FloatingPointError: the evidence is not finite; the error names the block.
-    """
-    sigma = _float64(sigma_noise, terms)
-    T = _float64(temperature, terms)
-    for name, value in (("sigma_noise", sigma), ("temperature", T)):
-        check_positive(name, value)
-    if not terms.likelihood.has_sigma and sigma != 1:
-        raise ValueError(f"sigma_noise is {sigma.item()}; only regression has noise other than 1.")
-
-    return evidence_of(terms, _precision(terms, prior_precision), sigma, T)
-
-
-def evidence_of(terms: EvidenceTerms, delta: Tensor, sigma: Tensor, T: Tensor | float) -> Tensor:
-    """`log_marginal_likelihood` of arguments that are checked, for many steps over them.
-
-    Args:
-        terms: the fitted network.
-        delta: δ per block (B,), float64, on the terms' device.
-        sigma: σ, a float64 scalar there.
-        T: the temperature.
-    """
-    # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
-    log_det_ratio = terms.spectra.log_det_ratio(1 / (sigma.square() * T) / delta).sum()
-    scatter = (delta * terms.squared_norms).sum()
-    evidence = terms.log_likelihood(sigma, T) - 0.5 * (log_det_ratio + scatter)
-    if not torch.isfinite(evidence):
-        raise FloatingPointError(_why_not_finite(terms, delta))
-    return evidence
-
-
-def effective_parameters(
-    terms: EvidenceTerms,
-    prior_precision: Tensor | float,
-    sigma_noise: Tensor | float = 1.0,
-    temperature: Tensor | float = 1.0,
-) -> Tensor:
-    """γ_b = Σ_i λ_i / (λ_i + δ_b): how many directions of each block the data determines, (B,).
-
-    Source: MacKay 1992, "Bayesian interpolation".
-    """
-    sigma, T = _float64(sigma_noise, terms), _float64(temperature, terms)
-    return terms.spectra.effective(1 / (sigma.square() * T) / _precision(terms, prior_precision))
+        Source: MacKay 1992, "Bayesian interpolation". Arguments as of the evidence.
+        """
+        sigma = sigma_noise.to(self.squared_norms)
+        return self.spectra.effective(1 / (sigma.square() * temperature) / delta)
 
 
 def derivatives_in_factors(
@@ -176,6 +121,8 @@ def derivatives_in_factors(
     prior_precision: Tensor | float,
     sigma_noise: Tensor | float = 1.0,
     temperature: Tensor | float = 1.0,
+    ranks: Ranks | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, BlockDerivative]:
     """∂/∂B and ∂/∂A of the evidence for each block, at fixed θ, δ, σ and T.
 
@@ -187,11 +134,13 @@ def derivatives_in_factors(
         prior_precision: δ, a scalar or one per block.
         sigma_noise: σ.
         temperature: T.
+        ranks: those that share the factors, which then all call this.
+        device: of the derivatives; by default the factors'.
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
     derivatives = {}
-    of_blocks = decompose(factors.blocks.values())
+    of_blocks = decompose(factors.blocks.values(), ranks, device)
     for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:
@@ -211,16 +160,6 @@ def derivatives_in_factors(
 def _in_basis(Q: Tensor, diagonal: Tensor) -> Tensor:
     """Q diag Qᵀ."""
     return (Q * diagonal.to(Q)[..., None, :]) @ Q.mT
-
-
-def _float64(value: Tensor | float, terms: EvidenceTerms) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64).to(terms.squared_norms.device).squeeze()
-
-
-def _precision(terms: EvidenceTerms, prior_precision: Tensor | float) -> Tensor:
-    """δ per block, checked, (B,)."""
-    blocks = len(terms.squared_norms)
-    return checked_precision(prior_precision, blocks).to(terms.squared_norms).expand(blocks)
 
 
 def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:

@@ -44,8 +44,7 @@ from kfac_backend.sharding import (
     squared_norms,
 )
 from marglik.eval_mode import eval_mode
-from marglik.posterior import evidence
-from marglik.posterior.evidence import EvidenceTerms, as_tensor
+from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.jacobian_ggn import (
     JacobianGGN,
     Structure,
@@ -136,6 +135,7 @@ class Posterior:
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
+        self._dtype = widest_dtype(model)
         self.likelihood = likelihood_of(likelihood)
         """What outputs say about targets."""
         options.check(self.likelihood)
@@ -211,12 +211,6 @@ class Posterior:
         return next(self.model.parameters()).device
 
     @property
-    def _dtype(self) -> torch.dtype:
-        """The widest dtype of trainable parameters: adapters may be wider than a frozen base."""
-        dtypes = {p.dtype for p in self.params}
-        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
-
-    @property
     def _wide_dtype(self) -> torch.dtype:
         """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
         return torch.promote_types(self._dtype, torch.float32)
@@ -231,9 +225,16 @@ class Posterior:
 
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
-        each = 1 if self.structure == "kron" else len(self.indices)
-        delta = evidence.checked_precision(prior_precision, self.n_layers, each)
-        self._prior_precision = delta.to(self._device, self._wide_dtype)
+        check_positive("prior_precision", prior_precision)
+        delta, numbers = as_tensor(prior_precision), [1, self.n_layers]
+        if self.structure != "kron":
+            numbers.append(len(self.indices))
+        if delta.dim() > 1 or delta.numel() not in numbers:
+            raise ValueError(
+                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
+                f"({self.n_layers},), one per trainable tensor."
+            )
+        self._prior_precision = delta.reshape(-1).to(self._device, self._wide_dtype)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -310,7 +311,9 @@ class Posterior:
         """Compute the curvature at the model's current parameters.
 
         With several ranks of `torch.distributed` all of them call this, each with its shard of the
-        data, and all end with the posterior of all the data; see `kronecker_factors`.
+        data, and all end with the evidence of all the data; see `kronecker_factors`. Each block is
+        kept by one rank. Predictives that the ranks share (`laplace_predictive` with ranks) need
+        no more; for what a rank computes alone, such as samples, call `gather` first.
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
@@ -359,6 +362,17 @@ class Posterior:
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         self.restore(curvature)
+
+    def gather(self) -> None:
+        """Bring all factors to all ranks, for what one of them does alone; collective.
+
+        Samples, predictions and saving need it after a fit by several ranks.
+        """
+        factors = self.fitted_curvature()
+        if isinstance(factors, KroneckerFactors) and self.ranks.size > 1:
+            self._curvature = factors.gathered(self.ranks, self._device)
+            # The same factors, elsewhere: what was computed from them stays.
+            self._version = [block.version for block in self._curvature.blocks.values()]
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
         if self.structure != "kron":
@@ -422,6 +436,7 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
+        self._dtype = widest_dtype(self.model)
         if self._fitted:
             here = self._weights()
             self.mean = self.mean.to(self._device, self._dtype)
@@ -443,7 +458,7 @@ class Posterior:
 
         Of a network under `fully_shard` that is this rank's part of them; collective.
         """
-        statistics = running_statistics(self.model)
+        self._dtype, statistics = widest_dtype(self.model), running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
         if not is_sharded(self.model):
             self.mean = parameter_vector(self.params).detach()
@@ -569,9 +584,9 @@ class Posterior:
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:
-        """δ as `evidence_terms` takes it: of a posterior from Jacobians one per parameter."""
+        """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter."""
         if self.structure == "kron":
-            return delta
+            return delta.to(self.mean.device, torch.float64).expand(self.n_layers)
         indices = self._ggn_indices()
         delta = delta.to(self._device, torch.float64)
         tensors = self._tensor_of(indices)
@@ -623,8 +638,8 @@ class Posterior:
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta = self.of_blocks(as_tensor(delta))
-        return evidence.log_marginal_likelihood(terms, delta, sigma, self.temperature)
+        delta, sigma = self.of_blocks(as_tensor(delta)), as_tensor(sigma).squeeze()
+        return terms.log_marginal_likelihood(delta, sigma, self.temperature)
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -634,10 +649,10 @@ class Posterior:
     def effective_parameters(self) -> Tensor:
         """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): directions of each tensor that the data determines.
 
-        Each lies between 0 and the number of the tensor's parameters; see `evidence`.
+        Each lies between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """
         terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
-        gamma = evidence.effective_parameters(terms, delta, self.sigma_noise, self.temperature)
+        gamma = terms.effective_parameters(delta, self.sigma_noise, self.temperature)
         return self.sum_over_blocks(gamma)
 
     # --- the Gaussian ---
@@ -657,7 +672,7 @@ class Posterior:
                 return KroneckerPrecision(self.precision_blocks(), constants)
             return self._precision_of(curvature)
 
-        return self._kept("precision", make)
+        return self._cached("precision", make)
 
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
@@ -703,8 +718,8 @@ class Posterior:
             return
         blocks = self.fitted_factors().blocks
         # What only some ranks have is computed again by all, so that all hold the same bits.
-        known = ranks.gather(set(self._eigen))
-        missing = [b for name, b in blocks.items() if not all(name in of for of in known)]
+        of_ranks = ranks.gather(set(self._eigen))
+        missing = [b for name, b in blocks.items() if not all(name in own for own in of_ranks)]
         self._decompose(missing, ranks)
 
     def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
@@ -865,7 +880,7 @@ class Posterior:
         self.check_weights()
         sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
         if self.structure == "kron":
-            covariance_of = self._kept(
+            covariance_of = self._cached(
                 "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
             )
             with eval_mode(self.model):
@@ -912,9 +927,9 @@ class Posterior:
             blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
-        return self._kept(layers, make)
+        return self._cached(layers, make)
 
-    def _kept(self, key: Any, make: Callable[[], T]) -> T:
+    def _cached(self, key: Any, make: Callable[[], T]) -> T:
         """A function for covariances, kept until a hyperparameter changes.
 
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
@@ -926,6 +941,21 @@ class Posterior:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
+
+
+def widest_dtype(model: nn.Module) -> torch.dtype:
+    """That of the model's trainable parameters: adapters may be wider than a frozen base."""
+    reshard(model)
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    return reduce(torch.promote_types, dtypes or {next(model.parameters()).dtype})
+
+
+def as_tensor(value: float | Tensor) -> Tensor:
+    """A tensor as it is, a number in float64.
+
+    In torch's default dtype, float32, a number would be rounded even for a float64 model.
+    """
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
 def _checked(indices: Any, number: int) -> Tensor:

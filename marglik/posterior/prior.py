@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.checks import check_module
 from kfac_backend.options import check_keys, check_option, check_positive
-from marglik.posterior.evidence import evidence_of
 from marglik.posterior.posterior import Posterior
 
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
@@ -233,7 +232,7 @@ class Hyperparameters:
         def evidence() -> Tensor:
             delta = self._log_delta.exp()[groups].to(device)
             sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
-            return evidence_of(terms, delta, sigma, T)
+            return terms.log_marginal_likelihood(delta, sigma, T)
 
         for _ in range(steps):
             self._adam.zero_grad()
@@ -323,8 +322,8 @@ def update_prior(
         mine = before, evidences, hyperparameters.state_dict()
         before, evidences, state = ranks.gather(mine)[0]
         hyperparameters.load_state_dict(state)
+        hyperparameters.give_to(posterior)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
-    posterior.prior_precision = groups.of_tensors(delta)
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 

@@ -182,7 +182,7 @@ class Ensemble:
             check_state(member, state, str(Path(folder) / MEMBERS))
             member.load_state_dict(state)
             models.append(member)
-        found = record["calibration"]
-        calibration = None if found is None else Calibration(**found)
+        numbers = record["calibration"]
+        calibration = None if numbers is None else Calibration(**numbers)
         sigma_noise, seconds = record["sigma_noise"], record["seconds"]
         return Ensemble(models, record["likelihood"], sigma_noise, calibration, seconds)

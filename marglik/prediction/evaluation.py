@@ -184,7 +184,7 @@ def predictives_of(
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
     first = configs[0] if configs else PredictiveConfig()
     noise = first.label_noise(likelihood, None)
-    found: dict[str, Predictive] = {
+    predictives: dict[str, Predictive] = {
         "MAP": map_predictive(model, likelihood, sigma, label_noise=noise)
     }
     for config in (one.for_posterior(laplace) for one in configs):
@@ -193,15 +193,15 @@ def predictives_of(
             label = f"{label}, uncalibrated"
         else:
             scaled = fit.map_calibration
-            found["MAP, temperature-scaled"] = map_predictive(
+            predictives["MAP, temperature-scaled"] = map_predictive(
                 model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature,
                 config.label_noise(likelihood, scaled),
             )  # fmt: skip
         generator = torch.Generator(laplace.mean.device).manual_seed(seed)
-        found[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
+        predictives[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
     if ensemble is not None:
-        found[ensemble.label] = ensemble.predicting(first.labels)
-    return found
+        predictives[ensemble.label] = ensemble.predicting(first.labels)
+    return predictives
 
 
 def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:

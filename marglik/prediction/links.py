@@ -239,13 +239,12 @@ def predict_from_gaussian(
         deviations(covariance, likelihood, noise) if scale else (torch.zeros_like(f[None]), None)
     )
     outputs = f + math.sqrt(scale) / temperature * sampled
-    found = predict_from_outputs(outputs, likelihood, 1.0, weights, label_noise)
+    by_samples = predict_from_outputs(outputs, likelihood, 1.0, weights, label_noise)
     if link == "mc" or not likelihood.has_probit:
-        return found
-    by_probit = probit_outputs(f, variance)[None]
-    return replace(
-        found, mean=predict_from_outputs(by_probit, likelihood, label_noise=label_noise).mean
-    )
+        return by_samples
+    outputs = probit_outputs(f, variance)[None]
+    by_probit = predict_from_outputs(outputs, likelihood, label_noise=label_noise)
+    return replace(by_samples, mean=by_probit.mean)
 
 
 def negative_log_scores(

@@ -263,7 +263,7 @@ def laplace_predictive(
         laplace: the fitted posterior.
         config: how it predicts.
         generator: generator of the samples, on the model's device.
-        calibration: s and τ. None takes those that `calibrate` found for this predictive of the
+        calibration: s and τ. None takes those that `calibrate` predicted for this predictive of the
             posterior; if there are none, or ``config.calibration`` is "none", s = τ = 1.
         ranks: the ranks that predict together. They share the computation of eigenvectors, so that
             all of them must call this.
@@ -393,12 +393,12 @@ def predict_all(
         return _of_counted_terms(predict(x).to("cpu"), task.targets(model, x, y).cpu(), likelihood)
 
     parts = gathered(of_batch, batches, targets, "Predicting", progress, ranks)
-    found = list(parts)
-    if not found:
+    predicted = list(parts)
+    if not predicted:
         raise ValueError("The data is empty: the loader yields no batch.")
-    if not sum(len(y) for _, y in found):
+    if not sum(len(y) for _, y in predicted):
         raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
-    predictions, all_targets = zip(*found, strict=True)
+    predictions, all_targets = zip(*predicted, strict=True)
     return Prediction.cat(list(predictions)), torch.cat(all_targets)
 
 
@@ -443,7 +443,7 @@ def label_noise_of(likelihood: Likelihood, calibration: Calibration | None) -> f
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
-    """What `calibrate` found for this predictive; None if nothing, or if none is wanted."""
+    """What `calibrate` predicted for this predictive; None if nothing, or if none is wanted."""
     label = config.for_posterior(laplace).label
     record = laplace.calibrations.get(label) if config.is_calibrated else None
     return None if record is None else CalibrationFit.of(record)

@@ -9,7 +9,11 @@ label is, over the surprise that p̄_n itself expects, the entropy:
 
 Without the denominator, honest labels of hard examples come before wrong labels of easy ones.
 With a share ε of labels that were drawn at random from C classes, as calibration finds it, each
-label also has a probability of being wrong: (ε/C)(1 − p̄_y)/((1 − ε) p̄_y + ε/C).
+label also has a probability of being wrong. Of labels that p̄ has not seen it is (ε/C)(1 − p̄_y)/
+((1 − ε) p̄_y + ε/C), odds of κ (1 − p̄_y)/p̄_y with κ = (ε/C)/(1 − ε + ε/C). Training has seen them,
+also the wrong ones, and made each more probable than it was. So κ is the one with which as many
+labels are expected to be wrong as held-out labels say, N ε (C − 1)/C: held-out labels say how many
+are wrong, and the training which.
 Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over epochs, Swayamdipta et
 al. 2020 (arXiv:2009.10795) probabilities; the quotient was chosen by our own study.
 """
@@ -83,7 +87,8 @@ def suspicious_labels(
         probabilities: of the classes, (N, C), or (epochs, N, C), of which the mean is taken.
             Examples with NaN (never seen) are left out.
         label_noise: ε, for each label's probability of being wrong: the ``label_noise`` of a
-            calibration, or the ``noise`` of likelihood "noisy_classification".
+            calibration, or the ``noise`` of likelihood "noisy_classification". The probabilities
+            add up to N ε (C − 1)/C.
         output_temperature: τ of that calibration: these probabilities are of p̄^(1/τ), normalised.
 
     Raises:
@@ -109,11 +114,22 @@ def suspicious_labels(
     order = score.argsort(descending=True, stable=True)
     wrong = None
     if label_noise is not None:
-        sharp = (log_p / output_temperature).softmax(1)
-        own, drawn = sharp.gather(1, label[:, None]).squeeze(1), label_noise / p.shape[1]
-        wrong = drawn * (1 - own) / ((1 - label_noise) * own + drawn).clamp_min(1e-300)
-        wrong = wrong[order]
+        own = (log_p / output_temperature).softmax(1).gather(1, label[:, None]).squeeze(1)
+        odds = -own.logit(1e-12)  # of another class, in logarithms
+        wrong = _with_mean(odds, label_noise * (1 - 1 / p.shape[1]))[order]
     return SuspiciousLabels(index[order], label[order], p.argmax(1)[order], score[order], wrong)
+
+
+def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:
+    """Probabilities whose log odds are these and one number, log κ, with the mean that is given."""
+    low, high = -60.0, 60.0  # bounds of log κ; it halves until float64 has no number between
+    for _ in range(60):
+        middle = (low + high) / 2
+        if (odds + middle).sigmoid().mean() < mean:
+            low = middle
+        else:
+            high = middle
+    return (odds + low).sigmoid()
 
 
 class TrainingProbabilities:

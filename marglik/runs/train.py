@@ -244,6 +244,7 @@ def train(
         noise = label_noise_of(outcome.laplace.likelihood, None)
         calibration = Calibration(**fit["map_calibration"] if fit else {"label_noise": noise})
         ensemble = setup.ensemble(model, outcome, members, states) if members else None
+        outcome.laplace.gather()
         if leads:
             if ensemble is not None:
                 ensemble.save(folder)

@@ -88,10 +88,10 @@ class Checkpoints:
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} holds no state ({STATE} is missing).")
         content = path.read_bytes()
-        content, found = content[:-SIZE_OF_SUM], content[-SIZE_OF_SUM:]
-        if found != hashlib.sha256(content).digest():
+        content, checksum = content[:-SIZE_OF_SUM], content[-SIZE_OF_SUM:]
+        if checksum != hashlib.sha256(content).digest():
             raise ValueError(f"{path} is not as marglik wrote it: it is damaged. {REMEDY}")
-        self.ranks.agree({"the sum of the checkpoint": found.hex()})
+        self.ranks.agree({"the sum of the checkpoint": checksum.hex()})
         file = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         check_same_run(self.run, json.loads(file["run"]), self.folder)
         return file["state"]
@@ -108,12 +108,12 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
     # Both as they come from a file, where tuples are lists.
     ours, theirs = (leaves(json.loads(json.dumps(one))) for one in (here, there))
     for name in ours | theirs:
-        asked, found = (of.get(name, "nothing") for of in (ours, theirs))
-        if asked != found:
+        our_value, their_value = (run.get(name, "nothing") for run in (ours, theirs))
+        if our_value != their_value:
             raise ValueError(
-                f"{folder} is of another run: {name} is {found} there, {asked} here. Resume with "
-                "the options that it was started with, or pass --overwrite to start again, or "
-                "another --output."
+                f"{folder} is of another run: {name} is {their_value} there, {our_value} here. "
+                "Resume with the options that it was started with, or pass --overwrite to start "
+                "again, or another --output."
             )
 
 

@@ -34,15 +34,10 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
-from kfac_backend.sharding import local_parts
+from kfac_backend.sharding import is_sharded, local_parts
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
-from marglik.training.learned_numbers import (
-    by_evidence,
-    check_derivatives,
-    learn_label_noise,
-    likelihood_step,
-)
+from marglik.training.learned_numbers import check_derivatives, learn_label_noise, likelihood_step
 from marglik.training.random_state import own_random_numbers
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import add_penalty
@@ -73,7 +68,8 @@ def start(
     state = LearnerState.initial(problem, hyperparameters, likelihood)
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
-    check_derivatives(problem, state, first_batch)  # now, before any work is lost
+    if problem.learned_by_evidence or state.ranges is not None:
+        check_derivatives(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -129,8 +125,8 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     with state.unchanged_by_errors(problem.model):
         state.epoch, state.measures.clipped = epoch, 0
         state.replay(problem)
-        if schedule.is_late(epoch) and epoch != schedule.epochs:  # then `finish` learns it
-            learn_label_noise(problem, state)
+        if problem.learns_label_noise and schedule.is_late(epoch) and epoch != schedule.epochs:
+            learn_label_noise(problem, state)  # after the last epoch `finish` learns it
         if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
             return {}
         return update(problem, state)
@@ -143,6 +139,7 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     evidences, record = fit(problem, state, schedule.steps, is_last)
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
+    state.record = record
     problem.options.policy.compare_update(problem, state, before)
     problem.options.policy.warn_of_late_fit(problem, state)
     state.updated_at = state.steps[-1]
@@ -151,17 +148,13 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
     if schedule.keep == "best":
         state.remember_if_best(problem.model)
-    state.record = record
     return state.numbers_to_log(problem.model)
 
 
 def fit(
     problem: Problem, state: LearnerState, steps: int, is_last: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """A posterior at the present parameters, and steps on its evidence; see `update_prior`.
-
-    What it draws and samples is in `LearnerState.cheap_pass`.
-    """
+    """A posterior of what `LearnerState.cheap_pass` says, and steps on its evidence."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
     curvature, (draws, number) = options.curvature, state.cheap_pass(problem, is_last)
     if draws:
@@ -190,9 +183,10 @@ def fit(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
         record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
-        if not is_last:  # the last posterior is that of the ranges as they are
-            state.ranges.learn(posterior, problem.loader, problem.num_data)
-        to_learn = by_evidence(problem) if steps else {}
+        # The last posterior is that of the ranges as they are.
+        if state.ranges is not None and not is_last:
+            state.ranges.learn(posterior, problem.loader, N)
+        to_learn = problem.learned_by_evidence if steps else {}
         if to_learn:
             state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
@@ -208,11 +202,6 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
     trained, the posterior is fitted without changing the weight decays. After an error, as of the
     data, it can be called again.
-
-    Args:
-        problem: what is trained.
-        state: changed in place.
-        average: False keeps the parameters that are there.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -240,7 +229,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
         latest = state.record.get("draws_labels"), state.record.get("num_examples")
         learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if state.steps[-1] > 0:
+        if state.steps[-1] > 0 and problem.learns_label_noise:
             of_training = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == of_training
@@ -252,7 +241,10 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.
         if state.go_back_to_best(problem.model):
-            learn_label_noise(problem, state)
+            if problem.learns_label_noise:
+                learn_label_noise(problem, state)
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
+    if state.posterior is not None and not is_sharded(problem.model):
+        state.posterior.gather()  # whoever has the posterior now may predict on one rank alone
     policy.warn_at_the_end(problem, state)
     return numbers

@@ -263,11 +263,10 @@ class DecayPolicy:
 
     def compare_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
         """Note which decays an update has moved, and whether the next one is worth its time."""
-        posterior, hyper, measures = state.posterior, state.hyperparameters, state.measures
-        if posterior is None:
-            return
-        gamma = hyper.groups.sum_over_tensors(posterior.effective_parameters())
-        gamma = problem.ranks.gather(gamma.cpu())[0]  # all must decide alike
+        hyper, measures = state.hyperparameters, state.measures
+        of_tensors = [*state.record["effective_parameters"].values()]
+        gamma = hyper.groups.sum_over_tensors(torch.tensor(of_tensors, dtype=torch.float64))
+        gamma = problem.ranks.gather(gamma)[0]  # all must decide alike
         moves = (hyper.prior_precision / before).log().abs()
         # A group of which the data determines nothing has no decay to settle at, nor has a
         # scale-invariant weight: the evidence fixes δ‖w‖² alone.

@@ -8,16 +8,17 @@ are called with infinite gradients, too: they then have the attributes ``grad_sc
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from kfac_backend.options import check_positive
 from marglik.training import algorithm
+from marglik.training.loaders import Loader
 from marglik.training.state import LearnerState, Problem
 
 _HANDLES: "WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]" = WeakKeyDictionary()
@@ -38,7 +39,6 @@ class StepHooks:
         self.problem, self.state = problem, state
         hooks = weakref.ref(self)
         for part in problem.parts:
-            remove_hooks(part.optimizer)
             _HANDLES[part.optimizer] = [
                 part.optimizer.register_step_pre_hook(partial(_before_step, hooks, part.index)),
                 part.optimizer.register_step_post_hook(partial(_after_step, hooks, part.index)),
@@ -116,47 +116,17 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 def remove_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Remove the hooks of an earlier training, if there are any."""
-    _remove(_HANDLES.pop(optimizer, []))
+    for handle in _HANDLES.pop(optimizer, []):
+        handle.remove()
 
 
-def optimizers_of(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
-) -> list[torch.optim.Optimizer]:
-    """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
-
-    Raises:
-        TypeError: what is no optimiser of torch.
-        ValueError: L-BFGS; a weight decay of their own, or a parameter that none of them holds.
-    """
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for index, inner in enumerate(optimizers):
-        while hasattr(inner, "optimizer"):
-            inner = inner.optimizer
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise TypeError(
-                f"The optimiser is {type(inner).__name__}; a torch.optim.Optimizer is needed, "
-                "or a list of them."
-            )
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times in a step, and remembers the curvature of "
-                "an objective that each update of the prior changes. Pass SGD, Adam or another "
-                "optimiser of single steps."
-            )
-        optimizers[index] = inner
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if any(group.get("weight_decay") for group in groups):
+def steps_in_epoch(loader: Loader, steps: int | None) -> int:
+    """The number of steps in an epoch that was given, or that of the loader's batches."""
+    if steps is None and not isinstance(loader, Sized):
         raise ValueError(
-            "The optimiser has a weight decay of its own; the prior takes its place. "
-            "Set the optimiser's weight_decay to 0."
+            f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
+            "number of the optimiser's steps in an epoch."
         )
-    stepped = {id(p) for group in groups for p in group["params"]}
-    if missing := [name for name, p in named.items() if id(p) not in stepped]:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise ValueError(
-            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
-            "would be learned and never act. Pass the optimiser of this very model, made after the "
-            "last change of its parameters, or a list if there are several; or freeze what is not "
-            "trained (requires_grad_(False))."
-        )
-    return optimizers
+    steps = len(loader) if steps is None else steps  # pyright: ignore[reportArgumentType]
+    check_positive("steps_per_epoch", steps)
+    return steps

@@ -43,9 +43,8 @@ def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None
     Raises:
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
     """
-    names, modules = by_evidence(problem), state.ranges.modules
-    if not (names or modules):
-        return
+    names = problem.learned_by_evidence
+    modules = [] if state.ranges is None else state.ranges.modules
     check_whole(problem.model, "Learning what the loss or the inputs depend on")
     curvature = problem.options.curvature
     posterior = Posterior(problem.model, state.likelihood, curvature, process_group=None)
@@ -55,13 +54,6 @@ def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None
             list(evidence_gradient(posterior, [[batch]], [module.ranges for module in modules]))
         if names:
             likelihood_step(posterior, [batch], names)
-
-
-def by_evidence(problem: Problem) -> dict[str, Any]:
-    """The likelihood's parameters that the evidence learns, with their first values."""
-    if not problem.options.learns or problem.learns_label_noise:
-        return {}
-    return problem.options.likelihood.to_learn()
 
 
 def likelihood_step(
@@ -151,9 +143,7 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    if not problem.learns_label_noise:
-        return
-    assert problem.held_out is not None  # `Problem.set_held_out` checks it
+    assert problem.held_out is not None  # `Problem.of` checks it
     likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:

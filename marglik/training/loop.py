@@ -142,6 +142,8 @@ class OnlineTraining:
         on_record: called with the record of each epoch and each update when it is made; after a
             resume, first with all earlier ones. Called on rank 0 alone.
         progress: whether to show progress bars, on rank 0 alone.
+        keep_probabilities: whether to keep what the steps predict for each training example, see
+            `marglik.suspicious_labels`.
 
     Raises:
         ValueError: no number of epochs; no data; K-FAC with a compiled model; several processes of
@@ -164,6 +166,7 @@ class OnlineTraining:
         compile_mode: CompileMode | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
+        keep_probabilities: bool = True,
     ) -> None:
         check_module(model)
         epochs = learner.options.schedule.epochs
@@ -182,6 +185,7 @@ class OnlineTraining:
         self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
         """The processes that train together, each on its shard of the data."""
+        self._is_alone = self.ranks.size == 1
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
@@ -220,7 +224,9 @@ class OnlineTraining:
         self._task = Task(learner.likelihood, learner.options.curvature)
         # Checking a target waits for the device, so only the first epoch does it.
         self._targets_are_checked = False
-        self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
+        self.probabilities: TrainingProbabilities | None = None
+        if keep_probabilities:
+            self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
         self._epoch = 0
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
@@ -326,14 +332,16 @@ class OnlineTraining:
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
         values: list[Tensor] = []
-        examples, latest, is_alone = 0, None, self.ranks.size == 1
-        for which, batch in each_batch(self.probabilities, f"Epoch {epoch}", self.progress):
+        examples, latest = 0, None
+        source = self.train_loader if self.probabilities is None else self.probabilities
+        for item in each_batch(source, f"Epoch {epoch}", self.progress):
+            indices, batch = (None, item) if self.probabilities is None else item
             x, y = self._task.split(batch)
             own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = is_alone or len(own[1]) > 0
+            counts = self._is_alone or len(own[1]) > 0
             latest = own if counts else latest
             if latest is None:
                 raise ValueError(
@@ -342,12 +350,13 @@ class OnlineTraining:
                     "are ranks."
                 )
             x, y = latest
-            of_step = self._step(x, self._task.targets(self.model, x, y), which, counts)
+            of_step = self._step(x, self._task.targets(self.model, x, y), indices, counts)
             if counts:
                 values += of_step
                 examples += len(y)
         self._targets_are_checked = True
-        self.probabilities.end_epoch()
+        if self.probabilities is not None:
+            self.probabilities.end_epoch()
         totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
         if values:
             totals[:4] = torch.stack(values).double().view(-1, 4).sum(0)
@@ -377,11 +386,11 @@ class OnlineTraining:
             record["clipped_steps"] = clipped
         return record
 
-    def _step(self, x: Any, y: Tensor, which: Tensor | None, counts: bool) -> list[Tensor]:
+    def _step(self, x: Any, y: Tensor, indices: Tensor | None, counts: bool) -> list[Tensor]:
         """Take one step; returns the batch's four sums, see `_take_steps`.
 
-        ``which`` are the examples' indices, if they are known. ``counts`` is False where this rank
-        has no example of the batch and runs on others.
+        ``indices`` are the examples', if they are known. ``counts`` is False where this rank has no
+        example of the batch and runs on others.
         """
         likelihood = self.learner.state.likelihood
         self.optimizer.zero_grad()
@@ -396,9 +405,13 @@ class OnlineTraining:
                 check_output(f)
                 self._task.check(f, y)
             data_loss = loss_sum(f, y, likelihood)
-            if counts:
-                self.probabilities.add(which, f)
-            objective = self._mean_over_ranks(data_loss, len(f), counts)
+            if counts and self.probabilities is not None:
+                self.probabilities.add(indices, f)
+            objective = (
+                data_loss / len(f)
+                if self._is_alone
+                else self._mean_over_ranks(data_loss, len(f), counts)
+            )
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
             # changes from step to step. The prior's gradient must get the same one: the hook
             # records it as the gradient of the objective itself.
@@ -408,6 +421,7 @@ class OnlineTraining:
             self.fabric.backward(objective)
         problem, state = self.learner.problem, self.learner.state
         penalty = algorithm.penalty(problem, state, scale[0], with_value=True)
+        assert penalty is not None  # its value is asked for
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -418,8 +432,6 @@ class OnlineTraining:
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""
-        if self.ranks.size == 1:
-            return data_loss / examples
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
         self.ranks.sum_([of_all])
         weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])
@@ -437,9 +449,9 @@ class OnlineTraining:
 
     # --- records ---
 
-    def _report_update(self, found: Mapping[str, float]) -> None:
-        """Report the learner's latest update, if it has made one."""
-        if not found:
+    def _report_update(self, numbers: Mapping[str, float]) -> None:
+        """Report the learner's latest update, if it has made one: there are then numbers to log."""
+        if not numbers:
             return
         record = {"kind": "update", "epoch": self._epoch, **self.learner.state.record}
         self._report(record)
@@ -464,6 +476,7 @@ class OnlineTraining:
         with any number of ranks.
         """
         random = random_state(generators_of(self.train_loader, self.curvature_loader))
+        probabilities = None if self.probabilities is None else self.probabilities.state_dict()
         return {
             "epoch": self._epoch,
             "model": self.model.state_dict(),
@@ -474,7 +487,7 @@ class OnlineTraining:
             # Usually the same on all ranks, see `own_random_numbers`.
             "random": self.ranks.gather(random),
             "records": self._records,
-            "probabilities": self.probabilities.state_dict(),
+            "probabilities": probabilities,
             "seconds": self._seconds,
         }
 
@@ -494,7 +507,8 @@ class OnlineTraining:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-        self.probabilities.load_state_dict(state["probabilities"])
+        if self.probabilities is not None:
+            self.probabilities.load_state_dict(state["probabilities"])
         for record in state["records"]:  # the log is written again from its start
             self._report(record)
         # Last, so that nothing above draws from the restored generators. Another number of ranks

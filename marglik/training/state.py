@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
+from kfac_backend.engine.checks import check_module
 from kfac_backend.engine.padding import padding_rows
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
+from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
@@ -29,7 +31,7 @@ from marglik.posterior.prior import (
     UpdateMethod,
     weight_decay_to_precision,
 )
-from marglik.training.decay_policy import DecayPolicy, Measures
+from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
 from marglik.training.loaders import Loader, WithExamples, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.random_state import random_numbers_restored
@@ -45,23 +47,82 @@ FEW_VECTORS = 3_000
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """How the decays are learned; `PriorLearner` describes each."""
+    """How the decays are learned.
+
+    Args:
+        likelihood: of the loss.
+        curvature: all options of the curvature pass.
+        schedule: when updates happen, and what is averaged.
+        policy: in what training departs from plain evidence.
+        weight_decay: initial weight decay of all groups.
+        structure: the groups of parameters that share a weight decay, see `PriorGroups.from_model`.
+        method: "adam" or "mackay".
+        lr: Adam's step size on the logarithm of the precision.
+        temperature: T; the likelihood is raised to the power 1/T.
+        sigma_noise: σ of regression, held fixed. None learns it, from 0.1, or is 1 where nothing
+            is learned, as with updates=0.
+        learn_sigma_noise: True learns σ from ``sigma_noise``; False fixes it, at 1 if it is None.
+        mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
+            it is a mean over all loss terms, as for a language model.
+        loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
+            σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
+        curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
+            labels in all but the last, if exact ones would take longer than the training.
+
+    Raises:
+        ValueError: a value that is not supported.
+    """
 
     likelihood: Likelihood
     curvature: CurvatureOptions
     schedule: Schedule
     policy: DecayPolicy
-    temperature: float
-    mean_over: MeanOver
-    loss_scale: float
-    curvature_from: CurvatureFrom
+    weight_decay: float = WEIGHT_DECAY
+    structure: PriorStructure | Mapping[str, str] = "layerwise"
+    method: UpdateMethod = "adam"
+    lr: float = 0.1
+    temperature: float = 1.0
+    sigma_noise: float | None = None
+    learn_sigma_noise: bool | None = None
+    mean_over: MeanOver = "examples"
+    loss_scale: float = 1.0
+    curvature_from: CurvatureFrom = "auto"
 
     def __post_init__(self) -> None:
         self.curvature.check(self.likelihood)
         check_option("mean_over", self.mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
-        check_positive("temperature", self.temperature)
-        check_positive("loss_scale", self.loss_scale)
+        for name in ("weight_decay", "temperature", "loss_scale"):
+            check_positive(name, getattr(self, name))
+        if self.learn_sigma_noise and not self.likelihood.has_sigma:
+            raise ValueError(
+                f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
+            )
+
+    def with_options(self, **options: Any) -> "LearnerOptions":
+        """These with single ones changed, or single fields of the objects inside.
+
+        Raises:
+            TypeError: a name that is a field of none of them.
+        """
+        inside = "schedule", "policy", "curvature"
+        own = [f.name for f in fields(self) if f.name not in ("likelihood", *inside)]
+        changed = {name: value for name, value in options.items() if name in own}
+        names = {part: [f.name for f in fields(getattr(self, part))] for part in inside}
+        for name in options:
+            if not any(name in one for one in (own, *names.values())):
+                objects = " and ".join(
+                    f"those of {type(getattr(self, part)).__name__} ({', '.join(one)})"
+                    for part, one in names.items()
+                )
+                raise TypeError(
+                    f"{name!r} is not an option of PriorLearner; there are {', '.join(own)} and "
+                    f"{objects}."
+                )
+        for part, one in names.items():
+            values = {name: value for name, value in options.items() if name in one}
+            changed[part] = replace(getattr(self, part), **values)
+        return replace(self, **changed)
 
     @property
     def learns(self) -> bool:
@@ -116,12 +177,16 @@ class Problem:
         cls,
         options: LearnerOptions,
         model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loader: Loader,
         ranks: Ranks | None,
         steps_per_epoch: int | None,
+        held_out: Iterable[Any] | None,
     ) -> "Problem":
-        """The same of data whose shards are checked and examples counted; collective."""
+        """What `PriorLearner.start` is given, checked, with its examples counted; collective."""
+        check_module(model)
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        parts = parts_of(optimizers_of(optimizer, trainable), trainable)
         ranks = Ranks() if ranks is None else ranks
         check_shards(loader, ranks)
         if options.schedule.epochs is None and options.schedule.average == "last":
@@ -132,12 +197,32 @@ class Problem:
                 stacklevel=4,
             )
         N = count_on_ranks(loader, ranks, options.curvature)
-        parts = parts_of(optimizers, {n: p for n, p in model.named_parameters() if p.requires_grad})
-        return cls(options, model, parts, loader, ranks, N, steps_per_epoch)
+        problem = cls(options, model, parts, loader, ranks, N, steps_per_epoch, held_out=held_out)
+        if problem.learns_label_noise and held_out is None:
+            raise ValueError(
+                f"Likelihood '{options.likelihood}' learns the share of wrong labels from labels "
+                "that the network is not trained on. Pass held_out=batches, a tenth of the data, "
+                "or give the share: 'noisy_classification(noise=0.2)'."
+            )
+        return problem
 
     def __post_init__(self) -> None:
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         """The trainable tensors."""
+
+    def initial_hyperparameters(self) -> Hyperparameters:
+        """The hyperparameters that learning begins with."""
+        options = self.options
+        sigma, learns = options.sigma_noise, options.learn_sigma_noise
+        if learns is None:
+            learns = options.likelihood.has_sigma and sigma is None and options.learns
+        if sigma is None:
+            sigma = 0.1 if learns else 1.0
+        delta = weight_decay_to_precision(options.weight_decay, self.num_data, options.temperature)
+        groups, method = PriorGroups.from_model(self.model, options.structure), options.method
+        return Hyperparameters(
+            groups, delta, sigma_noise=sigma, learn_sigma_noise=learns, method=method, lr=options.lr
+        )
 
     @property
     def rate(self) -> float:
@@ -170,33 +255,25 @@ class Problem:
 
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
-        options, schedule = self.options, self.options.schedule
-        learns_more = state.ranges.modules or state.hyperparameters.learn_sigma_noise
+        schedule = self.options.schedule
         # Held-out labels say what the share of wrong labels is, and not updates.
-        by_evidence = options.likelihood.to_learn() and not self.learns_label_noise
-        learns_more = learns_more or by_evidence
+        learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
+        learns_more = learns_more or (state.ranges is not None and state.ranges.modules)
         is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
         return is_budget and not learns_more
+
+    @property
+    def learned_by_evidence(self) -> dict[str, Any]:
+        """The likelihood's parameters that the evidence learns, with their first values."""
+        if not self.options.learns or self.learns_label_noise:
+            return {}
+        return self.options.likelihood.to_learn()
 
     @property
     def learns_label_noise(self) -> bool:
         """Whether the share of wrong labels is learned, from held-out labels."""
         likelihood = self.options.likelihood
         return self.options.learns and likelihood.has_label_noise and bool(likelihood.to_learn())
-
-    def set_held_out(self, batches: Iterable[Any] | None) -> None:
-        """Take data that the network is not trained on.
-
-        Raises:
-            ValueError: there is none, where the share of wrong labels is to be learned from it.
-        """
-        self.held_out = batches
-        if self.learns_label_noise and batches is None:
-            raise ValueError(
-                f"Likelihood '{self.options.likelihood}' learns the share of wrong labels from "
-                "labels that the network is not trained on. Pass held_out=batches, a tenth of the "
-                "data, or give the share: 'noisy_classification(noise=0.2)'."
-            )
 
     def look_at_data(
         self,
@@ -308,7 +385,8 @@ class LearnerState:
     """δ of each group and σ."""
     likelihood: Likelihood
     """With the numbers that it has come to."""
-    ranges: RangeLearner
+    ranges: RangeLearner | None
+    """How the ranges of augmentations are learned; None of a network without any."""
     averages: list[WeightAverage]
     """The mean of each optimiser's parameters over its steps so far, once it has begun."""
     steps: list[int]
@@ -355,10 +433,11 @@ class LearnerState:
         cls, problem: Problem, hyperparameters: Hyperparameters, likelihood: Likelihood
     ) -> "LearnerState":
         """Nothing learned yet."""
+        has_ranges = any(isinstance(m, LearnedAugmentation) for m in problem.model.modules())
         return cls(
             hyperparameters,
             likelihood,
-            RangeLearner(problem.model),
+            RangeLearner(problem.model) if has_ranges else None,
             [WeightAverage(part.parameters) for part in problem.parts],
             [0 for _ in problem.parts],
             Measures(sorted(problem.named), [None for _ in problem.parts]),
@@ -462,7 +541,7 @@ class LearnerState:
 
     def numbers_to_log(self, model: nn.Module) -> dict[str, float]:
         """The numbers of the latest update, by name; its record gets the ranges."""
-        record, ranges = self.record, ranges_of(model)
+        record, ranges = self.record, {} if self.ranges is None else ranges_of(model)
         numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
         numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
         if ranges:
@@ -499,8 +578,16 @@ class LearnerState:
         self.averages = [WeightAverage(part.parameters) for part in problem.parts]
 
     @contextmanager
-    def averaged(self, problem: Problem) -> Iterator[None]:
-        """A context in which the network has its average so far, see `PriorLearner.averaged`."""
+    def averaged(self, problem: Problem) -> Iterator[nn.Module]:
+        """A context in which the network has the average of its parameters so far.
+
+        It is the network that `PriorLearner.finish` would leave: the validation loss, early
+        stopping and "keep the best" are about the average, and not about the last step's
+        parameters. Its BatchNorm statistics are renewed by a pass over the training data.
+        Afterwards, also after an error, parameters and statistics are what they were. As long as
+        fewer than a sixth of the steps are averaged, `finish` takes no average, and this changes
+        nothing. With several ranks it is collective.
+        """
         with ExitStack() as stack:
             if self.has_average and not self.is_averaged:
                 self.is_averaged = True
@@ -514,15 +601,18 @@ class LearnerState:
                 # The loop must draw the same numbers whether it validates or not.
                 with random_numbers_restored(problem.loader):
                     renew_batch_norm(problem.model, data, targets, problem.ranks)
-            yield
+            yield problem.model
 
     @contextmanager
     def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:
         """A context after which an error, as of the data, has left the state as it was."""
         before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
         measures = copy(self.measures)
-        parts = self.hyperparameters, self.ranges
-        states, ranges = [deepcopy(part.state_dict()) for part in parts], ranges_of(model)
+        parts: list[Any] = [self.hyperparameters]
+        if self.ranges is not None:
+            parts.append(self.ranges)
+        states = [deepcopy(part.state_dict()) for part in parts]
+        ranges = {} if self.ranges is None else ranges_of(model)
         try:
             yield
         except BaseException:
@@ -532,28 +622,6 @@ class LearnerState:
             if ranges:
                 set_ranges(model, ranges)
             raise
-
-
-def initial_hyperparameters(
-    problem: Problem,
-    weight_decay: float,
-    structure: PriorStructure | Mapping[str, str],
-    sigma_noise: float | None,
-    learn_sigma_noise: bool | None,
-    method: UpdateMethod,
-    lr: float,
-) -> Hyperparameters:
-    """The hyperparameters that learning begins with; `PriorLearner` describes each."""
-    options, sigma, learns = problem.options, sigma_noise, learn_sigma_noise
-    if learns is None:
-        learns = options.likelihood.has_sigma and sigma is None and options.learns
-    if sigma is None:
-        sigma = 0.1 if learns else 1.0
-    delta = weight_decay_to_precision(weight_decay, problem.num_data, options.temperature)
-    groups = PriorGroups.from_model(problem.model, structure)
-    return Hyperparameters(
-        groups, delta, sigma_noise=sigma, learn_sigma_noise=learns, method=method, lr=lr
-    )
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-3]
@@ -579,6 +647,49 @@ def _from_plain(value: Any, saved: Any) -> Any:
     if isinstance(value, list) and any(isinstance(item, WeightAverage) for item in value):
         return [_from_plain(*pair) for pair in zip(value, saved, strict=True)]
     return likelihood_of(saved) if isinstance(value, Likelihood) else copy(saved)
+
+
+def optimizers_of(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
+) -> list[torch.optim.Optimizer]:
+    """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
+
+    Raises:
+        TypeError: what is no optimiser of torch.
+        ValueError: L-BFGS; a weight decay of their own, or a parameter that none of them holds.
+    """
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for index, inner in enumerate(optimizers):
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(
+                f"The optimiser is {type(inner).__name__}; a torch.optim.Optimizer is needed, "
+                "or a list of them."
+            )
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times in a step, and remembers the curvature of "
+                "an objective that each update of the prior changes. Pass SGD, Adam or another "
+                "optimiser of single steps."
+            )
+        optimizers[index] = inner
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(group.get("weight_decay") for group in groups):
+        raise ValueError(
+            "The optimiser has a weight decay of its own; the prior takes its place. "
+            "Set the optimiser's weight_decay to 0."
+        )
+    stepped = {id(p) for group in groups for p in group["params"]}
+    if missing := [name for name, p in named.items() if id(p) not in stepped]:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
+            "would be learned and never act. Pass the optimiser of this very model, made after the "
+            "last change of its parameters, or a list if there are several; or freeze what is not "
+            "trained (requires_grad_(False))."
+        )
+    return optimizers
 
 
 def parts_of(

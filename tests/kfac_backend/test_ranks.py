@@ -119,7 +119,8 @@ def shard(x, y: Tensor, ranks: Ranks) -> list:
 
 
 def tensors(name: str, factors) -> dict[str, Tensor]:
-    """All that factors hold, by names."""
+    """All that factors hold, by names, on whatever rank; collective."""
+    factors = factors.gathered(Ranks())
     found = {f"{name}, counts": torch.tensor([
         factors.num_data, factors.num_loss_terms, factors.loss, factors.num_outputs,
     ], dtype=torch.float64)}  # fmt: skip
@@ -177,14 +178,14 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     batches = shard(x, y, ranks)
     factors = kronecker_factors(model, batches, "classification")
     corrected = corrected_factors(factors, model, batches)
-    for name, block in corrected.blocks.items():
+    for name, block in corrected.gathered(ranks).blocks.items():
         found[f"corrected, {name}"] = block.to_dense()
     compute_eigenvalues(factors.blocks.values(), ranks)
     found["log det"] = factors.log_det(0.3)
     for name, values in factors.eigenvalues().items():
         found[f"eigenvalues, {name}"] = values
     moved = Moved(model)
-    of_moved = kronecker_factors(moved, batches, "classification")
+    of_moved = kronecker_factors(moved, batches, "classification").gathered(ranks)
     weights = {name: BlockDerivative(b.B, b.A) for name, b in of_moved.blocks.items()}
     (found["gradient"],) = factor_gradients(of_moved, moved, batches, [moved.eta], weights, 0.5)
     eigen = dict(zip(factors.blocks, decompose(factors.blocks.values(), ranks), strict=True))

@@ -1,5 +1,7 @@
 """Batches as people have them: mappings with keys of their own, and any form by a function."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -108,11 +110,17 @@ def of_laplace(model, batches, options):
     return values
 
 
+@cache
+def of_the_layers(use):
+    """What the layers alone find."""
+    return use(fresh(False), plain(), {})
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("use", [of_factors, of_posterior, of_learner, of_laplace])
 def test_every_entrance_takes_every_form(use, form):
     batches, options = FORMS[form]
-    assert_close(use(fresh(), batches, options), use(fresh(False), plain(), {}))
+    assert_close(use(fresh(), batches, options), of_the_layers(use))
 
 
 def test_the_drop_in_takes_keys():

@@ -2,8 +2,9 @@
 
 import math
 import re
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import laplace
@@ -35,22 +36,33 @@ def data(likelihood):
     return x, y.argmax(1) if likelihood == "classification" else y
 
 
+def with_backend(library):
+    return partial(library, **({"backend": KfacGGN} if library is laplace.Laplace else {}))
+
+
+@cache
+def fitted(library, structure, likelihood):
+    la = with_backend(library)(network(), likelihood, "all", structure)
+    la.fit(DataLoader(TensorDataset(*data(likelihood)), 10))
+    return la
+
+
 def found(library, structure, likelihood, call):
     """What the call returns; else, as of an assignment, the evidence and a prediction after it."""
     x, y = data(likelihood)
     loader = DataLoader(TensorDataset(x, y), 10)
-    backend = {"backend": KfacGGN} if library is laplace.Laplace else {}
-    with_backend = partial(library, **backend)
-    names = {"Laplace": with_backend, "model": network(), "likelihood": likelihood, "x": x[:3],
-             "loader": loader, "torch": torch}  # fmt: skip
+    names = {
+        "Laplace": with_backend(library), "model": network(), "likelihood": likelihood,
+        "x": x[:3], "loader": loader, "torch": torch,
+    }  # fmt: skip
     if call.startswith("Laplace("):
         if not re.search('"(kron|diag|full)"|last_layer|likelihood\\)', call):
             call = call.replace('"all"', f'"all", "{structure}"')
         la = eval(call, names)
         la.fit(loader)
     else:
-        la = names["la"] = with_backend(names["model"], likelihood, "all", structure)
-        la.fit(loader)
+        la = names["la"] = deepcopy(fitted(library, structure, likelihood))
+        names["model"] = la.model
         torch.manual_seed(2)  # now, since a pass over a loader draws from torch's generator
         is_statement = ";" in call or " = " in call
         value = exec(call, names) if is_statement else eval(call, names)

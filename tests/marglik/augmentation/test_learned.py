@@ -121,7 +121,7 @@ def test_copies_of_several_transforms_vary_apart():
     seen = []
 
     class Recorded(Transform):
-        known = {"first": 1.0, "second": 1.0}
+        limits = {"first": 1.0, "second": 1.0}
 
         def __call__(self, x, eta, u):
             seen.append(u[:, 0])

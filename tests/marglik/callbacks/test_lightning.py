@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -262,7 +264,15 @@ def test_what_it_cannot_work_with_is_named():
         fit(Classifier(), loaders=[loader(), loader()])
 
 
-def on_ranks():
+class Sharded(Classifier):
+    """Under `fully_shard`, as ModelParallelStrategy asks for."""
+
+    def configure_model(self):
+        if Ranks().size > 1:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def on_ranks(is_sharded=False, **options):
     """Called in each rank: precisions and evidence."""
     ranks = Ranks()
     sampler = DistributedSampler(
@@ -270,13 +280,14 @@ def on_ranks():
     )  # each n-th example: batches of one process's
     batches = DataLoader(dataset(), 6 // ranks.size, sampler=sampler)
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    strategy = ModelParallelStrategy(ranks.size, 1) if is_sharded else "ddp"
     its_trainer = L.Trainer(
-        max_epochs=EPOCHS, callbacks=[prior], logger=False, enable_checkpointing=False,
+        max_epochs=EPOCHS, callbacks=[prior], logger=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
-        devices=ranks.size, strategy="auto" if ranks.size == 1 else "ddp",
-        use_distributed_sampler=False,
+        devices=ranks.size, strategy="auto" if ranks.size == 1 else strategy,
+        use_distributed_sampler=False, **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-    its_trainer.fit(Classifier(), batches)
+    its_trainer.fit(Sharded() if is_sharded else Classifier(), batches)
     assert prior.posterior is not None
     return prior.posterior.prior_precision.tolist(), prior.learner.evidences[-1]
 
@@ -286,7 +297,18 @@ ON_RANKS = "tests.marglik.callbacks.test_lightning:on_ranks"
 
 def test_ranks_learn_what_one_process_learns(worlds):
     ((precisions, evidence),) = worlds.all(1, ON_RANKS)
-    first, second = worlds.all(2, ON_RANKS)
-    assert first == second
-    assert first[0] == pytest.approx(precisions, rel=1e-3)
-    assert first[1] == pytest.approx(evidence, rel=1e-4)
+    for is_sharded in (False, True):
+        first, second = worlds.all(2, ON_RANKS, is_sharded)
+        assert first == second
+        assert first[0] == pytest.approx(precisions, rel=1e-3)
+        assert first[1] == pytest.approx(evidence, rel=1e-4)
+
+
+def test_checkpoints_of_sharded_networks_are_refused_before_training(worlds):
+    with pytest.raises(AssertionError, match="enable_checkpointing=False"):
+        worlds.all(2, "tests.marglik.callbacks.test_lightning:with_checkpoints")
+
+
+def with_checkpoints():
+    """Called in each rank."""
+    on_ranks(True, enable_checkpointing=True)

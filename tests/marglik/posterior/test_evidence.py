@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.likelihoods import likelihood_of
-from marglik.posterior.evidence import EvidenceTerms, log_marginal_likelihood
+from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.posterior import Posterior
 
 
 def small_terms(likelihood="regression"):
@@ -27,30 +29,27 @@ def test_gradients_in_all_hyperparameters():
         torch.tensor(0.8).double().requires_grad_(),
         torch.tensor(1.7).double().requires_grad_(),
     ]
-    assert gradcheck(lambda *h: log_marginal_likelihood(terms, *h), values)
-    scalar = torch.tensor(0.6).double().requires_grad_()
-    assert gradcheck(lambda delta: log_marginal_likelihood(terms, delta), scalar)
+    assert gradcheck(terms.log_marginal_likelihood, values)
 
 
 @pytest.mark.parametrize(
-    ("hyperparameters", "message"),
+    ("options", "message"),
     [
-        ((torch.ones(2),), "shape \\(2,\\); expected a scalar or \\(3,\\)"),
-        ((torch.ones(3, 1),), "shape \\(3, 1\\)"),
-        ((-1.0,), "must be positive, not -1.0"),
-        ((1.0, 0.0), "sigma_noise must be positive"),
-        ((1.0, 1.0, -2.0), "temperature must be positive"),
+        ({"prior_precision": torch.ones(3)}, "shape \\(3,\\); expected a scalar or \\(2,\\)"),
+        ({"prior_precision": torch.ones(2, 1)}, "shape \\(2, 1\\)"),
+        ({"prior_precision": -1.0}, "must be positive, not -1.0"),
+        ({"sigma_noise": 0.0}, "sigma_noise must be positive"),
+        ({"temperature": -2.0}, "temperature must be positive"),
+        ({"likelihood": "classification", "sigma_noise": 0.5}, "only regression has noise"),
     ],
 )
-def test_wrong_hyperparameters(hyperparameters, message):
+def test_wrong_hyperparameters(options, message):
     with pytest.raises(ValueError, match=message):
-        log_marginal_likelihood(small_terms(), *hyperparameters)
-    with pytest.raises(ValueError, match="only regression has noise"):
-        log_marginal_likelihood(small_terms("classification"), 1.0, 0.5)
+        Posterior(nn.Linear(2, 3), **{"likelihood": "regression"} | options)
 
 
 def test_an_evidence_that_is_not_finite_names_the_block():
     terms = small_terms()
     terms.squared_norms[1] = torch.inf
     with pytest.raises(FloatingPointError, match="block 1 has eigenvalues up to"):
-        log_marginal_likelihood(terms, 1.0)
+        terms.log_marginal_likelihood(torch.ones(3).double(), torch.ones(()))

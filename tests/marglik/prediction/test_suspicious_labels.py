@@ -134,6 +134,12 @@ def test_probabilities_of_being_wrong_are_bayes_rule_and_calibrated():
             assert wrong[some].mean().item() == pytest.approx(
                 found.wrong[some].mean().item(), abs=0.04
             )
+    own = p.gather(1, y[:, None]).squeeze(1)
+    by_rule = noise / C * (1 - own) / ((1 - noise) * own + noise / C)
+    assert_close(found.wrong, by_rule[found.index], atol=0.01, rtol=0)
+    # Predictions that have seen their labels, as those of training, give the same.
+    memorised = suspicious_labels(y, (p.log() + 3 * nn.functional.one_hot(y, C)).softmax(1), noise)
+    assert_close(memorised.wrong[memorised.index.argsort()], found.wrong[found.index.argsort()])
     # Blurred predictions with the temperature that sharpens them again have the same.
     blurred = suspicious_labels(y, (0.5 * p.log()).softmax(1), noise, output_temperature=0.5)
     assert_close(blurred.wrong[blurred.index.argsort()], found.wrong[found.index.argsort()])

@@ -1,6 +1,8 @@
 """A run that was cut off goes on, in new objects, to what it would have come to, to the bit."""
 
+from copy import deepcopy
 from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -29,9 +31,18 @@ def check(case, found):
         assert same(value, found[part]), part
 
 
-def resumed(case, checkpoints):
+@cache
+def interrupted(case, stop):
+    """The state that a run which ends with its stop-th record leaves."""
+    with threads.one_thread(), TemporaryDirectory() as folder:
+        run_until(stop, Checkpoints(folder, minutes=0), case, seed=0)
+        return Checkpoints(folder).load()
+
+
+def resumed(case, state, folder):
     """The outcome of new objects, of another seed."""
-    run = make(case, seed=77)
+    run, checkpoints = make(case, seed=77), Checkpoints(folder, minutes=0)
+    checkpoints.save(state)
     return outcome(run, run.run(checkpoints))
 
 
@@ -44,9 +55,7 @@ def test_interrupted_after_any_record(case, tmp_path):
     stops = {"SGD": range(1, num_records + 2), "averaged": (5, num_records), "noisy labels": (12,)}
     stops["rests"] = (7,)  # in epoch 5, when one of two updates has been left out
     for stop in stops.get(case, (5,)):
-        folder = tmp_path / str(stop)
-        run_until(stop, Checkpoints(folder, minutes=0), case, seed=0)
-        check(case, resumed(case, Checkpoints(folder, minutes=0)))
+        check(case, resumed(case, interrupted(case, stop), tmp_path / str(stop)))
 
 
 def test_cases_are_what_they_are_called():
@@ -83,14 +92,12 @@ DROPPED = {
 def test_every_part_of_the_state_counts(dropped, tmp_path):
     """Negative control: a resume that forgets a part comes to something else."""
     case, *path, last = DROPPED[dropped]
-    run_until(8 if case == "averaged" else 5, Checkpoints(tmp_path, minutes=0), case, seed=0)
-    whole = Checkpoints(tmp_path).load()
+    whole = deepcopy(interrupted(case, 8 if case == "averaged" else 5))
     state, fresh = whole, make(case, seed=77).state_dict()
     for key in path:
         state, fresh = state[key], fresh[key]
     state[last] = fresh[last]
-    Checkpoints(tmp_path).save(whole)
-    assert not same(uninterrupted(case), resumed(case, Checkpoints(tmp_path)))
+    assert not same(uninterrupted(case), resumed(case, whole, tmp_path))
 
 
 def test_workers_that_live_on_are_refused_before_anything_is_done(tmp_path):
