@@ -29,6 +29,7 @@ from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import Likelihood, loss_sum
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
+from kfac_backend.sharding import check_whole
 
 
 class BlockDerivative(NamedTuple):
@@ -109,6 +110,7 @@ class FactorDerivatives:
                 "The gradient is asked for in a tensor that is computed from others, or of "
                 "integers; pass the leaves from which the model computes its layers' inputs."
             )
+        check_whole(model, "The gradient of factors")
         options = factors.options if options is None else options
         self._factors, self._tensors = factors, list(tensors)
         self._driver = Driver(

@@ -222,19 +222,22 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
 
     A factor of a block may be a diagonal, (V, 1, 1).
     """
-    if blocks[0].B.is_meta:  # another rank's, of which only the shapes are here
-        meta = [block.B if block.B.dim() == 2 else _dense(block.B) for block in blocks]
-        diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
-        return KroneckerBlock(
-            blocks[0].name, blocks[0].B if diagonal else meta[0], _dense(blocks[0].A)
-        )
-    blocks = [b for b in blocks if b.A is not None and b.B.any() and b.A.any()] or list(blocks[:1])
+    # Shapes must not depend on values, which only the owner of the block has: uses that never ran
+    # are left out by their number of terms, and other zeros when the shape is decided.
+    blocks = [b for b in blocks if b.num_terms] or list(blocks[:1])
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
     # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
     diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
     Bs = [b.B if diagonal else _dense(b.B) for b in blocks]
     As = [_dense(b.A) for b in blocks]
+    if Bs[0].is_meta:
+        return KroneckerBlock(blocks[0].name, Bs[0], As[0])
+    nonzero = [i for i, (B, A) in enumerate(zip(Bs, As, strict=True)) if B.any() and A.any()]
+    if len(nonzero) < 2:
+        i = nonzero[0] if nonzero else 0
+        return KroneckerBlock(blocks[0].name, Bs[i], As[i])
+    Bs, As = [Bs[i] for i in nonzero], [As[i] for i in nonzero]
     of_B = _inner_products(Bs)  # (K, K) in float64
     if diagonal:
         # Σ_k tr(A_k) B_k: each row of the sum keeps its trace.

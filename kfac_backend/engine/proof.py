@@ -52,7 +52,7 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows
 from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.sharding import detached_parameters, reshard
+from kfac_backend.sharding import class_and_hooks, detached_parameters, reshard
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -428,9 +428,9 @@ def verify_uses(
         t
         for t in assignment.layers
         if t.built_in
-        and type(t.layer) is t.layer_type
+        and class_and_hooks(t.layer) == (t.layer_type, [])
         and "forward" not in vars(t.layer)
-        and not (has_hooks or t.layer._forward_hooks or t.layer._forward_pre_hooks)
+        and not has_hooks
     }
     # Step 2: a forward pass, in which each layer's output is detached.
     names = {name for t in assignment.layers for name in t.parameters.values()}

@@ -407,7 +407,7 @@ class TrainedParameters:
         N, preparation, proof = num_examples(x), driver.preparation, driver.preparation.proof
         if not proof.is_made(N):
             proof.make(x, N)
-            self._leave_out_followed(proof, driver.is_sharded)
+            self._leave_out_followed(proof)
             if preparation.kfac_approx == "auto":
                 preparation.kfac_approx = automatic_mode(proof.output_dim)
         if mask is not None:
@@ -415,16 +415,10 @@ class TrainedParameters:
             ignored = ~mask if proof.output_dim > 2 else None
             proof.make_for_masks(x, mask, ignored)
 
-    def _leave_out_followed(self, proof: Proof, is_sharded: bool) -> None:
-        """Leave out parameters whose uses the proof follows operation by operation.
-
-        Of a sharded model also own parameters, whose copies FSDP would undo when it gathers.
-        """
+    def _leave_out_followed(self, proof: Proof) -> None:
+        """Leave out parameters whose uses the proof follows operation by operation."""
         assignment = proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
-        if is_sharded:
-            own = assignment.own_parameters
-            followed |= dict.fromkeys(n for t in own for n in t.parameters.values())
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):
                 followed |= dict.fromkeys(tracked.parameters.values())
