@@ -29,6 +29,7 @@ from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import Likelihood, loss_sum
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
+from kfac_backend.sharding import check_whole
 
 
 class BlockDerivative(NamedTuple):
@@ -109,13 +110,14 @@ class FactorDerivatives:
                 "The gradient is asked for in a tensor that is computed from others, or of "
                 "integers; pass the leaves from which the model computes its layers' inputs."
             )
+        check_whole(model, "The gradient of factors")
         options = factors.options if options is None else options
         self._factors, self._tensors = factors, list(tensors)
         self._driver = Driver(
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
         self._sink = PairedRows(
-            self._tensors, factors, of_factors, of_loss, self._driver.likelihood, options
+            self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
         )
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:

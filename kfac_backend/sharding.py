@@ -68,6 +68,16 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(sharded_modules(model))
 
 
+def class_and_hooks(module: nn.Module) -> tuple[type[nn.Module], list[Any]]:
+    """A module's class and hooks of its forward pass, without those that `fully_shard` adds."""
+    kind: Any = type(module)
+    if module in sharded_modules(module):
+        kind = kind.__bases__[1]  # of FSDPLinear(FSDPModule, Linear)
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    ours = [h for h in hooks if not h.__module__.startswith("torch.distributed.fsdp.")]
+    return kind, ours
+
+
 def ranks_of_model(model: nn.Module) -> int:
     """The number of ranks over which a sharded model is spread or replicated."""
     reshard(model)  # as in `check_sharding`

@@ -36,7 +36,7 @@ from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
-from kfac_backend.sharding import detached_parameters, is_sharded
+from kfac_backend.sharding import detached_parameters
 
 if TYPE_CHECKING:
     from kfac_backend.engine.operations.copies import Copies
@@ -101,10 +101,6 @@ class Sink:
     def needs_examples(self, tracked: TrackedLayer) -> bool:
         """Whether it must be known which example each of the layer's rows belongs to."""
         return True
-
-    def num_bytes(self) -> int:
-        """The memory that the sums take."""
-        return 0
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
         """The sums of a pass, additive over data: those of blocks by name, and others.
@@ -348,11 +344,7 @@ class Capture:
                 )
             layer: Any = tracked.layer
             (name,) = tracked.parameters.values()
-            if is_sharded(self._model):  # a source without values yet, which nothing may read
-                copy = layer.copies(detached_parameters(self._model)[name], N).requires_grad_()
-                self.sources.ends.append(copy)
-            else:
-                copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
+            copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
             use = Use(copy.new_zeros(N, 0))  # there is no input, only a number of examples
             self.report_input(tracked, use)
             copies[name] = self._with_hook(copy, tracked, use)

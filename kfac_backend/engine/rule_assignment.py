@@ -26,7 +26,7 @@ from kfac_backend.layers import (
 from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule
 from kfac_backend.layers.rows import Run
 from kfac_backend.options import Unsupported
-from kfac_backend.sharding import whole_shape
+from kfac_backend.sharding import is_sharded, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +231,7 @@ def assign_rules(
 
     layers: list[TrackedLayer] = []
     own_parameters: list[TrackedLayer] = []
+    spread = is_sharded(model)
     divided: list[DividedLayer] = []
     without_rule: list[tuple[str, nn.Module, str]] = []
     # Module by module, so that a parameter's owner decides and not the model around it.
@@ -266,8 +267,9 @@ def assign_rules(
                         registration.built_in,
                     )
                 )
-        # Step 2: what it declared, unless a rule has it already.
-        for local, view in declared_parameters(module).items():
+        # Step 2: what it declared, unless a rule has it already. Under `fully_shard` it is followed
+        # like what is not declared: FSDP would undo copies of it when it gathers.
+        for local, view in ({} if spread else declared_parameters(module)).items():
             if local in parameters and local not in covered_here:
                 own_parameters.append(
                     _own_parameter(prefix, module, local, view, parameters[local])

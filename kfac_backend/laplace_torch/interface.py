@@ -13,6 +13,7 @@ from kfac_backend.laplace_torch.kron import FactorKron, laplace
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import ProcessGroupOption, Ranks
+from kfac_backend.sharding import check_whole
 
 
 class KfacInterface(laplace.curvature.CurvatureInterface):
@@ -49,6 +50,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         process_group: ProcessGroupOption = "default",
         **kwargs: Any,
     ) -> None:
+        check_whole(model, "laplace-torch")
         of_laplace = {k: kwargs.pop(k) for k in ("stochastic", "num_samples") if k in kwargs}
         self._likelihood = likelihood_of(likelihood)
         # laplace-torch compares strings.

@@ -25,6 +25,7 @@ from kfac_backend.optimizer.preconditioner import (
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from kfac_backend.ranks import ProcessGroupOption
+from kfac_backend.sharding import is_part, part_of_whole, with_local_parts
 
 BaseOptimizer = Literal["sgd", "nadamw"]
 
@@ -232,6 +233,10 @@ class KFAC(Optimizer):
         self._check_base(base)
         preconditioner = base.pop("preconditioner")
         self.preconditioner.load_state_dict(preconditioner)  # which refuses what does not fit
+        base["state"] = dict(base["state"])
+        for i, p in zip(_parameters(base), _parameters(self.base), strict=True):
+            of_parameter = base["state"].get(i, {})
+            base["state"] |= {i: {k: _spread(v, p) for k, v in of_parameter.items()}}
         self.base.load_state_dict(base)
         # torch casts NAdam's product of momenta, a float32 number, to the parameter's dtype.
         for i, p in zip(_parameters(base), _parameters(self.base), strict=True):
@@ -263,6 +268,11 @@ class KFAC(Optimizer):
             for name, value in state["state"].get(i, {}).items():
                 if not torch.is_tensor(value) or not value.dim():  # a number, such as the step's
                     continue
+                if is_part(value) and not is_part(p):
+                    raise ValueError(
+                        f"The state's {name!r} is spread over ranks, and its parameter is whole. "
+                        "Save kfac_backend.sharding.gathered_state(optimizer.state_dict())."
+                    )
                 there, here = (f"{tuple(t.shape)} in {t.dtype}" for t in (value, p))
                 if there != here:
                     raise ValueError(
@@ -272,6 +282,14 @@ class KFAC(Optimizer):
 
     def _share(self) -> None:
         self.param_groups, self.state = self.base.param_groups, self.base.state
+
+
+def _spread(value: Any, parameter: nn.Parameter) -> Any:
+    """A parameter's whole state, spread as the parameter is; others as they are."""
+    if not is_part(parameter) or is_part(value) or not torch.is_tensor(value) or not value.dim():
+        return value
+    part = part_of_whole(value.to(parameter.device), parameter).clone()
+    return with_local_parts([parameter], [part])[0]
 
 
 def _parameters(optimizer: Optimizer | Mapping[str, Any]) -> list[Any]:

@@ -22,7 +22,11 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import decompose
+from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.batches import examples
+from kfac_backend.factor_derivatives import factor_gradients
+from kfac_backend.laplace_torch.interface import KfacGGN
+from kfac_backend.likelihoods import IGNORED
 from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, local_part
@@ -32,7 +36,7 @@ from tests.kfac_backend.test_ranks import error_of, tensors
 from tests.random_numbers import normal
 from tests.worlds import failed
 
-LAYERS = "LSTM, packed", "padded tokens", "graphs", "two linear layers"
+LAYERS = "LSTM, packed", "padded tokens", "graphs", "two linear layers", "own parameters"
 """Cases whose rules read the weights, or whose batches are more than a tensor."""
 
 
@@ -127,6 +131,9 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "sample": "NotImplementedError: A sample of parameters needs whole parameters",
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
         "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",
+        "derivatives": "NotImplementedError: The gradient of factors needs whole parameters",
+        "laplace-torch": "NotImplementedError: laplace-torch needs whole parameters",
+        "whole model": "ValueError: The state's 'momentum_buffer' is spread over ranks",
         "one rank saves": "ValueError: Some blocks are kept by other ranks",
         "one rank alone": "is kept by another rank. Bring all factors to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
@@ -328,6 +335,120 @@ def of_layers() -> dict[str, Tensor]:
     return results
 
 
+class Tokens(nn.Module):
+    """A classifier of the mean token, by the number of which a mask shows; it may trim a batch.
+
+    Its last layer runs behind a layer that is sharded by itself. `unused` shares its weight with
+    the embedding.
+    """
+
+    def __init__(self, trims: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.trims = trims
+        self.tokens, self.unused = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.unused.weight = self.tokens.weight
+        self.hidden, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.double()
+        if Ranks().size > 1:
+            fully_shard(self.hidden)
+            fully_shard(self)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        R = int(attention_mask.sum(1).max()) if self.trims else tokens.shape[1]
+        counted = attention_mask[:, :R, None].double()
+        h = self.hidden(self.tokens(tokens[:, :R])).tanh()
+        return self.head((h * counted).sum(1) / counted.sum(1))
+
+
+def padded(lengths: list[int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Tokens of some lengths, of which a mask tells."""
+    N = len(lengths)
+    tokens = (100 * normal(N, 5)).long() % 7
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    return {"tokens": tokens, "attention_mask": mask.long()}, torch.arange(N) % 3
+
+
+def of_masks() -> dict[str, Tensor]:
+    """Masks of which the ranks learn at different times, in passes and in steps of K-FAC."""
+    # The second rank has the last example alone, of full length, and runs along with the others.
+    data = batches(*padded([3, 2, 5, 3, 5, 4, 5]))
+    factors = kronecker_factors(Tokens(True), data, "classification", kfac_approx="reduce")
+    results, ranks = tensors("masks", factors.gathered(Ranks())), Ranks()
+    for name, first in (("one rank", [5, 3]), ("both, then one rank", [4, 3])):
+        model = Tokens()
+        optimizer = KFAC(
+            model, "classification", lr=0.05, kl_clip=None, kfac_approx="reduce", fisher="exact",
+            factor_every=1,
+        )  # fmt: skip
+        for lengths in (first, [5, 2]):
+            x, y = padded(lengths * 2)
+            part = torch.arange(4)[ranks.rank :: ranks.size]
+            optimizer.zero_grad()
+            F.cross_entropy(model(**examples(x, part)), y[part]).backward()
+            optimizer.step()
+        results |= {f"{name}, {n}": p for n, p in gathered_state(parts_of(model)).items()}
+    return results
+
+
+def parts_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters by name, detached."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class Causal(nn.Module):
+    """A language model that shifts labels inside, as Hugging Face's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        f = self.head(self.tokens(x))
+        if labels is None:
+            return {"logits": f}
+        loss = F.cross_entropy(f[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"logits": f, "loss": loss}
+
+
+def of_shifted_labels() -> dict[str, Tensor]:
+    """Factors of a model that shifts labels, of which the first examples have none."""
+    x, y = whole_data("gpt", 12)
+    y[:9] = y[11:] = IGNORED
+    results = {}
+    for size in (2, 12):
+        data = [{"x": x, "labels": y} for x, y in batches(x, y, size)]
+        factors = kronecker_factors(
+            shard(Causal()), data, "classification", kfac_approx="reduce", ignore_index=IGNORED
+        )
+        results |= tensors(f"shifted labels, {size}", factors.gathered(Ranks()))
+    return results
+
+
+def of_disturbed_kfac() -> dict[str, Tensor]:
+    """Parameters after K-FAC's steps, with other passes in between and a state that is loaded."""
+    (x, y), ranks = whole_data("cnn", 8), Ranks()
+    model = shard(made("cnn"), by_block=False)
+    optimizer = KFAC(model, "classification", lr=0.05, momentum=0.9, kl_clip=None, fisher="exact")
+    curvature = CurvaturePass(nn.Sequential(nn.Identity(), model), "classification")
+    own = list(map(id, model.parameters()))
+    for start in (0, 4):
+        part = torch.arange(start, start + 4)[ranks.rank :: ranks.size]
+        curvature.add(x[part], y[part])
+        with pytest.raises(ValueError, match="out of range"):
+            curvature.add(x[part], y[part].int() + 9)  # checked at once, as of another dtype
+        assert list(map(id, model.parameters())) == own
+        curvature.reset()
+        optimizer.load_state_dict(gathered_state(optimizer.state_dict()))
+        model(x[part])  # with gradients, and without a backward pass
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+    return {f"disturbed, {name}": p for name, p in gathered_state(parts_of(model)).items()}
+
+
 def of_drawn_labels() -> dict[str, Tensor]:
     """Drawn labels, summed over both ranks: the same numbers by a whole model and a sharded one."""
     generator = torch.Generator().manual_seed(3)
@@ -475,6 +596,10 @@ def refused() -> dict[str, str]:
     model, quadratic = shard(made("cnn")), shard(case("no rule")[0], by_block=False)
     posterior = Posterior(model, "classification")
     posterior.fit(batches(x, y))
+    optimizer = KFAC(model, "classification", lr=0.1, fisher="empirical")
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
     of_linear = (normal(4, 4), torch.arange(4) % 3)
 
     def passes(model: nn.Module, data: Any, **options: Any) -> Any:
@@ -488,6 +613,9 @@ def refused() -> dict[str, str]:
         "all layers": lambda: posterior.output_distribution(x[:2]),
         "Jacobians": lambda: Posterior(model, "classification", structure="diag"),
         "no process group": passes(model, [(x, y)], process_group=None),
+        "derivatives": lambda: factor_gradients(posterior.fitted_factors(), model, [], [x], {}),
+        "laplace-torch": lambda: KfacGGN(model, "classification"),
+        "whole model": lambda: KFAC(made("cnn"), "classification").load_state_dict(state),
         "one rank saves": lambda: posterior.fitted_factors().state_dict(),
         "one rank alone": lambda: decompose((posterior.fitted_factors() * 1).blocks.values()),
     }
@@ -497,6 +625,7 @@ def refused() -> dict[str, str]:
 def everything() -> dict[str, Any]:
     """All of it."""
     results = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
+    results |= of_masks() | of_shifted_labels()
     results |= of_corrected_eigenvalues() | of_whole_models()
     results |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
     x, y = whole_data("gpt")
@@ -510,7 +639,7 @@ def everything() -> dict[str, Any]:
         "numbers": results,
         "at rest": {is_sharded: at_rest(is_sharded) for is_sharded in (True, False)},
         "learner": of_learner("cnn"),
-        "K-FAC": of_kfac("gpt", "cnn"),
+        "K-FAC": of_kfac("gpt", "cnn") | of_disturbed_kfac(),
         "training": part_of_training(range(5)) if not several else None,
         "state": part_of_training(range(4)) if not several else None,
         "whole parameters after the pass": whole,
