@@ -294,13 +294,13 @@ def train(
     # be asked for what it was trained without.
     lacks_simple = bool(splits.table is not None and baseline and results.simple_models is None)
     lacks_plain = bool(gains and baseline and plain.name not in results.networks)
-    if scores is None and (lacks_simple or lacks_plain):
-        _, scores = setup.evaluate(load_posterior(folder, model))
-    if lacks_simple:
-        results = setup.beside_simple_models(results, scores)
-    if lacks_plain:
-        _logger.info("the plain network, to compare with")
-        results = setup.against_plain(plain, states[plain.name], results, scores, gains)
+    if lacks_simple or lacks_plain:
+        scores = scores or setup.evaluate(load_posterior(folder, model))[1]
+        if lacks_simple:
+            results = setup.beside_simple_models(results, scores)
+        if lacks_plain:
+            _logger.info("the plain network, to compare with")
+            results = setup.against_plain(plain, states[plain.name], results, scores, gains)
     results = replace(results, complete=True)
     if leads:
         write_results(folder, results)
