@@ -154,7 +154,7 @@ def _diagonal(name: str) -> Trace:
 
 def evidence_chart(runs: Sequence[Run]) -> Chart:
     """Log marginal likelihood per example at each update; a star is the final state."""
-    curves, unit = [], "nats per example"
+    curves = []
     for run in runs:
         epochs = [update.epoch for update in run.updates]
         values = [update.evidence_per_example for update in run.updates]
@@ -166,13 +166,7 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
         symbol = curve["marker"]["symbol"]
         curve["marker"]["symbol"] = ["star" if final else symbol for final in is_final]
         curves.append(curve)
-        estimates = [
-            update.num_examples < update.num_data or update.draws_labels for update in run.updates
-        ]
-        if any(estimates):
-            unit += "; an estimate, from a sample or from drawn labels"
-            unit += "" if estimates[-1] else ", but for the last"
-    return _over_epochs("Log marginal likelihood", unit, curves)
+    return _over_epochs("Log marginal likelihood", "nats per example", curves)
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:

@@ -166,17 +166,25 @@ def _read_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         results=results,
-        epochs=_records(EpochRecord, lines, "epoch"),
-        updates=_records(UpdateRecord, lines, "update"),
+        epochs=_records(folder, EpochRecord, lines, "epoch"),
+        updates=_records(folder, UpdateRecord, lines, "update"),
         evaluation=read_evaluation(folder),
         options=leaves(options),
         date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
     )
 
 
-def _records(of_type: type[Line], lines: Sequence[dict[str, Any]], kind: str) -> list[Line]:
+def _records(
+    folder: Path, of_type: type[Line], lines: Sequence[dict[str, Any]], kind: str
+) -> list[Line]:
     own = [line for line in lines if line["kind"] == kind]
-    return [from_json(of_type, {k: v for k, v in line.items() if k != "kind"}) for line in own]
+    try:
+        return [from_json(of_type, {k: v for k, v in line.items() if k != "kind"}) for line in own]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: its log is of another version of marglik ({error}). Train again, or make "
+            "the report with the version that wrote it."
+        ) from error
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -76,7 +76,7 @@ def _summary(runs: Sequence[Run]) -> Blocks:
     blocks += [summary_table(runs)] if evaluated_and_rivals(runs) else []
     for run in runs:
         for network in run.results.networks.values() if run.results else ():
-            title = run.titled("Learned minus plain network, on the same test examples")
+            title = run.titled("This network minus the plain one, on the same test examples")
             blocks += differences_table(title, network.differences or {})
         against = {one.name: one.record.against for one in predictives([run])}
         rivals = ", ".join(dict.fromkeys(one.predictive for one in against.values() if one))
@@ -101,6 +101,17 @@ def _curves(runs: Sequence[Run]) -> Blocks:
     curves = [charts.evidence_chart(updated)] if updated else []
     curves += [charts.loss_chart(trained)] if trained else []
     blocks: Blocks = [curves]
+    for run in updated:
+        estimates = [
+            update.num_examples < update.num_data or update.draws_labels for update in run.updates
+        ]
+        if any(estimates):
+            but_the_last = "" if estimates[-1] else "but the last one "
+            blocks.append(
+                run.titled(
+                    f"Evidences {but_the_last}are estimates, from a sample or from drawn labels."
+                )
+            )
     if curves and any(run.target_scale for run in runs):
         blocks.append(
             "Evidence and loss are of the target as it was standardised for training; metrics are "
@@ -175,7 +186,9 @@ def _seconds(run: Run) -> dict[str, float]:
         for key, seconds in update.seconds.items():
             parts[PARTS[key] if key in PARTS else key] += seconds
     rest = (run.results.seconds if run.results else 0.0) - sum(parts.values())
-    return parts | {"everything else": rest} if rest > 0 else parts
+    has_plain = run.results is not None and "plain" in run.results.networks
+    plain = "the plain network, " if has_plain else ""
+    return parts | {f"{plain}calibration, evaluation": rest} if rest > 0 else parts
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:

@@ -50,9 +50,12 @@ def print_results(results: Results, report: Path) -> None:
         _print_paragraph(results.simple_models)
     held_out = f", {results.held_out} held out" if results.held_out else ""
     say(f"\n{results.data}: {num_data} training examples{held_out}, {results.seconds:.0f} s")
+    final = f"{evidence.final / num_data:.4f}"
+    if evidence.first != evidence.final:  # otherwise nothing was updated
+        first = f"{evidence.first / num_data:.4f} at the first update"
+        final = f"{first}, {final} at the kept one (epoch {evidence.epoch})"
     _print_paragraph(
-        f"log marginal likelihood per example: {evidence.first / num_data:.4f} at the first "
-        f"update, {evidence.final / num_data:.4f} at the kept one (epoch {evidence.epoch})"
+        f"log marginal likelihood per example: {final}"
         f"{', of the standardised target' if results.target_scale else ''}"
     )
     if results.sigma_noise is not None:

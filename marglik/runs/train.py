@@ -312,7 +312,14 @@ def _gains(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
     """What the learned network has and a plain one lacks, in words."""
     gains = ["learned weight decays"] if prior.method != "fixed" else []
     gains += ["learned invariances"] if run.augmentation == "learned" else []
-    if gains and "noise" in likelihood_of(likelihood).to_learn():
+    of_targets = likelihood_of(likelihood)
+    if of_targets.has_label_noise and of_targets.to_learn():
+        if not gains:
+            raise ValueError(
+                f"prior.method fixed learns nothing, and likelihood {likelihood} would keep 0 as "
+                "its share of wrong labels: give it, as in 'noisy_classification(noise=0.2)', or "
+                "take 'classification', whose calibration fits it."
+            )
         gains += ["label noise"]
     gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
     if run.baseline and not gains:

@@ -2,8 +2,9 @@
 
 A of M examples is an unbiased mean and (N/M) · B an unbiased sum, so that the evidence of a sample
 is an estimate of all data's. Directions that M rows do not reach are lost, which are far more than
-a network determines; with 256 examples and more, decays differ from those of all data by some
-percent (`experiments.weight_decay.sampled_updates`).
+a network determines. What default updates change beside exact ones of all data is measured in
+`experiments.weight_decay.sampled_updates`: decays by a factor of 1.02 to 1.49 (median over tensors;
+fewer updates count in it, too), the test NLL by -.005 to +.008.
 """
 
 import math

@@ -84,7 +84,7 @@ def test_what_a_run_went_through(run, two):
     (times,) = SECTIONS["time"]([run])
     total = duration(sum(record.seconds for record in run.epochs))
     assert (times.rows[0].header, times.rows[0].cells) == ("training steps", [total])
-    assert times.rows[-1].header == "everything else"
+    assert times.rows[-1].header == "the plain network, calibration, evaluation"
     for chart in charts(two, "curves"):  # overlaid, in colours of their own
         assert [*named(chart)] == ["expand", "reduce"]
         assert [trace["line"]["color"] for trace in chart.traces] == [*SERIES[:2]]
@@ -258,7 +258,7 @@ def test_the_page_says_what_the_run_found(page, run):
     nll = run.evaluation.predictives[LAPLACE].metrics.nll
     for text in (
         "MLP on digits (0, 1, 2)", f"{nll:.4f}", "Negative log-likelihood nats per example, lower",
-        "Learned minus plain network, on the same test examples", "Each tensor at the end",
+        "This network minus the plain one, on the same test examples", "Each tensor at the end",
         "labels have a score above 1", "curvature.fisher mc", "noise (20 examples)",
     ):  # fmt: skip
         assert text in page.text, text

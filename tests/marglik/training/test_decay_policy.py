@@ -147,14 +147,32 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
             evidences[-1] = -fall  # the last one is exact
             measures = SimpleNamespace(moves={}, all_left_out=0)
             state = SimpleNamespace(
-                evidences=evidences.tolist(), has_samples=has_samples, measures=measures
-            )
+                evidences=evidences.tolist(), has_samples=has_samples, measures=measures,
+                hyperparameters=SimpleNamespace(learn_sigma_noise=False), posterior=None,
+            )  # fmt: skip
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 DecayPolicy().warn_at_the_end(SimpleNamespace(num_data=1), state)
             count += len(warned)
         shares.append(count / 200)
     assert shares[0] < 0.2 and shares[1] > 0.9 and shares[2] > 0.9
+
+
+@pytest.mark.parametrize(("epochs", "warns"), [(2, True), (60, False)])
+def test_a_noise_that_has_not_settled_is_said(epochs, warns, recwarn):
+    """From σ = 30 it takes some updates to the residuals' 0.1."""
+    torch.manual_seed(0)
+    x = torch.randn(100, 2, dtype=torch.float64)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(100, 1, dtype=torch.float64)
+    model = nn.Linear(2, 1).double()
+    prior = PriorLearner("regression", sigma_noise=30.0, learn_sigma_noise=True, average=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    learn(model, optimizer, prior, DataLoader(TensorDataset(x, y), 20), epochs)
+    sigma = prior.posterior.sigma_noise.item()
+    residual = (model(x) - y).square().mean().sqrt().item()
+    assert (sigma > 1.5 * residual) == warns
+    said = [str(w.message) for w in recwarn if "the noise settled" in str(w.message)]
+    assert len(said) == warns and all(f"{sigma:.3g}" in text for text in said)
 
 
 # --- rests ---
