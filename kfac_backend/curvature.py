@@ -12,7 +12,8 @@ from torch import nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.driver import Driver
-from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks
+from kfac_backend.engine.memory import check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import assign_rules
 from kfac_backend.likelihoods import Likelihood
@@ -121,11 +122,11 @@ class CurvaturePass:
     ) -> None:
         options = options.replace(**keywords)
         self.driver = Driver(
-            model, likelihood, options, generator=generator, process_group=process_group
-        )
+            model, likelihood, options, generator=generator, process_group=process_group,
+            sink=FactorSums(options),
+        )  # fmt: skip
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
-        check_memory(self.driver.proof.assignment, options, self.driver.device)
-        self.reset()
+        check_memory(self.driver.preparation.proof.assignment, options, self.driver.device)
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""
@@ -150,15 +151,14 @@ class CurvaturePass:
         ``proves_again`` it proves nothing then, for passes whose numbers a later one replaces that
         proves all. ``likelihood`` is the same with other options, such as noises.
         """
-        driver = self.driver
+        driver, preparation = self.driver, self.driver.preparation
         if likelihood is not None:
-            driver.likelihood = driver.task.likelihood = likelihood
-        stays = not proves_again and driver.proof.is_of_this_structure()
-        if not stays and not driver.proof.renew():
-            driver.proof = Proof(
-                driver.model, assign_rules(driver.model, driver.options.unsupported)
-            )
-        driver.kfac_approx = driver.options.kfac_approx
+            driver.task.likelihood = likelihood
+        stays = not proves_again and preparation.proof.is_of_this_structure()
+        if not stays and not preparation.proof.renew():
+            assignment = assign_rules(driver.model, driver.options.unsupported)
+            preparation.proof = Proof(driver.model, assignment)
+        preparation.kfac_approx = driver.options.kfac_approx
         self.reset()
         driver.add_all(data, "Curvature", progress)
         return self.factors()
@@ -183,7 +183,7 @@ class CurvaturePass:
             num_outputs=sums.num_outputs,
             num_loss_terms=sums.num_loss_terms,
             loss=sums.loss,
-            likelihood=driver.likelihood,
+            likelihood=driver.task.likelihood,
             options=driver.options.replace(kfac_approx=sums.kfac_approx),
         )
         self.reset()

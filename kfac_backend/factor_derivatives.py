@@ -117,7 +117,7 @@ class FactorDerivatives:
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
         self._sink = PairedRows(
-            self._tensors, factors, of_factors, of_loss, self._driver.likelihood, options
+            self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
         )
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:

@@ -9,6 +9,7 @@ one more choice for ``CurvatureOptions(fisher=...)``.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ MANY_PASSES = 20_000
 """Backward passes of a batch, above which the exact GGN is warned about."""
 
 
+@dataclass(frozen=True)
 class Fisher(ABC):
     """The vectors v of a batch, with Σ_v v vᵀ = Λ or an estimate of it, for each loss term.
 
@@ -41,12 +43,11 @@ class Fisher(ABC):
     by_name: ClassVar[dict[str, type["Fisher"]]] = {}
     """Name -> class."""
 
+    mc_samples: int = 1
+
     def __init_subclass__(cls) -> None:
         """Make the choice known by its name."""
         Fisher.by_name[cls.name] = cls
-
-    def __init__(self, mc_samples: int = 1) -> None:
-        self.mc_samples = mc_samples
 
     @abstractmethod
     def columns(

@@ -355,13 +355,15 @@ class _Softmax(_Labels):
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the weights."""
+        """Check the weights and the smoothing."""
         super().__post_init__()
         weights = self.options.get("weights")
         numbers = _finite(weights, is_list=True)
         if weights is not None and (numbers is None or not (numbers > 0).all()):
             raise ValueError(f"weights must be a positive number for each class, not {weights!r}")
         object.__setattr__(self, "needs_targets", weights is not None)
+        if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
         """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
@@ -435,12 +437,6 @@ class Classification(_Softmax):
     name = "classification"
     weights: Sequence[float] | None = None
     smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
 
     def num_vectors(self, C: int) -> int:
         """C − 1, the rank of diag(p) − ppᵀ."""

@@ -5,7 +5,8 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -32,15 +33,46 @@ def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[
     return _products_in(cpu, cpu, gpu, gpu)
 
 
-def check_precision(precision: BackwardPrecision, device: torch.device) -> None:
-    """Raise a ValueError unless the device supports the precision."""
-    supported = {"cpu": ("auto", "float32", "bf16"), "cuda": ("auto", "float32", "tf32")}
-    available = supported.get(device.type, ("auto", "float32"))
-    if precision not in available:
-        raise ValueError(
-            f"backward_precision={precision!r} does nothing on device {device.type!r}; choose one "
-            f"of {', '.join(map(repr, available))}."
-        )
+@dataclass
+class Arithmetic:
+    """How a pass computes: backward passes in a precision, sums in float32 in full.
+
+    Raises:
+        ValueError: a precision that the device does not support.
+    """
+
+    device: torch.device
+    precision: BackwardPrecision
+    """Of the backward passes; "auto" is float32 until a long pass decides it."""
+
+    def __post_init__(self) -> None:
+        """Check the precision."""
+        supported = {"cpu": ("auto", "float32", "bf16"), "cuda": ("auto", "float32", "tf32")}
+        available = supported.get(self.device.type, ("auto", "float32"))
+        if self.precision not in available:
+            raise ValueError(
+                f"backward_precision={self.precision!r} does nothing on device "
+                f"{self.device.type!r}; choose one of {', '.join(map(repr, available))}."
+            )
+
+    def without_autocast(self) -> torch.autocast:
+        """A context without autocast, which is for forward passes alone."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def of_sums(self, in_training: bool) -> AbstractContextManager[object]:
+        """The context of a sink's work: float32 in full precision, without autocast.
+
+        In a training's own forward and backward pass also without gradients.
+        """
+        is_full = not in_training and self.precision in ("auto", "float32")
+        if is_full and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()  # the pass as a whole has full precision
+        stack = ExitStack()
+        if in_training:
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(self.without_autocast())
+        stack.enter_context(full_float32())
+        return stack
 
 
 @cache

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from marglik.training.loop import OnlineTraining as OnlineTraining
     from marglik.training.schedule import Schedule as Schedule
     from marglik.training.schedule import settling_rate as settling_rate
+    from marglik.training.state import LearnerOptions as LearnerOptions
 
 _MODULES = {
     "DecayPolicy": "training.decay_policy",
@@ -52,6 +53,7 @@ _MODULES = {
     "KronLaplace": "laplace",
     "Laplace": "laplace",
     "LearnedAugmentation": "augmentation.learned",
+    "LearnerOptions": "training.state",
     "MarglikClassifier": "estimators",
     "MarglikRegressor": "estimators",
     "OnlineResult": "training.loop",

@@ -281,8 +281,8 @@ def table(found: list[dict[str, Any]]) -> str:
             noises = statistics.fmean(values("noise learned", "noise_of_posterior"))
             hits = [f"{100 * statistics.fmean(values(way, 'accuracy')):.1f}" for way in WAYS]
             right.append([row, *hits, f"{true:.2f}, {noises:.2f}"])
-            parts = [one["suspicious"]["noise learned"] for one in results]
-            if parts[0]["number"]:
+            parts = [one["suspicious"]["noise learned"] for one in results if "suspicious" in one]
+            if parts and parts[0]["number"]:
                 bins = torch.tensor([part["bins"] for part in parts]).mean(0).tolist()
                 expected = statistics.fmean(part["expected"] for part in parts)
                 number = statistics.fmean(part["number"] for part in parts)

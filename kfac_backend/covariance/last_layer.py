@@ -8,7 +8,7 @@ array.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -133,7 +133,7 @@ class LastLayerCovariance:
             output = output.detach().requires_grad_()
             runs.append((rule.input_of(args, kwargs), output))
             if "weight" not in own and not copies:  # computed from other parameters
-                own["weight"] = layer.weight.detach()
+                own["weight"] = cast("Tensor", layer.weight).detach()
             return output.clone()  # which activations may change in place
 
         copies = is_sharded(self._model)  # FSDP drops whole weights when the layer has run

@@ -4,13 +4,20 @@ A trial on a few examples decides: each layer's B in full and in the faster prec
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kfac_backend.engine.checks import is_out_of_memory
-from kfac_backend.precision import BackwardPrecision
+from kfac_backend.engine.batches import detached, examples
+from kfac_backend.engine.calls import forked_random_numbers, is_out_of_memory
+from kfac_backend.engine.factor_sums import FactorSums
+from kfac_backend.engine.memory import factor_bytes, total_memory
+from kfac_backend.precision import BackwardPrecision, full_float32
+
+if TYPE_CHECKING:
+    from kfac_backend.engine.driver import Driver
 
 FASTER: dict[str, BackwardPrecision] = {"cuda": "tf32"}
 """The precision that is tried, by device. On a CPU bf16 makes errors of 3e-3 (B of WRN-16-4), and
@@ -23,24 +30,28 @@ EXAMPLES = 32
 _logger = logging.getLogger(__name__)
 
 
-def fitting_precision(
-    device: torch.device,
-    B_in: Callable[[BackwardPrecision], Mapping[str, Sequence[Tensor]]],
-) -> BackwardPrecision:
-    """The device's faster precision if every B is the same up to `LARGEST_ERROR`, or "float32".
+def fitting_precision(driver: "Driver", x: Any, y: Any) -> BackwardPrecision:
+    """The precision of the rest of a driver's pass, tried on some examples of a batch (x, y).
 
-    Args:
-        device: of the pass.
-        B_in: returns B of a few examples in a precision, name -> the B of each use.
+    The device's faster precision if every B is the same up to `LARGEST_ERROR`, or "float32".
 
     Raises:
         torch.OutOfMemoryError: a trial does not fit. What happens to be free must decide nothing.
     """
+    device = driver.device
+    # Other sinks, and passes that keep graphs, sum up no factors, by which a precision is judged.
+    if not isinstance(driver.sink, FactorSums) or driver.sink.differentiable:
+        return "float32"
+    # A trial holds the factors twice more. Whether they fit is asked of the device's memory as a
+    # whole: what happens to be free must not decide.
+    memory = total_memory(device)
+    if memory is not None and 3 * factor_bytes(driver.sink.rules) > memory:
+        return "float32"
     faster = FASTER.get(device.type)
     if faster is None:
         return "float32"
     try:
-        exact, rounded = B_in("float32"), B_in(faster)
+        exact, rounded = (_factors(driver, x, y, precision) for precision in ("float32", faster))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -66,3 +77,22 @@ def fitting_precision(
         faster if fits else "float32", faster, worst, errors[worst], LARGEST_ERROR,
     )  # fmt: skip
     return faster if fits else "float32"
+
+
+def _factors(
+    driver: "Driver", x: Any, y: Any, precision: BackwardPrecision
+) -> dict[str, list[Tensor]]:
+    """Name -> the B of each use, of a few examples in a precision."""
+    # The same examples each time, with the same labels if these are drawn. Only B is kept.
+    x, y = detached(x, driver.device), detached(y, driver.device)
+    y = driver.task.targets(driver.model, x, y)
+    if driver.preparation.proof.plan.splits:
+        x, y = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
+    trial = copy(driver)
+    trial.vectors = copy(driver.vectors)
+    trial.vectors.generator = torch.Generator(driver.device).manual_seed(0)
+    trial.start(copy(driver.sink))
+    trial.arithmetic.precision = precision
+    with full_float32(), forked_random_numbers(driver.model):
+        trial.add_part(x, y)
+    return {name: [use.B for use in uses] for name, uses in trial.sink.sums()[0].items()}

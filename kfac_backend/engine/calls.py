@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.engine.checks import check_dtypes, check_output, is_out_of_memory
+from kfac_backend.engine.checks import check_dtypes, check_output
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.sharding import is_sharded, named_tensors, reshard, substituted
 
@@ -91,6 +91,12 @@ def attempt(trial: Callable[[], T]) -> T | Exception:
         raise
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, on a GPU or on the host."""
+    host = ("can't allocate memory", "not enough memory")  # in the words of Linux and of Windows
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in host)
+
+
 def call_with(
     model: nn.Module,
     parameters: dict[str, Tensor],
@@ -126,12 +132,9 @@ def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
     """Whether a model's forward takes labels, from which it may compute a loss."""
-    (args, _), parameters = arguments(model, x), _parameters(model)
-    return (
-        any(p.name == "labels" for p in parameters)
-        or _takes_anything(parameters)
-        or (bool(args) and isinstance(args[0], Mapping) and "labels" in args[0])
-    )
+    (args, _), (names, takes_any) = arguments(model, x), _argument_names(model)
+    in_mapping = bool(args) and isinstance(args[0], Mapping) and "labels" in args[0]
+    return "labels" in names or takes_any or in_mapping
 
 
 def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -142,14 +145,14 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     Raises:
         ValueError: the model fails to compute it.
     """
-    (args, kwargs), parameters = arguments(model, x), _parameters(model)
+    args, kwargs = arguments(model, x)
     if args and isinstance(args[0], Mapping):
         args = ({**args[0], "labels": y},)
     else:
         kwargs = {**kwargs, "labels": y}
     output = attempt(lambda: _called(model, {}, args, kwargs))
     if isinstance(output, Exception):
-        if _takes_anything(parameters):
+        if _argument_names(model)[1]:
             return None  # a wrapper, of a model that takes no labels
         raise ValueError(
             f"{type(model).__name__} takes labels, but computes no loss from them "
@@ -295,24 +298,18 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
         return tuple(x[key] for key in positions), {k: x[k] for k in x if k not in positions}
     if not isinstance(x, Mapping):
         return (x,), {}
-    parameters = _parameters(model)
-    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(named) == 1:  # whatever it is called
+    names, takes_any = _argument_names(model)
+    if len(names) == 1:  # whatever it is called
         return (x,), {}
-    takes_any = _takes_anything(parameters)
-    keywords = {key: x[key] for key in x if key != "labels" and (takes_any or key in named)}
+    keywords = {key: x[key] for key in x if key != "labels" and (takes_any or key in names)}
     return ((), keywords) if keywords else ((x,), {})
 
 
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(model.forward).parameters.values())
-
-
-def _takes_anything(parameters: list[inspect.Parameter]) -> bool:
-    """Whether a forward names no argument and takes any keyword, as a wrapper's does."""
-    kinds = {p.kind for p in parameters}
-    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    return kinds <= variable and inspect.Parameter.VAR_KEYWORD in kinds
+def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
+    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return names, not names and any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -102,10 +102,6 @@ class Sink:
         """Whether it must be known which example each of the layer's rows belongs to."""
         return True
 
-    def num_bytes(self) -> int:
-        """The memory that the sums take."""
-        return 0
-
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
         """The sums of a pass, additive over data: those of blocks by name, and others.
 

@@ -17,16 +17,11 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.capture import Sink
-from kfac_backend.engine.checks import total_memory
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
-from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 from kfac_backend.ranks import PassSums
-
-LARGE = 8192
-"""Rows above which an error message calls a weight large."""
 
 
 class FactorSums(Sink):
@@ -73,10 +68,6 @@ class FactorSums(Sink):
         rule = self.rules[tracked]
         return rule.mode != "expand" or rule.needs_examples
 
-    def num_bytes(self) -> int:
-        """The memory that the factors take."""
-        return sum(entries * itemsize for entries, _, itemsize in _sizes(self.rules).values())
-
     def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """The sums of each layer by its parameters' names, and of diagonals."""
         by_name: dict[str, list[BlockSums]] = {}
@@ -111,53 +102,6 @@ def make_rules(
         )
         for tracked in assignment.all
     }
-
-
-def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch.device) -> None:
-    """Raise an error unless the factors fit into memory, and the largest can be decomposed there.
-
-    The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
-    eigenvalues. Memory that other programs take is unknown and not counted.
-
-    Raises:
-        torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
-        ValueError: a mode for layers that the model does not have.
-    """
-    # With "auto" the mode is not known yet; except those of embeddings, factors have the same size
-    # in both modes.
-    auto = options.kfac_approx == "auto"
-    rules = make_rules(assignment, "expand" if auto else options.kfac_approx, options)
-    memory, sizes = total_memory(device), _sizes(rules)
-    total = sum(entries * itemsize for entries, _, itemsize in sizes.values())
-    if memory is None or not sizes:
-        return
-    largest = max(sizes, key=lambda name: sizes[name][0])
-    entries, d, itemsize = sizes[largest]
-    eigenvalues = 2 * 8 * entries
-    if total + eigenvalues <= memory:
-        return
-    GiB = 2**30
-    raise torch.OutOfMemoryError(
-        f"The factors would take {total / GiB:.1f} GiB, {largest} ({d}×{d}) alone "
-        f"{entries * itemsize / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
-        f"while they are computed; {device} has {memory / GiB:.1f} GiB. Keep the factors over the "
-        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, d - 1)}), or freeze "
-        "the layer (requires_grad_(False))."
-    )
-
-
-def _sizes(rules: Mapping[TrackedLayer, Rule]) -> dict[str, tuple[int, int, int]]:
-    """Each factor's entries, its size d, and the bytes of an entry."""
-    names: dict[Gram, str] = {}  # a weight and its bias may have the same
-    for tracked, rule in rules.items():
-        for which, sums in (("B", rule.B), ("A", rule.A)):
-            for local, of_name in sums.items():
-                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
-    sizes: dict[str, tuple[int, int, int]] = {}
-    for gram, name in names.items():
-        size = gram.groups * gram.size**2, gram.size, gram.like.element_size()
-        sizes[name] = max(sizes.get(name, (0, 0, 0)), size)
-    return sizes
 
 
 def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBlock]:

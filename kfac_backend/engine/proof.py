@@ -25,7 +25,7 @@ import warnings
 from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,12 +39,13 @@ from kfac_backend.engine.calls import (
     close,
     explicit_forwards,
     forked_random_numbers,
+    is_out_of_memory,
     noise_like,
     num_examples,
     preserve_state,
 )
 from kfac_backend.engine.capture import Capture, Sink, check_run, layer_hooks, rows_of
-from kfac_backend.engine.checks import check_inputs, is_out_of_memory
+from kfac_backend.engine.checks import check_inputs
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import counting
 from kfac_backend.layers import Rule, Use
@@ -230,7 +231,8 @@ class Proof:
         if not self._uses_verified:
             # Step 1: layers that run by parts compute what they compute whole.
             some = examples(x, slice(1)) if again else x  # one example shows every use
-            verify_divided(self._model, assignment, some)
+            if assignment.divided:
+                verify_divided(self._model, assignment, some)
             # Step 2: which parameters act through their own layers alone.
             f, assignment, candidates = verify_uses(self._model, assignment, some)
             self.output_dim = f.dim()
@@ -250,7 +252,7 @@ class Proof:
             # Step 5: which rows are constants, where any can be.
             of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
             if not again and (assignment.diagonal or of_layers.count(None) < len(of_layers)):
-                from kfac_backend.engine.padding import padding_rows
+                from kfac_backend.engine.operations.padding import padding_rows
 
                 assignment = replace(assignment, padding=padding_rows(self._model, x))
         # Step 6: no layer mixes examples, with everything in place that the steps before found.
@@ -566,13 +568,13 @@ def _matching_rules(
     return [kind for kind in rules if obeys(kind)]
 
 
+@dataclass(eq=False)
 class _ReachedRows(Sink):
     """Which rows of each use have a gradient that is not zero, vector by vector."""
 
-    def __init__(self) -> None:
-        self.rows: dict[tuple[TrackedLayer, Use], list[Tensor]] = {}
-        self.finite = True
-        """Whether all gradients so far were finite."""
+    rows: dict[tuple[TrackedLayer, Use], list[Tensor]] = field(default_factory=dict)
+    finite: bool = True
+    """Whether all gradients so far were finite."""
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add a vector's rows."""
@@ -786,6 +788,7 @@ def find_runs(
     return _with_runs(assignment, kinds_of), dict.fromkeys(names, message)
 
 
+@dataclass(eq=False)
 class _InputShapes(Sink):
     """The shape of each run's input; None where it does not tell the number of examples.
 
@@ -793,8 +796,7 @@ class _InputShapes(Sink):
     may be as many as those of several by chance. The same holds where there are none.
     """
 
-    def __init__(self) -> None:
-        self.shapes: dict[TrackedLayer, list[torch.Size | None]] = {}
+    shapes: dict[TrackedLayer, list[torch.Size | None]] = field(default_factory=dict)
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """Add a run's shape."""

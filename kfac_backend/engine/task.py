@@ -24,6 +24,7 @@ from kfac_backend.likelihoods import (
     IGNORED,
     Likelihood,
     check_targets,
+    counted_terms,
     likelihood_of,
     loss_sum,
     num_counted_terms,
@@ -202,6 +203,11 @@ class Task:
         if y.dim() > 1 and y.shape[-1] > 1:
             counted = counted[..., 1:]  # with shifted labels no output predicts the first one
         return counted.reshape(len(y), -1).any(1).nonzero().flatten()[:2]
+
+    def ignored(self, y: Any) -> Tensor | None:
+        """Which targets do not count; None for other targets than labels."""
+        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
+        return None if counted is None else ~counted
 
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""

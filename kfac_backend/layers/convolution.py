@@ -22,10 +22,10 @@ class ImageRule(WeightSharingRule):
 
     features = 1
 
-    @property
-    def groups(self) -> int:
-        """The layer's groups, each with a block of its own."""
-        return self.layer.groups
+    def make_sums(self) -> None:
+        """As of any weight; the layer's groups have a block each."""
+        self.groups = self.layer.groups
+        super().make_sums()
 
     def gram(self, of_rows: bool) -> Gram:
         """The weight's columns are patches: all of them for expand, their sums for reduce."""

@@ -7,6 +7,7 @@ matrix of one factor, and the examples' sums that must wait for other uses of th
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -221,16 +222,16 @@ class ScalarGram(DenseGram):
         super()._add(self.entries(rows))
 
 
+@dataclass(eq=False)
 class FactorSum:
     """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses."""
 
-    def __init__(self, gram: Gram) -> None:
-        self.gram = gram
-        self.num_terms = 0
-        """The number of outer products, of an A."""
-        self._waiting: Tensor | None = None  # the sums of the uses so far
-        self._positions: int | Tensor = 0  # of each example, over these uses of an input
-        self._by_roots = False
+    gram: Gram
+    num_terms: int = 0
+    """The number of outer products, of an A."""
+    _waiting: Tensor | None = None  # the sums of the uses so far
+    _positions: int | Tensor = 0  # of each example, over these uses of an input
+    _by_roots: bool = False
 
     def add(self, sums: Float[Tensor, "G N d"]) -> None:
         """Add one use's sums of each example; they wait for those of other uses.

@@ -30,6 +30,9 @@ class WeightSharingRule(Rule):
     same_gradients: ClassVar[bool] = True
     """Whether weight and bias have the same output gradients."""
 
+    groups: int = 1
+    """G, the number of independent weight matrices."""
+
     def make_sums(self) -> None:
         """A and B of the weight; of the bias B alone."""
         if "weight" in self.names:
@@ -67,11 +70,6 @@ class WeightSharingRule(Rule):
         """The sums of `bias_gradients` over positions."""
         positions = [axis for axis in range(1, b.dim()) if axis != self.features % b.dim()]
         return sum_over(b, positions)
-
-    @property
-    def groups(self) -> int:
-        """G, the number of independent weight matrices."""
-        return 1
 
     def gram(self, of_rows: bool) -> Gram:
         """An empty factor over the weight's rows or columns; over many rows only a diagonal."""

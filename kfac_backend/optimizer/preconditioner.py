@@ -219,7 +219,7 @@ class KfacPreconditioner:
     @property
     def ranks(self) -> Ranks:
         """The ranks that have a part of each step's data."""
-        return self._pass.ranks
+        return self._pass.driver.ranks
 
     @property
     def damping(self) -> float | Mapping[str, float]:
@@ -245,7 +245,7 @@ class KfacPreconditioner:
     @property
     def names(self) -> list[str]:
         """The parameters whose gradients are preconditioned."""
-        return self._pass.names
+        return self._pass.driver.preparation.proof.assignment.names
 
     @property
     def blocks(self) -> Mapping[str, KroneckerBlock]:
@@ -321,7 +321,7 @@ class KfacPreconditioner:
             ValueError: a tensor that is no parameter of the model.
         """
         self._parameters |= self._named(params)
-        self._pass.parameters = self._not_excluded()
+        self._pass.trained.parameters = self._not_excluded()
 
     def _named(self, params: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Name in the model -> parameter."""
@@ -441,7 +441,7 @@ class KfacPreconditioner:
         """What a state must have in common with this preconditioner."""
         of_parameters = {
             f"parameter '{name}'": f"{tuple(p.shape)}, {p.dtype}"
-            for name, p in self._pass.parameters.items()
+            for name, p in self._pass.trained.parameters.items()
         }
         return self._options_made_with | of_parameters
 

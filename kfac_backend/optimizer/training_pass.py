@@ -41,16 +41,17 @@ from kfac_backend.engine.calls import (
 from kfac_backend.engine.capture import Capture
 from kfac_backend.engine.checks import check_batch_norm, check_output
 from kfac_backend.engine.driver import Driver
-from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks
+from kfac_backend.engine.memory import check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
-from kfac_backend.engine.task import counting
+from kfac_backend.engine.task import Task, counting
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import full_float32
-from kfac_backend.ranks import ProcessGroupOption, Ranks
+from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import gathered_again, is_substituted
 
 MeanOver = Literal["terms", "examples"]
@@ -87,37 +88,36 @@ class TrainingPass:
         mean_over: MeanOver = "terms",
         process_group: ProcessGroupOption = "default",
     ) -> None:
-        self.parameters = dict(model.named_parameters() if parameters is None else parameters)
-        """Name -> parameter that gets a block while it is trained (``requires_grad``)."""
+        parameters = dict(model.named_parameters() if parameters is None else parameters)
+        self.trained = TrainedParameters(model, parameters)
+        """Which parameters get a block."""
         self._mean_over: MeanOver = mean_over
         self._model = model
         self._now: _Forward | None = None
         self._probe = next(model.parameters(), None)
         self._is_paused = False
-        self._assigned = frozenset[str]()  # what was trained when the present rules were assigned
-        self._named: set[str] = set()  # parameters without a rule that a warning has named
         self._is_compared = False  # whether the loss was found to be the likelihood's, or not
         self.is_scheduled = True
         """Whether this step is one of those with new factors."""
-        self._driver = Driver(
+        self.driver = Driver(
             model,
             likelihood,
             options,
             generator=generator,
             process_group=process_group,
-            assignment=self._assign(),
+            assignment=self.trained.assign(),
         )
-        self._driver.task.may_ignore = True  # which ones do not count, gradients will show
-        check_memory(self._driver.proof.assignment, options, self._driver.device)
+        self.driver.task.may_ignore = True  # which ones do not count, gradients will show
+        check_memory(self.driver.preparation.proof.assignment, options, self.driver.device)
         self.reset()
-        self.covered = self._assigned
+        self.covered = self.trained.assigned
         """The parameters that were trained when factors were last made."""
         # torch.compile traces the hook, and would swallow an error that it raises itself.
         self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
             # Before FSDP's, which gathers for this forward pass and would see those of the proof.
             model.register_forward_pre_hook(
-                _ModelHook(self._begin), with_kwargs=True, prepend=self._driver.is_sharded
+                _ModelHook(self._begin), with_kwargs=True, prepend=self.driver.is_sharded
             ),
             # Called after an error in the forward pass, too, so that no layer keeps its hooks.
             model.register_forward_hook(_ModelHook(self._end), always_call=True),
@@ -135,12 +135,12 @@ class TrainingPass:
         if self._now is not None:
             self._now.forget()
         self._now = None
-        self._driver.start(FactorSums(self._driver.options))
+        self.driver.start(FactorSums(self.driver.options))
 
     @property
     def is_due(self) -> bool:
         """Whether this step makes factors: it is scheduled, or unfrozen parameters have none."""
-        return self.is_scheduled or not self._trained() <= self.covered
+        return self.is_scheduled or not self.trained.now() <= self.covered
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -150,16 +150,6 @@ class TrainingPass:
             yield
         finally:
             self._is_paused = before
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters that get a block, in the model's order."""
-        return self._driver.proof.assignment.names
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that have a shard of the data each."""
-        return self._driver.ranks
 
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
@@ -171,7 +161,7 @@ class TrainingPass:
         """
         self._finish()
         # Ranks without a batch take part too, or the others would wait for them.
-        sums = None if self._now is not None else self._driver.finish(by_owners=True)
+        sums = None if self._now is not None else self.driver.finish(by_owners=True)
         if sums is None or not sums.num_data:
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
@@ -184,37 +174,13 @@ class TrainingPass:
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
         scale = 1.0 / number
-        if self._driver.fisher.is_loss_gradient:
-            scale = number / self.ranks.size**2
+        if self.driver.vectors.fisher.is_loss_gradient:
+            scale = number / self.driver.ranks.size**2
         blocks = assemble_blocks(self._model, sums)
         self.reset()
-        self.covered = self._trained()
+        self.covered = self.trained.now()
         # Not in place, since a weight and its bias may share one B.
         return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
-
-    def _trained(self) -> frozenset[str]:
-        """The parameters that are trained at present."""
-        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
-
-    def _assign(self) -> RuleAssignment:
-        """The layers with rules; parameters without one have no block."""
-        trained = self._trained()
-        shapes = ((name, self.parameters[name]) for name in trained)
-        only = {name for name, p in shapes if p.dim() and not p.is_complex()}
-        with preserve_state(self._model):
-            self._model.eval()  # BatchNorm has a rule there
-            assignment = assign_rules(self._model, "freeze", only)
-        assignment = _only_with_hooks(assignment, assignment.unknown)
-        self._assigned = trained
-        without = trained.difference(assignment.names, self._named)
-        if without:
-            self._named |= without
-            warnings.warn(
-                f"No K-FAC rule for {', '.join(n for n in self.parameters if n in without)}: "
-                "trained with the plain gradient. Exclude them to say the same.",
-                stacklevel=2,
-            )
-        return assignment
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
@@ -222,23 +188,23 @@ class TrainingPass:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
         is_itself = next(self._model.parameters()) is self._probe
-        if self._driver.is_sharded:  # gathered parameters are other tensors, too
+        if self.driver.is_sharded:  # gathered parameters are other tensors, too
             is_itself = not is_substituted(self._model)
         if self._is_paused or not torch.is_grad_enabled() or not is_itself or not self.is_due:
             return
-        trained = self._trained()
+        trained = self.trained.now()
         if not trained:
             return
         self._finish()
         if self._now is not None:
             self._drop()
-        if self._assigned != trained:
-            if self._driver.num_data:
+        if self.trained.assigned != trained:
+            if self.driver.totals.num_data:
                 raise RuntimeError(
                     "Parameters were frozen or unfrozen between the batches of one step. Do it "
                     "between two steps."
                 )
-            self._driver.proof = Proof(self._model, self._assign())
+            self.driver.preparation.proof = Proof(self._model, self.trained.assign())
         if torch.compiler.is_dynamo_compiling():
             self._refuse_compiled(type(self._model).__name__)
         with ExitStack() as stack:
@@ -251,21 +217,24 @@ class TrainingPass:
         ``stack`` closes what was entered if anything fails here. Otherwise the contexts
         move to the `_Forward`, which closes them after the forward pass.
         """
-        driver = self._driver
+        driver = self.driver
         mask = driver.task.mask(x)
-        self._prove(x, None if driver.proof.holds_for_masks else mask)
-        if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
+        with self.paused():
+            self.trained.prove(
+                driver, x, None if driver.preparation.proof.holds_for_masks else mask
+            )
+        if not (driver.vectors.fisher.draws or driver.vectors.fisher.is_loss_gradient):
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
         forward = _Forward(driver.capture(in_training=True), mask, x)
-        stack.enter_context(explicit_forwards(driver.proof.assignment))
+        stack.enter_context(explicit_forwards(driver.preparation.proof.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
-        if driver.fisher.is_loss_gradient:
+        if driver.vectors.fisher.is_loss_gradient:
             forward.capture.listens = True
-        for tracked in driver.proof.assignment.own_parameters:
+        for tracked in driver.preparation.proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
@@ -293,11 +262,12 @@ class TrainingPass:
         runs = forward.capture.runs
         runs.check_number(forward.capture.assignment)
         runs.check_examples(len(f), forward.capture.sink, hides=forward.mask is not None)
-        is_new = bool(runs.masked - self._driver.proof.masked)  # where none was hidden
-        if self._driver.is_sharded:
-            is_new = self.ranks.any(is_new, self._driver.device)
+        is_new = bool(runs.masked - self.driver.preparation.proof.masked)  # where none was hidden
+        if self.driver.is_sharded:
+            is_new = self.driver.ranks.any(is_new, self.driver.device)
         if is_new:
-            self._prove(forward.x, forward.mask)
+            with self.paused():
+                self.trained.prove(self.driver, forward.x, forward.mask)
         forward.x = None
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
@@ -306,10 +276,10 @@ class TrainingPass:
 
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
         """The training's backward pass has reached the model's output, with the gradient g."""
-        driver = self._driver
+        driver = self.driver
         # The curvature's own vectors begin at this output and call this hook, too, as does the
         # backward pass of a second loss.
-        if forward.is_seen and not driver.fisher.is_loss_gradient:
+        if forward.is_seen and not driver.vectors.fisher.is_loss_gradient:
             return
         f, forward.f = forward.f, None
         if f is None or self._now is not forward:
@@ -321,12 +291,12 @@ class TrainingPass:
         # Labels cannot be drawn from NaN, and on a GPU the attempt would end the process.
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
-        y = self._pseudo_targets(f, g, forward.mask)
+        y = _pseudo_targets(driver.task, f, g, forward.mask)
         driver.task.check(f.detach(), y)
         self._compare(f, g)
         forward.is_seen = True
-        driver.count(f, y)
-        if driver.fisher.is_loss_gradient:
+        driver.totals.add(f, y, driver.task.likelihood)
+        if driver.vectors.fisher.is_loss_gradient:
             return  # the backward pass that goes on from here shows the gradients
         with gathered_again(self._model):
             driver.propagate(forward.capture, f, y)
@@ -336,7 +306,7 @@ class TrainingPass:
         """Warn if the loss is not the likelihood's, on the first batch that can tell."""
         if self._is_compared:
             return
-        why = why_not(f, g, self._driver.likelihood, self._mean_over == "examples")
+        why = why_not(f, g, self.driver.task.likelihood, self._mean_over == "examples")
         self._is_compared = why is not None
         if why:
             warnings.warn(why, stacklevel=2)
@@ -363,7 +333,7 @@ class TrainingPass:
         Raises:
             RuntimeError: the sums also hold other forward passes of this step.
         """
-        others = self._driver.num_data
+        others = self.driver.totals.num_data
         self.reset()
         if others:
             raise RuntimeError(
@@ -371,44 +341,83 @@ class TrainingPass:
                 "one step. Run it under torch.no_grad(), or with paused()."
             )
 
-    def _prove(self, x: Any, mask: Tensor | None) -> None:
+
+class TrainedParameters:
+    """Which parameters get a block: those that are trained, have a rule, and are seen by hooks.
+
+    Args:
+        model: the model.
+        parameters: name -> parameter that gets a block while it is trained (``requires_grad``).
+    """
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        self._model, self.parameters = model, parameters
+        self.assigned = frozenset[str]()
+        """What was trained when the present rules were assigned."""
+        self._named: set[str] = set()  # parameters without a rule that a warning has named
+
+    def now(self) -> frozenset[str]:
+        """The parameters that are trained at present."""
+        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
+
+    def assign(self) -> RuleAssignment:
+        """The layers with rules; parameters without one have no block."""
+        trained = self.now()
+        shapes = ((name, self.parameters[name]) for name in trained)
+        only = {name for name, p in shapes if p.dim() and not p.is_complex()}
+        with preserve_state(self._model):
+            self._model.eval()  # BatchNorm has a rule there
+            assignment = assign_rules(self._model, "freeze", only)
+        assignment = _only_with_hooks(assignment, assignment.unknown)
+        self.assigned = trained
+        without = trained.difference(assignment.names, self._named)
+        if without:
+            self._named |= without
+            warnings.warn(
+                f"No K-FAC rule for {', '.join(n for n in self.parameters if n in without)}: "
+                "trained with the plain gradient. Exclude them to say the same.",
+                stacklevel=2,
+            )
+        return assignment
+
+    def prove(self, driver: Driver, x: Any, mask: Tensor | None) -> None:
         """Prove, in eval mode, that the hooks see all, and the mask's part; see `Proof`."""
-        N, driver, proof = num_examples(x), self._driver, self._driver.proof
+        N, proof = num_examples(x), driver.preparation.proof
         misses = not proof.is_made(N) or mask is not None
         if driver.is_sharded:
-            misses = self.ranks.any(misses, driver.device)
+            misses = driver.ranks.any(misses, driver.device)
         if not misses:
             return
         batches = [(detached(x, driver.device), mask)]
         if driver.is_sharded:  # which run the model equally often
-            some = driver.examples_of_ranks((x, torch.zeros(N or 0), mask))
+            some = driver.preparation.examples_of_ranks((x, torch.zeros(N or 0), mask))
             batches = [(x, driver.task.mask(x)) for x, _ in some]
         try:
-            with self.paused(), preserve_state(self._model), full_float32():
+            with preserve_state(self._model), full_float32():
                 self._model.eval()
                 for some, its_mask in batches:
-                    self._prove_on(some, its_mask)
+                    self._prove_on(driver, some, its_mask)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
                 "train with their plain gradients."
             ) from error
 
-    def _prove_on(self, x: Any, mask: Tensor | None) -> None:
-        N, driver, proof = num_examples(x), self._driver, self._driver.proof
+    def _prove_on(self, driver: Driver, x: Any, mask: Tensor | None) -> None:
+        N, preparation, proof = num_examples(x), driver.preparation, driver.preparation.proof
         if not proof.is_made(N):
             proof.make(x, N)
-            self._leave_out_followed()
-            if driver.kfac_approx == "auto":
-                driver.kfac_approx = automatic_mode(proof.output_dim)
+            self._leave_out_followed(proof)
+            if preparation.kfac_approx == "auto":
+                preparation.kfac_approx = automatic_mode(proof.output_dim)
         if mask is not None:
             # Positions that the mask hides have no loss term.
             ignored = ~mask if proof.output_dim > 2 else None
             proof.make_for_masks(x, mask, ignored)
 
-    def _leave_out_followed(self) -> None:
+    def _leave_out_followed(self, proof: Proof) -> None:
         """Leave out parameters whose uses the proof follows operation by operation."""
-        assignment = self._driver.proof.assignment
+        assignment = proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
             if "followed" in assignment.runs.get(tracked.layer, ()):
@@ -421,27 +430,28 @@ class TrainingPass:
                     "gradient. Leave them out (exclude) to say the same.",
                     stacklevel=2,
                 )
-            self._driver.proof.assignment = _only_with_hooks(assignment, followed)
+            proof.assignment = _only_with_hooks(assignment, followed)
 
-    def _pseudo_targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-        """Targets that only say which terms count, since the training's labels are not known here.
 
-        A term with gradient zero is taken for one whose label does not count. Where each example
-        has one term, that is done only if a mask or the options say that there are such: the
-        gradient is also zero where the network is so confident that it rounds to that.
-        """
-        likelihood = self._driver.likelihood
-        if likelihood.needs_targets:
-            raise NotImplementedError(
-                f"The curvature of likelihood '{likelihood}' depends on the targets, which "
-                "K-FAC's steps do not know. Train with another optimiser."
-            )
-        if likelihood.kind != "classes":
-            return f.new_zeros(likelihood.target_shape(f))
-        y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
-        if f.dim() > 2 or mask is not None or self._driver.options.ignore_index is not None:
-            y = y.masked_fill((g == 0).all(-1), IGNORED)
-        return y
+def _pseudo_targets(task: Task, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    """Targets that only say which terms count, since the training's labels are not known here.
+
+    A term with gradient zero is taken for one whose label does not count. Where each example
+    has one term, that is done only if a mask or the options say that there are such: the
+    gradient is also zero where the network is so confident that it rounds to that.
+    """
+    likelihood = task.likelihood
+    if likelihood.needs_targets:
+        raise NotImplementedError(
+            f"The curvature of likelihood '{likelihood}' depends on the targets, which "
+            "K-FAC's steps do not know. Train with another optimiser."
+        )
+    if likelihood.kind != "classes":
+        return f.new_zeros(likelihood.target_shape(f))
+    y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
+    if f.dim() > 2 or mask is not None or task.options.ignore_index is not None:
+        y = y.masked_fill((g == 0).all(-1), IGNORED)
+    return y
 
 
 def _refuse_compiled(name: str) -> None:

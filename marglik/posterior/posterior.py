@@ -368,8 +368,8 @@ class Posterior:
 
         Samples, predictions and saving need it after a fit by several ranks.
         """
-        factors = self.fitted_curvature()
-        if isinstance(factors, KroneckerFactors) and self.ranks.size > 1:
+        factors = self.factors
+        if factors is not None and self.ranks.size > 1:
             self._curvature = factors.gathered(self.ranks, self._device)
             # The same factors, elsewhere: what was computed from them stays.
             self._version = [block.version for block in self._curvature.blocks.values()]

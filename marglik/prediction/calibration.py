@@ -57,6 +57,7 @@ from marglik.prediction.predictive import (
     PredictiveConfig,
     PredictiveMethod,
     gathered,
+    label_noise_of,
     laplace_predictive,
     outputs_of,
 )
@@ -318,7 +319,9 @@ def calibrate(
     # The seed of the search: s and τ are best for its samples, others add their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     state, found = generator.get_state(), []
-    for calibration in (Calibration(), fit.calibration):  # from the same samples
+    # Where nothing is calibrated, ε is the likelihood's own. Both from the same samples.
+    plain = Calibration(label_noise=label_noise_of(posterior.likelihood, None))
+    for calibration in (plain, fit.calibration):
         generator.set_state(state)
         found.append(laplace_predictive(posterior, config, generator, calibration))
     uncalibrated, predict = found

@@ -193,10 +193,11 @@ def predictives_of(
             label = f"{label}, uncalibrated"
         else:
             scaled = fit.map_calibration
-            predictives["MAP, temperature-scaled"] = map_predictive(
+            of_map = map_predictive(
                 model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature,
                 config.label_noise(likelihood, scaled),
             )  # fmt: skip
+            predictives["MAP, temperature-scaled"] = replace(of_map, calibration=scaled)
         generator = torch.Generator(laplace.mean.device).manual_seed(seed)
         predictives[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
     if ensemble is not None:

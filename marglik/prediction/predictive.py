@@ -288,7 +288,13 @@ def laplace_predictive(
             laplace.check_weights()
             return of_map(x)
 
-        return replace(of_map, predict=at_weights, calibration=calibration)
+        def module_at_weights(x: Any) -> PredictiveModule:
+            laplace.check_weights()
+            return of_map.module(x)
+
+        return replace(
+            of_map, predict=at_weights, calibration=calibration, make_module=module_at_weights
+        )
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     if config.method == "linearised":

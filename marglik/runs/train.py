@@ -273,7 +273,7 @@ def train(
             seconds=outcome.seconds + ready - start + time.perf_counter() - trained,
             **results,
         )
-        if splits.table is not None and baseline is not False:
+        if splits.table is not None and baseline is None:
             results = setup.beside_simple_models(results, scores)
         if leads:
             write_evaluation(folder, evaluation)
@@ -290,12 +290,17 @@ def train(
                 f"about {time_of_plain} more. The same command with --resume --baseline adds it.",
             )
 
-    # Step 4: what was gained, if the plain network is asked for or costs little.
-    if gains and baseline and plain.name not in results.networks:
-        _logger.info("the plain network, to compare with")
-        if scores is None:
-            _, scores = setup.evaluate(load_posterior(folder, model))
-        results = setup.against_plain(plain, states[plain.name], results, scores, gains)
+    # Step 4: what was gained, if the plain network is asked for or costs little. A finished run may
+    # be asked for what it was trained without.
+    lacks_simple = bool(splits.table is not None and baseline and results.simple_models is None)
+    lacks_plain = bool(gains and baseline and plain.name not in results.networks)
+    if lacks_simple or lacks_plain:
+        scores = scores or setup.evaluate(load_posterior(folder, model))[1]
+        if lacks_simple:
+            results = setup.beside_simple_models(results, scores)
+        if lacks_plain:
+            _logger.info("the plain network, to compare with")
+            results = setup.against_plain(plain, states[plain.name], results, scores, gains)
     results = replace(results, complete=True)
     if leads:
         write_results(folder, results)

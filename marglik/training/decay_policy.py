@@ -104,7 +104,7 @@ class DecayPolicy:
         rest: an update that moves the decays less than this (the mean of |Δ log δ|, weighted by the
             numbers γ of parameters that the data determines) is followed by a rest: one update that
             is due is left out, after the next such update two, then four, and so on, until decays
-            move again. Only where ``updates`` spreads them, and where nothing else is learned.
+            move again. Only where ``updates`` spreads them and they learn nothing else.
         fallen_evidence: how far (nats per example) the evidence may end below its best, after ten
             updates or more; of samples, beyond the error of the best estimate. Below, the end of
             the training warns that the network has come to fit what its decays kept it from. On

@@ -28,7 +28,7 @@ from experiments.speed import (
 from experiments.speed import large_classes as classes
 from experiments.studies import SHIPPED
 from experiments.table2 import marglik_cifar10 as table2
-from experiments.uci import heteroscedastic, regression
+from experiments.uci import beyond_the_data, heteroscedastic, regression
 from experiments.weight_decay import (
     default_options,
     presets,
@@ -65,6 +65,7 @@ TABLES = {
     "table2/full": ("table2.marglik_cifar10", "--protocol", "full"),
     "table2/scaled": ("table2.marglik_cifar10",),
     "transformer_timing": ("speed.transformer_timing",),
+    "beyond_the_data": ("uci.beyond_the_data",),
     "uci": ("uci.regression",),
     "uci_heteroscedastic": ("uci.heteroscedastic",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
@@ -209,6 +210,15 @@ def small_uci_heteroscedastic(patch):
     one, of_inputs = (found["splits"][0]["learned"][name] for name in heteroscedastic.METHODS)
     assert one["likelihood"] == "regression" and "strength" in of_inputs["likelihood"]
     return [found], heteroscedastic.report
+
+
+def small_beyond_the_data(patch):
+    patch.setattr(beyond_the_data, "EPOCHS", 2)
+    found = [beyond_the_data.run(beyond_the_data.Config(0))]
+    assert beyond_the_data.figures(found)
+    coverage = found[0]["methods"][beyond_the_data.PROCESS]["at the data"]["coverage"]
+    assert coverage == pytest.approx(0.9, abs=0.1)  # of the model that the functions are drawn from
+    return found, beyond_the_data.table
 
 
 def small_bench_curvature(patch):

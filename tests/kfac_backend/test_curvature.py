@@ -49,6 +49,26 @@ def test_backward_passes_reach_inputs_only(fisher, vectors):
     assert convolution_flops(loss.backward) == (0, 2 * forward - stem)
 
 
+def test_inputs_count_where_outputs_depend_on_no_layer():
+    """A is of all examples, also of a batch that no vector goes back through."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2).double()
+
+        def forward(self, x):
+            f = self.linear(x).sum(1)
+            return f if x[0, 0, 0] > 0 else torch.zeros_like(f)
+
+    x, y = torch.rand(9, 4, 3).double(), torch.arange(9) % 2
+    x[4:7, :, 0] *= -1  # the second of three batches, of different sizes
+    batches = list(zip(x.split([4, 3, 2]), y.split([4, 3, 2]), strict=True))
+    factors = kronecker_factors(Gated(), batches, "classification", kfac_approx="reduce")
+    means = x.mean(1)
+    assert torch.allclose(factors.blocks["linear.weight"].A, means.T @ means / 9)
+
+
 def test_layers_that_take_no_part_have_a_zero_block():
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     model.forward = lambda x: model["used"](x)

@@ -98,21 +98,21 @@ def test_exhausted_memory_does_not_choose_the_precision(monkeypatch):
     """The device's size does, where the factors leave no room for a trial."""
     monkeypatch.setattr(automatic_precision, "FASTER", {"cpu": "tf32"})
     monkeypatch.setattr(driver, "LONG_PASS", 6)
-    add, used = driver.Driver._part, []
+    add, used = driver.Driver.add_part, []
 
     def exhausted(self, x, y):
-        used.append(self.precision)
-        if self.precision == "tf32":
+        used.append(self.arithmetic.precision)
+        if self.arithmetic.precision == "tf32":
             raise torch.OutOfMemoryError
         add(self, x, y)
 
-    monkeypatch.setattr(driver.Driver, "_part", exhausted)
+    monkeypatch.setattr(driver.Driver, "add_part", exhausted)
     x, y = data(12)
     parts = list(zip(x.float().split(6), y.split(6), strict=True))
     with pytest.raises(torch.OutOfMemoryError, match="backward_precision='float32' and 'tf32'"):
         kronecker_factors(network().float(), parts, "classification")
     assert used == ["auto", "float32", "tf32"]
     used.clear()
-    monkeypatch.setattr(driver, "total_memory", lambda device: 2**10)
+    monkeypatch.setattr(automatic_precision, "total_memory", lambda device: 2**10)
     kronecker_factors(network().float(), parts, "classification")
     assert used == ["auto", "float32"]

@@ -1,1 +1,1 @@
-"""Parameters that no hook sees, followed operation by operation."""
+"""Parameters that no hook sees: followed operation by operation, or example by example."""

@@ -87,14 +87,14 @@ def test_an_empty_batch_between_others_is_named():
 def test_a_batch_that_exhausts_the_memory_is_named_with_a_size_that_fits(monkeypatch):
     model = network()
     x, y = torch.randn(8, 2, 4, 4).double(), torch.randint(3, (8,))
-    add = Driver._part
+    add = Driver.add_part
 
     def small(self, x, y):
         if len(y) > 3:
             raise torch.OutOfMemoryError
         add(self, x, y)
 
-    monkeypatch.setattr(Driver, "_part", small)
+    monkeypatch.setattr(Driver, "add_part", small)
     with pytest.raises(torch.OutOfMemoryError, match="batches of 8 examples. Batches of 2 fit"):
         kronecker_factors(model, [(x, y)], "classification")
     data = zip(x.split(2), y.split(2), strict=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from kfac_backend.engine.example_gradients import gradients_of_examples
+from kfac_backend.engine.operations.example_gradients import gradients_of_examples
 from tests.kfac_backend.networks import Model
 
 

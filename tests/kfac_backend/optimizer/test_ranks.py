@@ -49,10 +49,25 @@ def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=Non
     return model, saved
 
 
+def trained_with_a_frozen_parameter(ranks: Ranks) -> dict[str, Tensor]:
+    """Parameters after steps in some of which one is frozen, so that blocks get other owners."""
+    model, (x, y) = network(), data(N * STEPS)
+    optimizer = KFAC(model, "classification", 0.1, fisher="exact", factor_every=1, update_every=1)
+    for step in range(STEPS):
+        first, *_ = model.parameters()
+        first.requires_grad_(step not in (1, 2))
+        own = torch.arange(N * step, N * (step + 1)).tensor_split(ranks.size)[ranks.rank]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[own]), y[own]).backward()
+        ranks.sum_(p.grad.mul_(len(own) / N) for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+    return {f"one frozen, {name}": p.detach() for name, p in model.named_parameters()}
+
+
 def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
     """Parameters and state after training, from the start and from one process's state."""
     ranks = Ranks()
-    found = {}
+    found = trained_with_a_frozen_parameter(ranks)
     for name, fisher, own in SETTINGS:
         options = PreconditionerOptions(**({"factor_every": 2, "update_every": 2} | own))
         model, saved = trained(ranks, fisher, options)

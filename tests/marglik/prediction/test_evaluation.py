@@ -13,11 +13,11 @@ from scipy import special
 from torch import nn
 from torch.testing import assert_close
 
-from marglik import KronLaplace
+from marglik import KronLaplace, calibrate
 from marglik.data import Digits, Noise, Splits, out_of_distribution_images
 from marglik.data.out_of_distribution import OutOfDistributionImages
 from marglik.data.splits import take
-from marglik.prediction.evaluation import evaluate
+from marglik.prediction.evaluation import evaluate, predictives_of
 from marglik.prediction.intervals import differences, intervals
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
@@ -134,6 +134,26 @@ def test_where_labels_may_be_wrong_the_nll_of_both_kinds_is_there(digits, predic
         assert kinds == {
             key: value and pytest.approx(value, rel=1e-4) for key, value in expected.items()
         }
+
+
+def test_what_is_calibrated_has_its_own_label_noise(digits, predictives):
+    """The temperature-scaled MAP in the table, and a calibrated predictive before its fit."""
+    model, given = predictives["MAP"].model, 0.15
+    la = KronLaplace(model, f"noisy_classification(noise={given})")
+    x, y = normalised(digits.train[0], digits), digits.train[1].clone()
+    y[::2] = torch.randint(10, y[::2].shape, generator=torch.Generator().manual_seed(0))
+    la.fit([(x, y)])
+    config = PredictiveConfig(labels="recorded", layers="last")
+    calibrated = calibrate(la, [(x, y)], config)
+    scaled = predictives_of(la, [config])["MAP, temperature-scaled"]
+    fit = calibrated.fit.map_calibration
+    assert fit.label_noise > 2 * given
+    f = model(x).detach() / fit.output_temperature
+    q = (1 - fit.label_noise) * f.softmax(-1) + fit.label_noise / 10
+    assert_close(scaled(x).mean, q)
+    assert scaled.calibration == fit
+    plain = laplace_predictive(la, replace(config, calibration="none"))
+    assert_close(calibrated.uncalibrated(x).mean, plain(x).mean)
 
 
 def test_intervals_and_differences_are_of_the_test_set(record, digits, predictives):

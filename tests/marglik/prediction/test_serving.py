@@ -25,6 +25,17 @@ class Pixels(nn.Module):
         return self.last(self.first(image).tanh() * scale).movedim(1, -1)
 
 
+class Clamped(nn.Module):
+    """Outputs of the last layer up to a bound, which the inputs of the test do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x).clamp(-100, 100)
+
+
 class Scaled(nn.Module):
     """Outputs that aren't those of the last layer."""
 
@@ -113,6 +124,10 @@ def test_of_the_network_itself():
     # A calibration without a width is the network's, too.
     scaled = laplace_predictive(la, calibration=Calibration(0.0, 1.0, 0.7))
     assert_close(scaled.module(NEW)(NEW)[1], torch.full_like(mean, 0.49))
+    with torch.no_grad():
+        la.model[-1].weight += 1
+    with pytest.raises(ValueError, match="no longer has the weights"):
+        scaled.module(NEW)
 
 
 def test_in_onnx(tmp_path):
@@ -140,6 +155,7 @@ def test_in_onnx(tmp_path):
         (PredictiveConfig("mc", layers="last"), network(), "'mc' draws samples"),
         (PredictiveConfig("linearised"), network(), "'linearised' draws samples"),
         (LAST, Scaled(), "are not those of its last layer 'net.6'"),
+        (LAST, Clamped(), "are not those of its last layer 'net.6'"),
         (LAST, network()[:-1], "are not those of its last layer '3'"),
     ],
 )

@@ -31,9 +31,17 @@ def rows(path, unit=1.0):
     return path
 
 
-def trained_on(path, folder):
+def trained_on(path, folder, *more):
     data = ["--data", "TableFile", "--data.path", str(path)]
-    options = ["--likelihood", "regression", "--epochs", "4", "--prior.every", "1", "--baseline"]
+    options = [
+        "--likelihood",
+        "regression",
+        "--epochs",
+        "4",
+        "--prior.every",
+        "1",
+        *(more or ["--baseline"]),
+    ]
     model = ["--model", "MLP", "--model.hidden", "[4]", "--no_progress"]
     assert main(["train", *model, *data, *options, "--output", str(folder)]) == 0
     return data
@@ -47,6 +55,16 @@ def houses(tmp_path_factory):
     for path in (usual, other):
         trained_on(path, root / path.stem)
     return usual, root / "usual", root / "other"
+
+
+def test_what_is_compared_with_may_be_added_later(houses, tmp_path):
+    path, run, _ = houses
+    trained_on(path, tmp_path, "--no_baseline")
+    assert [*results_of(tmp_path).networks] == ["learned"]
+    trained_on(path, tmp_path, "--resume", "--baseline")
+    at_once, later = results_of(run), results_of(tmp_path)
+    assert later.networks.keys() == at_once.networks.keys() == {"learned", "scikit-learn", "plain"}
+    assert later.simple_models == at_once.simple_models and later.verdict == at_once.verdict
 
 
 def test_metrics_are_those_of_the_target_itself(houses, capsys):
