@@ -267,7 +267,7 @@ def compute_eigenvalues(
         ranks: the ranks that share the work, the largest factors first by d³. All must have the
             same blocks and call this; all get the same numbers to the bit. None: this process does
             all the work. A factor that not all have is solved by one that has it.
-        device: that of the results; None takes the factors'.
+        device: of the results that come from other ranks; None takes the factors'.
 
     Raises:
         ValueError: a factor that is not finite.
@@ -306,7 +306,8 @@ def gathered_blocks(
     holders = ranks.holders([not block.B.is_meta for block in blocks.values()])
     gathered, received = dict[str, KroneckerBlock](), list[tuple[Tensor, int]]()
     for (name, block), of_block in zip(blocks.items(), holders, strict=True):
-        whole = block
+        # What is sent lies on the device of those who receive it.
+        whole = block if len(of_block) == ranks.size else block.to(device)
         if block.B.is_meta:
             factors = (block.B, block.A)
             B, A = (None if F is None else torch.empty_like(F, device=device) for F in factors)

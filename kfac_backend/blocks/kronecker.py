@@ -107,7 +107,7 @@ class KroneckerFactors:
 
         Args:
             ranks: those that share the data.
-            device: of the blocks that come from other ranks.
+            device: of the blocks that are sent, on all ranks.
         """
         return replace(self, blocks=gathered_blocks(self.blocks, ranks, device))
 

@@ -129,7 +129,7 @@ class LastLayerCovariance:
             return None
         runs: list[tuple[Tensor, Tensor]] = []
 
-        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        def hook(layer: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             output = output.detach().requires_grad_()
             runs.append((rule.input_of(args, kwargs), output))
             if "weight" not in own and not copies:  # computed from other parameters

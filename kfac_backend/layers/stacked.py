@@ -22,6 +22,8 @@ def by_matrix(
     func: Callable[..., Any], args: tuple[Any, ...], is_stack: Callable[[Any], bool]
 ) -> Callable[..., Tensor] | None:
     """The same function, matrix by matrix, if one of two arguments is a stack; None otherwise."""
+    if func not in {*MATMULS, GROUPED, torch.einsum}:
+        return None  # before memory is looked at, which FSDP may have dropped in a hook of its own
     operands = args[1:] if func is torch.einsum else args
     if len(operands) != 2 or is_stack(operands[0]) == is_stack(operands[1]):
         return None

@@ -401,12 +401,10 @@ class Causal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.tokens, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
-        self.double()
+        self.gpt = made("gpt")  # under `fully_shard` by itself
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        f = self.head(self.tokens(x))
+        f = self.gpt(x)
         if labels is None:
             return {"logits": f}
         loss = F.cross_entropy(f[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -596,8 +594,9 @@ def refused() -> dict[str, str]:
     model, quadratic = shard(made("cnn")), shard(case("no rule")[0], by_block=False)
     posterior = Posterior(model, "classification")
     posterior.fit(batches(x, y))
-    optimizer = KFAC(model, "classification", lr=0.1, fisher="empirical")
-    F.cross_entropy(model(x), y).backward()
+    trained = shard(made("cnn"))
+    optimizer = KFAC(trained, "classification", lr=0.1, fisher="empirical")
+    F.cross_entropy(trained(x), y).backward()
     optimizer.step()
     state = optimizer.state_dict()
     of_linear = (normal(4, 4), torch.arange(4) % 3)

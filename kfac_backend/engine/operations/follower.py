@@ -86,7 +86,7 @@ class Expression:
         if len(self.leaves) == 1:  # the parameter itself, mostly: no graph is needed
             ((name, leaf),) = self.leaves.items()
             if _is_stored(self.value, leaf, in_shape=False):
-                return {name: b.flatten(1)}
+                return {name: b.reshape(len(b), -1)}  # also of one entry that is read out
         leaves = list(self.leaves.values())
         gradients = torch.autograd.grad(
             self.twin,
