@@ -37,7 +37,6 @@ class Options:
         unknown = [name for name in changes if name not in names]
         if unknown:
             raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
-        changes = {n: value for n, value in changes.items() if getattr(self, n) != value}
         return replace(self, **changes) if changes else self
 
 
