@@ -74,7 +74,7 @@ def class_and_hooks(module: nn.Module) -> tuple[type[nn.Module], list[Any]]:
     if module in sharded_modules(module):
         kind = kind.__bases__[1]  # of FSDPLinear(FSDPModule, Linear)
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    ours = [h for h in hooks if not h.__module__.startswith("torch.distributed.fsdp.")]
+    ours = [h for h in hooks if not (h.__module__ or "").startswith("torch.distributed.fsdp.")]
     return kind, ours
 
 

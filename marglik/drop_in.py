@@ -176,6 +176,7 @@ def marglik_training(
         enable_backprop=enable_backprop,
     )
     laplace.restore(posterior.fitted_factors())
+    laplace.sample_size = posterior.sample_size
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return laplace, model, [-evidence for evidence in result.evidences], losses

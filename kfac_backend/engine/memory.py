@@ -100,7 +100,7 @@ def out_of_memory(
         return torch.OutOfMemoryError(f"{where} Batches of {fitting} fit.")
     parameters = [p for p in model.parameters() if p.requires_grad]
     factors = sum(
-        (len(p) ** 2 + (p[0].numel() ** 2 if p.dim() > 1 else 0)) * p.element_size()
+        (len(p) ** 2 + (p.shape[1:].numel() ** 2 if p.dim() > 1 else 0)) * p.element_size()
         for p in parameters
     )
     return torch.OutOfMemoryError(

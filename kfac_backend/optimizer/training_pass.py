@@ -298,9 +298,13 @@ class TrainingPass:
         driver.totals.add(f, y, driver.task.likelihood)
         if driver.vectors.fisher.is_loss_gradient:
             return  # the backward pass that goes on from here shows the gradients
-        with gathered_again(self._model):
-            driver.propagate(forward.capture, f, y)
-        self._finish()
+        try:
+            with gathered_again(self._model):
+                driver.propagate(forward.capture, f, y)
+            self._finish()
+        except BaseException:  # a part of the batch is in the sums
+            self.reset()
+            raise
 
     def _compare(self, f: Tensor, g: Tensor) -> None:
         """Warn if the loss is not the likelihood's, on the first batch that can tell."""

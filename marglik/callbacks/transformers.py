@@ -121,11 +121,7 @@ class MarginalLikelihood(TrainerCallback):
         return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
     def _train_and_clean_up(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's own training, which evaluates the average so far.
-
-        An exception, too, leaves the trainer's own evaluation and no hook of the learner's.
-        """
-        self._trainer.evaluate = self._evaluate_average
+        """The trainer's own training; an exception, too, leaves its own evaluation and no hook."""
         try:
             return self._train(*args, **kwargs)
         finally:
@@ -156,6 +152,7 @@ class MarginalLikelihood(TrainerCallback):
                 "and a Fabric of several devices (torchrun -m marglik train), or in one process."
             )
         model: nn.Module = kwargs["model"]
+        self.learner.detach()  # the trainer begins again where a batch did not fit in memory
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
             saved = checkpoints.load()
@@ -174,6 +171,7 @@ class MarginalLikelihood(TrainerCallback):
         )  # fmt: skip
         with forked_random_numbers(model), eval_mode(model):
             self._compare_loss(model, next(iter(loader)))
+        self._trainer.evaluate = self._evaluate_average
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
 

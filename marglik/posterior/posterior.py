@@ -352,7 +352,7 @@ class Posterior:
                     progress=progress_bar,
                     process_group=self.ranks.process_group,
                 )
-        self.sample_size = None if stands_for is None else int(curvature.num_data)
+        seen = int(curvature.num_data)
         if stands_for is not None:
             curvature = replace(curvature * (stands_for / curvature.num_data), num_data=stands_for)
         if adds:
@@ -362,6 +362,7 @@ class Posterior:
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         self.restore(curvature)
+        self.sample_size = None if stands_for is None else seen
 
     def gather(self) -> None:
         """Bring all factors to all ranks, for what one of them does alone; collective.
@@ -409,6 +410,7 @@ class Posterior:
             TypeError: what is not the curvature of this structure.
             ValueError: a curvature of other parameters than the posterior's.
         """
+        self.sample_size = None
         if self.structure == "kron":
             if not isinstance(curvature, KroneckerFactors):
                 raise TypeError(

@@ -68,6 +68,11 @@ def save_posterior(
     check_whole(laplace.model, "A saved posterior")
     folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
     laplace.check_weights()
+    if not factors.is_whole:
+        raise ValueError(
+            "Some blocks are kept by other ranks; call posterior.gather() on all ranks before one "
+            "of them saves."
+        )
     names = list(factors.blocks)
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {

@@ -22,6 +22,7 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import is_sharded
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior, trainable_layers
 from marglik.prediction.links import (
@@ -263,7 +264,7 @@ def laplace_predictive(
         laplace: the fitted posterior.
         config: how it predicts.
         generator: generator of the samples, on the model's device.
-        calibration: s and τ. None takes those that `calibrate` predicted for this predictive of the
+        calibration: s and τ. None takes those that `calibrate` found for this predictive of the
             posterior; if there are none, or ``config.calibration`` is "none", s = τ = 1.
         ranks: the ranks that predict together. They share the computation of eigenvectors, so that
             all of them must call this.
@@ -297,6 +298,8 @@ def laplace_predictive(
         )
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
+    elif ranks.size > 1 and not is_sharded(model):
+        laplace.gather()
     if config.method == "linearised":
         parameters = laplace.sample(config.networks, generator)
 
@@ -449,7 +452,7 @@ def label_noise_of(likelihood: Likelihood, calibration: Calibration | None) -> f
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
-    """What `calibrate` predicted for this predictive; None if nothing, or if none is wanted."""
+    """What `calibrate` found for this predictive; None if nothing, or if none is wanted."""
     label = config.for_posterior(laplace).label
     record = laplace.calibrations.get(label) if config.is_calibrated else None
     return None if record is None else CalibrationFit.of(record)

@@ -187,8 +187,8 @@ def _seconds(run: Run) -> dict[str, float]:
             parts[PARTS[key] if key in PARTS else key] += seconds
     rest = (run.results.seconds if run.results else 0.0) - sum(parts.values())
     has_plain = run.results is not None and "plain" in run.results.networks
-    plain = "the plain network, " if has_plain else ""
-    return parts | {f"{plain}calibration, evaluation": rest} if rest > 0 else parts
+    last = "the plain network and everything else" if has_plain else "everything else"
+    return parts | {last: rest} if rest > 0 else parts
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:

@@ -310,11 +310,17 @@ def train(
 
 def _gains(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
     """What the learned network has and a plain one lacks, in words."""
-    gains = ["learned weight decays"] if prior.method != "fixed" else []
+    is_fixed = prior.method == "fixed"
+    if is_fixed and run.augmentation == "learned":
+        raise ValueError(
+            "prior.method fixed learns nothing, and augmentation learned would keep its initial "
+            "ranges; drop one of them."
+        )
+    gains = [] if is_fixed else ["learned weight decays"]
     gains += ["learned invariances"] if run.augmentation == "learned" else []
     of_targets = likelihood_of(likelihood)
     if of_targets.has_label_noise and of_targets.to_learn():
-        if not gains:
+        if is_fixed:
             raise ValueError(
                 f"prior.method fixed learns nothing, and likelihood {likelihood} would keep 0 as "
                 "its share of wrong labels: give it, as in 'noisy_classification(noise=0.2)', or "

@@ -353,6 +353,35 @@ def test_forward_passes_without_a_backward_pass_are_forgotten():
         loss.backward()
 
 
+def test_a_backward_pass_that_fails_leaves_nothing_of_its_batch():
+    """Memory that is exhausted in the middle; the batch is then made again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = normal(6, 4), torch.arange(6) % 3
+    expected, fails = in_training(model, x, y), []
+
+    def fail_once(g):
+        if fails:
+            fails.clear()
+            raise torch.OutOfMemoryError("once")
+
+    def add(output):
+        if output.requires_grad:
+            output.register_hook(fail_once)
+
+    curvature = training_pass(model)
+    model[1].register_forward_hook(lambda _, inputs, output: add(output))
+    loss_of(model(x), y).backward()
+    curvature.mean_blocks()
+    fails.append(True)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(model(x), y).backward()
+    model.zero_grad()
+    loss_of(model(x), y).backward()
+    for name, block in curvature.mean_blocks().items():
+        assert_close(block.to_dense(), expected[name].to_dense())
+
+
 def test_two_losses_of_one_output():
     """The curvature is that of the output, whatever its losses, unless it is made of these."""
     model, (x, y) = network(), data()

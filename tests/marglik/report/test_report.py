@@ -84,7 +84,7 @@ def test_what_a_run_went_through(run, two):
     (times,) = SECTIONS["time"]([run])
     total = duration(sum(record.seconds for record in run.epochs))
     assert (times.rows[0].header, times.rows[0].cells) == ("training steps", [total])
-    assert times.rows[-1].header == "the plain network, calibration, evaluation"
+    assert times.rows[-1].header == "the plain network and everything else"
     for chart in charts(two, "curves"):  # overlaid, in colours of their own
         assert [*named(chart)] == ["expand", "reduce"]
         assert [trace["line"]["color"] for trace in chart.traces] == [*SERIES[:2]]
