@@ -115,6 +115,22 @@ def test_pixels_names_and_compilation():
     assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(NEW), found)
 
 
+def test_a_network_that_takes_one_position_of_its_last_layer():
+    torch.manual_seed(0)
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):  # (N, 2, 4, 4), of which the first row is taken last
+            return self.last(self.first(x.flatten(1, 2)).tanh())[:, 0]
+
+    la = posterior(First().double(), "classification", data()[1])
+    predict = laplace_predictive(la, LAST, calibration=CALIBRATION)
+    assert_close(predict.module(data()[0])(NEW)[0], predict(NEW).mean, rtol=0, atol=1e-10)
+
+
 def test_of_the_network_itself():
     la = of_likelihood("regression")
     predict = map_predictive(la.model, "regression", 0.4)
