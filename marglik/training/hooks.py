@@ -116,8 +116,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 def remove_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Remove the hooks of an earlier training, if there are any."""
-    for handle in _HANDLES.pop(optimizer, []):
-        handle.remove()
+    _remove(_HANDLES.pop(optimizer, []))
 
 
 def steps_in_epoch(loader: Loader, steps: int | None) -> int:

@@ -22,7 +22,7 @@ from marglik.training.decay_policy import DecayPolicy
 from marglik.training.hooks import StepHooks, remove_hooks, steps_in_epoch
 from marglik.training.loaders import Loader
 from marglik.training.schedule import Schedule
-from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem
+from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
 
 
 class PriorLearner:
@@ -111,8 +111,8 @@ class PriorLearner:
         if hooks == "all":
             steps_per_epoch = steps_in_epoch(loader, steps_per_epoch)
         problem = Problem.of(options, model, optimizer, loader, ranks, steps_per_epoch, held_out)
-        for part in problem.parts:
-            remove_hooks(part.optimizer)
+        for inner in optimizers_of(optimizer, {}):  # also one whose tensors are all frozen now
+            remove_hooks(inner)
         problem.replayed, ranges = self._replayed
         if ranges:
             set_ranges(model, ranges)

@@ -425,6 +425,17 @@ def test_hooks_go_with_the_training_and_keep_nothing_alive():
     assert hooks(optimizer) == (0, 0)
 
 
+def test_an_optimiser_whose_tensors_are_all_frozen_loses_an_earlier_trainings_hooks():
+    model = network()
+    optimizers = [torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)]
+    first, second = (PriorLearner("classification", weight_decay=1.0) for _ in range(2))
+    first.start(model, optimizers, loader(), 2)
+    model[0].requires_grad_(False)
+    second.start(model, optimizers, loader(), 2)
+    assert not optimizers[0]._optimizer_step_pre_hooks
+    assert len(optimizers[1]._optimizer_step_pre_hooks) == 1
+
+
 def test_the_own_loop_needs_none():
     model = network()
     optimizer, learner = sgd(model), PriorLearner("classification", epochs=2)
