@@ -331,7 +331,7 @@ class OnlineTraining:
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
-        values: list[Tensor] = []
+        values: list[tuple[Tensor | float, ...]] = []
         examples, latest = 0, None
         source = self.train_loader if self.probabilities is None else self.probabilities
         for item in each_batch(source, f"Epoch {epoch}", self.progress):
@@ -352,14 +352,17 @@ class OnlineTraining:
             x, y = latest
             of_step = self._step(x, self._task.targets(self.model, x, y), indices, counts)
             if counts:
-                values += of_step
+                values.append(of_step)
                 examples += len(y)
         self._targets_are_checked = True
         if self.probabilities is not None:
             self.probabilities.end_epoch()
         totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
-        if values:
-            totals[:4] = torch.stack(values).double().view(-1, 4).sum(0)
+        for total, of_steps in zip(totals, zip(*values, strict=True), strict=False):
+            if isinstance(of_steps[0], Tensor):
+                total += torch.stack(of_steps).double().sum()
+            else:
+                total += math.fsum(of_steps)
         totals[4] = examples
         self.ranks.sum_([totals])
         loss, prior, correct, terms, examples = totals.tolist()
@@ -386,7 +389,9 @@ class OnlineTraining:
             record["clipped_steps"] = clipped
         return record
 
-    def _step(self, x: Any, y: Tensor, indices: Tensor | None, counts: bool) -> list[Tensor]:
+    def _step(
+        self, x: Any, y: Tensor, indices: Tensor | None, counts: bool
+    ) -> tuple[Tensor | float, ...]:
         """Take one step; returns the batch's four sums, see `_take_steps`.
 
         ``indices`` are the examples', if they are known. ``counts`` is False where this rank has no
@@ -428,7 +433,7 @@ class OnlineTraining:
         correct = terms = data_loss = data_loss.detach()
         if (counted := counted_terms(y, likelihood)) is not None:
             correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
-        return [data_loss, penalty * len(f), correct, terms]
+        return data_loss, penalty * len(f), correct, terms
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""
