@@ -136,10 +136,9 @@ class Posterior:
         """The ranks that fit together."""
         self.model = model
         self._dtype = widest_dtype(model)
-        self.likelihood = likelihood_of(likelihood)
-        """What outputs say about targets."""
-        options.check(self.likelihood)
+        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self.options = options
+        self.likelihood = likelihood
         self.generator = generator
         number = sum(p.numel() for p in self.params)
         self.indices = torch.arange(number) if indices is None else _checked(indices, number)
@@ -150,9 +149,7 @@ class Posterior:
                 "freeze the other tensors, or take 'full' or 'diag'."
             )
         self.n_layers = len(self.params)
-        check_positive("temperature", temperature)
         self.temperature = temperature
-        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self._forget()
         self._fitted: dict[str, Tensor] = {}
         self.prior_mean = prior_mean
@@ -214,6 +211,32 @@ class Posterior:
     def _wide_dtype(self) -> torch.dtype:
         """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
         return torch.promote_types(self._dtype, torch.float32)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What outputs say about targets; set it, by name too, before the fit alone."""
+        return self._likelihood
+
+    @likelihood.setter
+    def likelihood(self, likelihood: Likelihood | str) -> None:
+        if self._curvature is not None:
+            raise ValueError(
+                f"The posterior is fitted with likelihood '{self.likelihood}', and its curvature "
+                f"is of that. Fit another one: Posterior(model, '{likelihood}')."
+            )
+        likelihood = likelihood_of(likelihood)
+        self.options.check(likelihood)
+        self._likelihood = likelihood
+
+    @property
+    def temperature(self) -> float:
+        """T > 0; the likelihood is raised to the power 1/T."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        check_positive("temperature", temperature)
+        self._temperature = temperature
 
     @property
     def prior_precision(self) -> Tensor:
@@ -408,9 +431,9 @@ class Posterior:
 
         Raises:
             TypeError: what is not the curvature of this structure.
-            ValueError: a curvature of other parameters than the posterior's.
+            ValueError: a curvature of other parameters, or of another likelihood, than the
+                posterior's.
         """
-        self.sample_size = None
         if self.structure == "kron":
             if not isinstance(curvature, KroneckerFactors):
                 raise TypeError(
@@ -425,7 +448,14 @@ class Posterior:
             )
         elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
             raise ValueError("The GGN is of parameters that have no posterior here.")
+        likelihood = curvature.likelihood
+        if likelihood.name != self.likelihood.name:
+            raise ValueError(
+                f"The curvature is of likelihood '{likelihood}', and the posterior of "
+                f"'{self.likelihood}'; create it with the same."
+            )
         self._take_weights(curvature)
+        self.sample_size, self._likelihood = None, likelihood  # with the numbers of the fit
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
