@@ -16,6 +16,7 @@ from kfac_backend.blocks.block import (
     KroneckerBlock,
     compute_eigenvalues,
     gathered_blocks,
+    kept_elsewhere,
 )
 from kfac_backend.files import parse_json, read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -100,14 +101,17 @@ class KroneckerFactors:
         """Whether all blocks are here, and none is kept by another rank."""
         return not any(F.is_meta for b in self.blocks.values() for F, _ in b.named_factors())
 
-    def gathered(self, ranks: Ranks, device: torch.device | str = "cpu") -> "KroneckerFactors":
+    def gathered(
+        self, ranks: Ranks, device: torch.device | str | None = None
+    ) -> "KroneckerFactors":
         """The factors with all blocks on each rank, from the ranks that keep them; collective.
 
         To save them, or for what one rank computes alone. Those of one process are whole.
 
         Args:
             ranks: those that share the data.
-            device: of the blocks that are sent, on all ranks.
+            device: of the blocks that are sent; it must be one that the ranks' backend sends. None
+                takes that of this rank's own blocks, or the CPU where it has none.
         """
         return replace(self, blocks=gathered_blocks(self.blocks, ranks, device))
 
@@ -165,12 +169,13 @@ class KroneckerFactors:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors as plain data and tensors, which `torch.load` reads with its defaults."""
+        """The factors as plain data and tensors, which `torch.load` reads with its defaults.
+
+        Raises:
+            RuntimeError: blocks that another rank keeps.
+        """
         if not self.is_whole:
-            raise ValueError(
-                "Some blocks are kept by other ranks. Bring them here first, on all ranks: "
-                "factors.gathered(ranks)."
-            )
+            raise kept_elsewhere(next(n for n, b in self.blocks.items() if b.B.is_meta))
         header = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
