@@ -135,7 +135,6 @@ class Posterior:
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
-        self._dtype = widest_dtype(model)
         self._curvature: KroneckerFactors | JacobianGGN | None = None
         self.options = options
         self.likelihood = likelihood
@@ -177,8 +176,11 @@ class Posterior:
     @property
     def params(self) -> list[nn.Parameter]:
         """The network's trainable parameters, in ``parameters()`` order."""
+        return [*self._named_params().values()]
+
+    def _named_params(self) -> dict[str, nn.Parameter]:
         reshard(self.model)
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def n_params(self) -> int:
@@ -206,6 +208,12 @@ class Posterior:
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The widest of the trainable parameters': adapters may be wider than a frozen base."""
+        dtypes = {p.dtype for p in self.params}
+        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
 
     @property
     def _wide_dtype(self) -> torch.dtype:
@@ -468,7 +476,6 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
-        self._dtype = widest_dtype(self.model)
         if self._fitted:
             here = self._weights()
             self.mean = self.mean.to(self._device, self._dtype)
@@ -490,14 +497,14 @@ class Posterior:
 
         Of a network under `fully_shard` that is this rank's part of them; collective.
         """
-        self._dtype, statistics = widest_dtype(self.model), running_statistics(self.model)
+        statistics = running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
         if not is_sharded(self.model):
             self.mean = parameter_vector(self.params).detach()
             self._fitted |= self.named(self.mean)
             return
         assert isinstance(curvature, KroneckerFactors)
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        named = self._named_params()
         parts = {name: local_part(p).clone() for name, p in named.items()}
         self.mean = parameter_vector(parts.values())
         self._fitted |= parts
@@ -513,8 +520,7 @@ class Posterior:
 
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
-        reshard(self.model)
-        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        trainable: dict[str, Any] = self._named_params()
         if is_sharded(self.model):
             trainable = {name: local_part(p) for name, p in trainable.items()}
         return running_statistics(self.model) | trainable
@@ -826,8 +832,7 @@ class Posterior:
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Parameter vectors as tensors in the shapes of the parameters, by name."""
-        reshard(self.model)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        named = self._named_params()
         parts = vectors.split([p.numel() for p in named.values()], -1)
         return {
             name: part.reshape(*part.shape[:-1], *p.shape)
@@ -973,13 +978,6 @@ class Posterior:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
-
-
-def widest_dtype(model: nn.Module) -> torch.dtype:
-    """That of the model's trainable parameters: adapters may be wider than a frozen base."""
-    reshard(model)
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    return reduce(torch.promote_types, dtypes or {next(model.parameters()).dtype})
 
 
 def as_tensor(value: float | Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     if epoch <= state.epoch:
         return {}
     with state.unchanged_by_errors(problem.model):
-        state.epoch, state.measures.clipped = epoch, 0
+        state.epoch = epoch
         state.replay(problem)
         if problem.learns_label_noise and schedule.is_late(epoch) and epoch != schedule.epochs:
             learn_label_noise(problem, state)  # after the last epoch `finish` learns it

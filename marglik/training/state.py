@@ -158,6 +158,8 @@ class Problem:
 
     options: LearnerOptions
     model: nn.Module
+    named: dict[str, nn.Parameter]
+    """The trainable tensors, by name."""
     parts: list[Part]
     """One for each optimiser, in the order of their steps: the last one's are counted."""
     loader: Loader
@@ -205,20 +207,18 @@ class Problem:
                 stacklevel=4,
             )
         N = count_on_ranks(loader, ranks, options.curvature)
-        problem = cls(options, model, parts, loader, ranks, N, steps_per_epoch, held_out=held_out)
-        if problem.learns_label_noise and held_out is None:
-            raise ValueError(
-                f"Likelihood '{options.likelihood}' learns the share of wrong labels from labels "
-                "that the network is not trained on. Pass held_out=batches, a tenth of the data, "
-                "or give the share: 'noisy_classification(noise=0.2)'."
-            )
+        problem = cls(
+            options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
+        )
         if problem.learns_label_noise:
+            if held_out is None:
+                raise ValueError(
+                    f"Likelihood '{options.likelihood}' learns the share of wrong labels from "
+                    "labels that the network is not trained on. Pass held_out=batches, a tenth of "
+                    "the data, or give the share: 'noisy_classification(noise=0.2)'."
+                )
             check_read_twice(held_out)
         return problem
-
-    def __post_init__(self) -> None:
-        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        """The trainable tensors."""
 
     def initial_hyperparameters(self) -> Hyperparameters:
         """The hyperparameters that learning begins with."""
