@@ -297,7 +297,10 @@ class TrainingPass:
         forward.is_seen = True
         driver.totals.add(f, y, driver.task.likelihood)
         if driver.vectors.fisher.is_loss_gradient:
-            return  # the backward pass that goes on from here shows the gradients
+            # The backward pass that goes on from here shows the gradients. torch calls this at its
+            # end, and not at all if it fails.
+            torch.autograd.Variable._execution_engine.queue_callback(forward.backward_ended)
+            return
         try:
             with gathered_again(self._model):
                 driver.propagate(forward.capture, f, y)
@@ -323,6 +326,9 @@ class TrainingPass:
         """
         forward = self._now
         if forward is None or not forward.is_seen:
+            return
+        if self.driver.vectors.fisher.is_loss_gradient and not forward.has_gradients:
+            self.reset()  # the backward pass failed; a part of the batch is in the sums
             return
         self._now = None
         forward.capture.vector_done()
@@ -492,6 +498,12 @@ class _Forward:
     """Whether the forward pass has ended."""
     is_seen: bool = False
     """Whether the backward pass has reached the output."""
+    has_gradients: bool = False
+    """Whether the backward pass has gone to its end; set with fisher="empirical" alone."""
+
+    def backward_ended(self) -> None:
+        """Called at the end of the training's backward pass."""
+        self.has_gradients = True
 
     def forget(self) -> None:
         """Drop the graph, and take the hooks off the layers."""
