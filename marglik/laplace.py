@@ -662,13 +662,6 @@ class ParametricLaplace(Posterior):
             )
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
-        likelihood = curvature.likelihood  # with the parameters of the fit
-        if likelihood.name != self.likelihood.name:
-            raise ValueError(
-                f"The state is of likelihood '{likelihood}', and this is of '{self.likelihood}'; "
-                "create it with the same."
-            )
-        self.likelihood = likelihood
         self.restore(curvature)
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, state[name])

@@ -135,11 +135,9 @@ class Posterior:
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
-        self._dtype = widest_dtype(model)
-        self.likelihood = likelihood_of(likelihood)
-        """What outputs say about targets."""
-        options.check(self.likelihood)
+        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self.options = options
+        self.likelihood = likelihood
         self.generator = generator
         number = sum(p.numel() for p in self.params)
         self.indices = torch.arange(number) if indices is None else _checked(indices, number)
@@ -150,9 +148,7 @@ class Posterior:
                 "freeze the other tensors, or take 'full' or 'diag'."
             )
         self.n_layers = len(self.params)
-        check_positive("temperature", temperature)
         self.temperature = temperature
-        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self._forget()
         self._fitted: dict[str, Tensor] = {}
         self.prior_mean = prior_mean
@@ -180,8 +176,11 @@ class Posterior:
     @property
     def params(self) -> list[nn.Parameter]:
         """The network's trainable parameters, in ``parameters()`` order."""
+        return [*self._named_params().values()]
+
+    def _named_params(self) -> dict[str, nn.Parameter]:
         reshard(self.model)
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def n_params(self) -> int:
@@ -211,9 +210,41 @@ class Posterior:
         return next(self.model.parameters()).device
 
     @property
+    def _dtype(self) -> torch.dtype:
+        """The widest of the trainable parameters': adapters may be wider than a frozen base."""
+        dtypes = {p.dtype for p in self.params}
+        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
+
+    @property
     def _wide_dtype(self) -> torch.dtype:
         """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
         return torch.promote_types(self._dtype, torch.float32)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What outputs say about targets; set it, by name too, before the fit alone."""
+        return self._likelihood
+
+    @likelihood.setter
+    def likelihood(self, likelihood: Likelihood | str) -> None:
+        if self._curvature is not None:
+            raise ValueError(
+                f"The posterior is fitted with likelihood '{self.likelihood}', and its curvature "
+                f"is of that. Fit another one: Posterior(model, '{likelihood}')."
+            )
+        likelihood = likelihood_of(likelihood)
+        self.options.check(likelihood)
+        self._likelihood = likelihood
+
+    @property
+    def temperature(self) -> float:
+        """T > 0; the likelihood is raised to the power 1/T."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        check_positive("temperature", temperature)
+        self._temperature = temperature
 
     @property
     def prior_precision(self) -> Tensor:
@@ -408,9 +439,9 @@ class Posterior:
 
         Raises:
             TypeError: what is not the curvature of this structure.
-            ValueError: a curvature of other parameters than the posterior's.
+            ValueError: a curvature of other parameters, or of another likelihood, than the
+                posterior's.
         """
-        self.sample_size = None
         if self.structure == "kron":
             if not isinstance(curvature, KroneckerFactors):
                 raise TypeError(
@@ -425,7 +456,14 @@ class Posterior:
             )
         elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
             raise ValueError("The GGN is of parameters that have no posterior here.")
+        likelihood = curvature.likelihood
+        if likelihood.name != self.likelihood.name:
+            raise ValueError(
+                f"The curvature is of likelihood '{likelihood}', and the posterior of "
+                f"'{self.likelihood}'; create it with the same."
+            )
         self._take_weights(curvature)
+        self.sample_size, self._likelihood = None, likelihood  # with the numbers of the fit
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
@@ -438,7 +476,6 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
-        self._dtype = widest_dtype(self.model)
         if self._fitted:
             here = self._weights()
             self.mean = self.mean.to(self._device, self._dtype)
@@ -460,14 +497,14 @@ class Posterior:
 
         Of a network under `fully_shard` that is this rank's part of them; collective.
         """
-        self._dtype, statistics = widest_dtype(self.model), running_statistics(self.model)
+        statistics = running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
         if not is_sharded(self.model):
             self.mean = parameter_vector(self.params).detach()
             self._fitted |= self.named(self.mean)
             return
         assert isinstance(curvature, KroneckerFactors)
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        named = self._named_params()
         parts = {name: local_part(p).clone() for name, p in named.items()}
         self.mean = parameter_vector(parts.values())
         self._fitted |= parts
@@ -483,8 +520,7 @@ class Posterior:
 
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
-        reshard(self.model)
-        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        trainable: dict[str, Any] = self._named_params()
         if is_sharded(self.model):
             trainable = {name: local_part(p) for name, p in trainable.items()}
         return running_statistics(self.model) | trainable
@@ -796,8 +832,7 @@ class Posterior:
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Parameter vectors as tensors in the shapes of the parameters, by name."""
-        reshard(self.model)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        named = self._named_params()
         parts = vectors.split([p.numel() for p in named.values()], -1)
         return {
             name: part.reshape(*part.shape[:-1], *p.shape)
@@ -943,13 +978,6 @@ class Posterior:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
-
-
-def widest_dtype(model: nn.Module) -> torch.dtype:
-    """That of the model's trainable parameters: adapters may be wider than a frozen base."""
-    reshard(model)
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    return reduce(torch.promote_types, dtypes or {next(model.parameters()).dtype})
 
 
 def as_tensor(value: float | Tensor) -> Tensor:

@@ -336,7 +336,6 @@ def update_prior(
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
         "effective_parameters": dict(zip(factors.blocks, gamma, strict=True)),
-        "clipped_eigenvalues": factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,
             "eigenvalues": decomposed - fitted,

@@ -37,7 +37,12 @@ from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.sharding import is_sharded, local_parts
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
-from marglik.training.learned_numbers import check_derivatives, learn_label_noise, likelihood_step
+from marglik.training.learned_numbers import (
+    check_derivatives,
+    held_out_outputs,
+    learn_label_noise,
+    likelihood_step,
+)
 from marglik.training.random_state import own_random_numbers
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import add_penalty
@@ -70,6 +75,8 @@ def start(
     state.set_decays(problem)
     if problem.learned_by_evidence or state.ranges is not None:
         check_derivatives(problem, state, first_batch)  # now, before any work is lost
+    if problem.learns_label_noise:
+        held_out_outputs(problem, state)  # likewise
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -123,7 +130,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     if epoch <= state.epoch:
         return {}
     with state.unchanged_by_errors(problem.model):
-        state.epoch, state.measures.clipped = epoch, 0
+        state.epoch = epoch
         state.replay(problem)
         if problem.learns_label_noise and schedule.is_late(epoch) and epoch != schedule.epochs:
             learn_label_noise(problem, state)  # after the last epoch `finish` learns it

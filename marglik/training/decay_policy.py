@@ -54,8 +54,6 @@ class Measures:
     """The running mean of each optimiser's gradient norm."""
     highest_rate: float = 0.0
     """The highest learning rate so far."""
-    clipped: Tensor | int = 0
-    """Number of steps of this epoch whose gradients were limited."""
     limited: list[str] = field(default_factory=list)
     """Names of the parameters whose weight decay SGD cannot take."""
     moves: dict[str, float] = field(default_factory=dict)
@@ -238,13 +236,12 @@ class DecayPolicy:
             return
         measures = state.measures
         after_start = state.steps[part.index] > OBSERVED_STEPS
-        measures.gradient_norms[part.index], is_clipped = clip_gradients(
+        measures.gradient_norms[part.index] = clip_gradients(
             part.parameters,
             measures.gradient_norms[part.index],
             self.clip if after_start else None,
             scale,
         )
-        measures.clipped = measures.clipped + is_clipped
 
     # --- around an update ---
 
@@ -386,7 +383,7 @@ def clip_gradients(
     running: Tensor | float | None,
     clip: float | None,
     scale: Tensor | float,
-) -> tuple[Tensor | float, Tensor | bool]:
+) -> Tensor | float:
     """Limit the norm of all gradients together to ``clip`` times its running mean.
 
     The running mean follows the gradients, so that no limit needs to be chosen. Source: the idea is
@@ -399,8 +396,7 @@ def clip_gradients(
         scale: factor that the gradients contain, as of a gradient scaler.
 
     Returns:
-        The new running mean, and whether the gradients were limited. On a GPU they are tensors,
-        since reading a number would wait for it.
+        The new running mean; on a GPU a tensor, since reading a number would wait for it.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
@@ -423,7 +419,7 @@ def clip_gradients(
         factor = where(is_large, clip * mean / norm, 1.0)
         torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=gradients[0].dtype))
         norm = norm * factor
-    return mean + NEW_NORM * (where(is_finite, norm, mean) - mean), is_large
+    return mean + NEW_NORM * (where(is_finite, norm, mean) - mean)
 
 
 def _where(condition: bool, yes: float, no: float) -> float:

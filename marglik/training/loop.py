@@ -185,7 +185,6 @@ class OnlineTraining:
         self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
         """The processes that train together, each on its shard of the data."""
-        self._is_alone = self.ranks.size == 1
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
@@ -341,7 +340,7 @@ class OnlineTraining:
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = self._is_alone or len(own[1]) > 0
+            counts = self.ranks.size == 1 or len(own[1]) > 0
             latest = own if counts else latest
             if latest is None:
                 raise ValueError(
@@ -380,10 +379,6 @@ class OnlineTraining:
         }
         if state.likelihood.has_labels:
             record["accuracy"] = correct / terms if terms else 0.0
-        if state.measures.limited:
-            record["limited_weight_decay"] = state.measures.limited
-        if clipped := int(state.measures.clipped):
-            record["clipped_steps"] = clipped
         return record
 
     def _step(self, x: Any, y: Tensor, indices: Tensor | None, counts: bool) -> list[Tensor]:
@@ -407,11 +402,7 @@ class OnlineTraining:
             data_loss = loss_sum(f, y, likelihood)
             if counts and self.probabilities is not None:
                 self.probabilities.add(indices, f)
-            objective = (
-                data_loss / len(f)
-                if self._is_alone
-                else self._mean_over_ranks(data_loss, len(f), counts)
-            )
+            objective = self._mean_over_ranks(data_loss, len(f), counts)
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
             # changes from step to step. The prior's gradient must get the same one: the hook
             # records it as the gradient of the objective itself.
@@ -432,6 +423,8 @@ class OnlineTraining:
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""
+        if self.ranks.size == 1:
+            return data_loss / examples
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
         self.ranks.sum_([of_all])
         weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])

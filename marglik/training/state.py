@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.eigenvalue_correction import check_read_twice
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.checks import check_module
@@ -98,6 +99,13 @@ class LearnerOptions:
             raise ValueError(
                 f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
             )
+        if self.likelihood.has_label_noise and self.likelihood.to_learn() and not self.learns:
+            raise ValueError(
+                f"Likelihood '{self.likelihood}' would keep 0 as its share of wrong labels, since "
+                "nothing is learned (updates=0, or none before the end). Give the share, as in "
+                "'noisy_classification(noise=0.2)', or take 'classification', whose calibration "
+                "fits it."
+            )
 
     def with_options(self, **options: Any) -> "LearnerOptions":
         """These with single ones changed, or single fields of the objects inside.
@@ -150,6 +158,8 @@ class Problem:
 
     options: LearnerOptions
     model: nn.Module
+    named: dict[str, nn.Parameter]
+    """The trainable tensors, by name."""
     parts: list[Part]
     """One for each optimiser, in the order of their steps: the last one's are counted."""
     loader: Loader
@@ -197,18 +207,18 @@ class Problem:
                 stacklevel=4,
             )
         N = count_on_ranks(loader, ranks, options.curvature)
-        problem = cls(options, model, parts, loader, ranks, N, steps_per_epoch, held_out=held_out)
-        if problem.learns_label_noise and held_out is None:
-            raise ValueError(
-                f"Likelihood '{options.likelihood}' learns the share of wrong labels from labels "
-                "that the network is not trained on. Pass held_out=batches, a tenth of the data, "
-                "or give the share: 'noisy_classification(noise=0.2)'."
-            )
+        problem = cls(
+            options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
+        )
+        if problem.learns_label_noise:
+            if held_out is None:
+                raise ValueError(
+                    f"Likelihood '{options.likelihood}' learns the share of wrong labels from "
+                    "labels that the network is not trained on. Pass held_out=batches, a tenth of "
+                    "the data, or give the share: 'noisy_classification(noise=0.2)'."
+                )
+            check_read_twice(held_out)
         return problem
-
-    def __post_init__(self) -> None:
-        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        """The trainable tensors."""
 
     def initial_hyperparameters(self) -> Hyperparameters:
         """The hyperparameters that learning begins with."""
@@ -258,7 +268,7 @@ class Problem:
         schedule = self.options.schedule
         # Held-out labels say what the share of wrong labels is, and not updates.
         learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
-        learns_more = learns_more or (state.ranges is not None and state.ranges.modules)
+        learns_more = learns_more or state.ranges is not None
         is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
         return is_budget and not learns_more
 
@@ -386,7 +396,7 @@ class LearnerState:
     likelihood: Likelihood
     """With the numbers that it has come to."""
     ranges: RangeLearner | None
-    """How the ranges of augmentations are learned; None of a network without any."""
+    """How the ranges of augmentations are learned; None where none is."""
     averages: list[WeightAverage]
     """The mean of each optimiser's parameters over its steps so far, once it has begun."""
     steps: list[int]
@@ -433,11 +443,12 @@ class LearnerState:
         cls, problem: Problem, hyperparameters: Hyperparameters, likelihood: Likelihood
     ) -> "LearnerState":
         """Nothing learned yet."""
-        has_ranges = any(isinstance(m, LearnedAugmentation) for m in problem.model.modules())
+        modules = problem.model.modules()
+        learned = [m for m in modules if isinstance(m, LearnedAugmentation) and m.learns]
         return cls(
             hyperparameters,
             likelihood,
-            RangeLearner(problem.model) if has_ranges else None,
+            RangeLearner(learned) if learned and problem.options.learns else None,
             [WeightAverage(part.parameters) for part in problem.parts],
             [0 for _ in problem.parts],
             Measures(sorted(problem.named), [None for _ in problem.parts]),

@@ -279,9 +279,8 @@ def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
     """Without the limit lr · T·δ/N = 71 would multiply the parameter by −70 in each step."""
     run = training(delta=[1.0, 1.0, 1e4, 1.0, 1.0], schedule=Schedule(3, updates=0, average=None))
     with pytest.warns(RuntimeWarning, match="weight decay of first.bias has grown beyond") as told:
-        result = run.run()
+        run.run()
     assert len(told) == 1
-    assert [r["limited_weight_decay"] for r in result.records] == [["first.bias"]] * 3
     assert run.model.first.bias.abs().max() < 0.1
 
 
