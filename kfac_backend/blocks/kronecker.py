@@ -200,8 +200,7 @@ class KroneckerFactors:
                 rows = block.rows_of_A
             for which, F in (("B", block.B), ("A", block.A)):
                 if F is not None:
-                    few = which == "A" and rows is not None
-                    form, stored = ("rows", rows) if few else _pack(F)
+                    form, stored = _pack(F) if which == "B" or rows is None else ("rows", rows)
                     entry[which] = add(f"{name}/{which}.{form}", stored)
             entries.append(entry)
         header = {

@@ -25,6 +25,7 @@ def evidence_gradient(
     options: CurvatureOptions | None = None,
     of_loss: float | None = None,
     likelihood: Likelihood | None = None,
+    outputs: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[list[Tensor]]:
     """The gradient of the evidence in tensors that layers' inputs, or the likelihood, depend on.
 
@@ -40,6 +41,7 @@ def evidence_gradient(
         of_loss: how much the loss counts; −1/(σ²T) by default, 0 is −½ log det alone.
         likelihood: the posterior's with ``tensors`` as parameters, see
             `Likelihood.with_parameters`; the posterior's by default.
+        outputs: where the outputs and targets of this rank's data go, on the CPU.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(
@@ -50,8 +52,9 @@ def evidence_gradient(
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
     with eval_mode(posterior.model):  # as in the fit: a pass looks at the modes when it is made
         derivatives = FactorDerivatives(
-            factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
-        )
+            factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options,
+            process_group=posterior.ranks.process_group, outputs=outputs,
+        )  # fmt: skip
     for batches in parts:
         with eval_mode(posterior.model):
             gradients = derivatives.gradients(batches)
