@@ -14,7 +14,7 @@ A step of training makes its own forward pass (`optimizer.training_pass`), and c
 does to a part one by one: `capture`, `propagate`, `Totals.add`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from kfac_backend.engine.preparation import Preparation
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.task import Task, counting, split_batch
-from kfac_backend.fisher import warn_of_many_passes
+from kfac_backend.fisher import Fisher, warn_of_many_passes
 from kfac_backend.likelihoods import IGNORED, Likelihood, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
@@ -61,6 +61,55 @@ class Totals:
         self.num_data += len(f)
         self.num_outputs = f.shape[-1]
         self.num_loss_terms += num_counted_terms(f, y, likelihood)
+
+
+@dataclass
+class Vectors:
+    """The Fisher's vectors of passes, which each rank draws for itself.
+
+    With several ranks each draws labels of its own, from a generator that is derived from the
+    common one's state without changing that. Drawing from the common one would leave it in
+    different states on ranks with different numbers of batches; `advance` changes it once per pass
+    instead, on all ranks alike.
+
+    Args:
+        fisher: which matrix.
+        task: what the batches mean.
+        ranks: all ranks.
+        generator: the common source of drawn numbers; None is torch's.
+    """
+
+    fisher: Fisher
+    task: Task
+    ranks: Ranks
+    generator: torch.Generator | None
+    _of_this_rank: torch.Generator | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Begin a pass on a device."""
+        self._of_this_rank = self.generator
+        if self.fisher.draws and self.ranks.size > 1:
+            common = self.generator or _default_generator(device)
+            self._of_this_rank = self.ranks.generator(common)
+
+    def at(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
+        """The vectors at outputs and targets."""
+        return self.fisher.vectors(
+            self.task.likelihood, f, y, self._of_this_rank, may_ignore=self.task.may_ignore
+        )
+
+    def advance(self, device: torch.device) -> None:
+        """Advance the common generator after a pass, so that the next one draws other labels."""
+        if self.fisher.draws and self.ranks.size > 1:
+            common = self.generator or _default_generator(device)
+            torch.rand((), generator=common, device=common.device)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch draws from on a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
 
 
 class Driver:
@@ -98,10 +147,8 @@ class Driver:
         self.model, self.options = model, options
         self.task = Task(likelihood, options)
         """What the batches mean."""
-        self.fisher = options.make_fisher()
-        """Which matrix."""
-        self.generator = generator
-        """The common source of all ranks' drawn numbers; None is torch's."""
+        self.vectors = Vectors(options.make_fisher(), self.task, self.ranks, generator)
+        """What is propagated back."""
         proof = Proof(model, assignment or assign_rules(model, options.unsupported))
         self.preparation = Preparation(model, proof, self.task, options.kfac_approx, self.ranks)
         """The proof and the mode, which stay for all passes."""
@@ -123,12 +170,7 @@ class Driver:
             )
         self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
         """How the backward passes and the sums are computed."""
-        # Each rank draws labels of its own. Drawing from the common generator would leave it in
-        # different states on ranks with different numbers of batches; `finish` advances it once
-        # per pass instead, on all ranks alike.
-        self._own_generator = self.generator
-        if self.fisher.draws and self.ranks.size > 1:
-            self._own_generator = self.ranks.generator(self._common_generator())
+        self.vectors.start(self.device)
         self.failed = False
         """Whether a batch was added in part, so that the sums are useless."""
         self._is_over = False  # whether the sums were taken, so that a batch begins another pass
@@ -205,17 +247,9 @@ class Driver:
         )  # fmt: skip
         must_agree = {"the likelihood": self.task.likelihood, "the options": self.options}
         sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
-        if self.fisher.draws and self.ranks.size > 1:  # so that the next pass draws other labels
-            common = self._common_generator()
-            torch.rand((), generator=common, device=common.device)
+        self.vectors.advance(self.device)
         self._is_over, self._weights = True, None
         return sums
-
-    def _common_generator(self) -> torch.Generator:
-        """The generator that all ranks have alike: the user's, or torch's on the device."""
-        if self.generator is None and self.device.type == "cuda":
-            return torch.cuda.default_generators[self.device.index or 0]
-        return self.generator or torch.default_generator
 
     def _go_on(self) -> None:
         """Begin a pass if the last one is over; raise a RuntimeError after a batch that failed."""
@@ -253,17 +287,11 @@ class Driver:
             # One backward pass for each vector v of the root of the loss Hessian, with the
             # outputs' gradient v: what reaches a layer's output is b, whose outer products are
             # B. The vectors are made one by one, so that memory never holds all of them.
-            vectors = self.vectors(f if self.sink.differentiable else f.detach(), y)
+            vectors = self.vectors.at(f if self.sink.differentiable else f.detach(), y)
             if self.is_sharded:  # terms that count for no example of a batch have no vector
                 steps = self.ranks.in_step(vectors, self.device)
                 vectors = (torch.zeros_like(f) if v is None else v for v in steps)
             capture.backward(f, vectors)
-
-    def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The Fisher's vectors at outputs and targets."""
-        return self.fisher.vectors(
-            self.task.likelihood, f, y, self._own_generator, may_ignore=self.task.may_ignore
-        )
 
     def add_part(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
@@ -283,7 +311,7 @@ class Driver:
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
                 self.task.look_at(f)
                 if not self.totals.num_data:
-                    warn_of_many_passes(self.fisher, likelihood, f)
+                    warn_of_many_passes(self.vectors.fisher, likelihood, f)
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
@@ -305,7 +333,7 @@ class Driver:
 
         with torch.no_grad(), forked_random_numbers(self.model):
             f = call_with(self.model, {}, x)
-        vectors = torch.stack(list(self.vectors(f, y)), 1)  # (N, V, ..., C)
+        vectors = torch.stack(list(self.vectors.at(f, y)), 1)  # (N, V, ..., C)
         names = self.preparation.proof.assignment.diagonal
         for _, by_name in gradients_of_examples(
             self.model, names, x, f, vectors.__getitem__, vectors.shape[1]
