@@ -23,7 +23,6 @@ from kfac_backend.sharding import (
     is_part,
     local_part,
     local_parts,
-    norms_over_parts,
     part_of_whole,
     with_local_parts,
     without_row,
@@ -38,13 +37,10 @@ def add_penalty(
     weight_decays: Sequence[float],
     scale: Tensor | float,
     padding: Mapping[int, int],
-    *,
-    with_value: bool = False,
-) -> Tensor | None:
+) -> None:
     """Add scale · wd · θ to the gradients: two foreach calls, where autograd would need many.
 
     ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
-    Returns ½ Σ wd ‖θ‖² if asked: the gradients do not need it.
     """
     values = local_parts(parameters)
     for i, row in padding.items():
@@ -62,11 +58,6 @@ def add_penalty(
         torch._foreach_add_(with_gradient, local_parts(gradients))
     for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
         p.grad = gradient
-    if not with_value:
-        return None
-    norms = norms_over_parts(torch._foreach_norm(values), parameters)
-    weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
-    return 0.5 * torch.stack(weighted).square().sum()
 
 
 class WeightAverage:
