@@ -19,7 +19,6 @@ models under `fully_shard` need: for a second one through the first, FSDP has dr
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.calls import plain_attention
-from kfac_backend.engine.driver import Driver, Vectors
+from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
@@ -124,19 +123,16 @@ class FactorDerivatives:
             check_whole(model, "The gradient of factors in what the inputs depend on")
         options = factors.options if options is None else options
         self._factors, self._tensors = factors, list(tensors)
-        self._driver = Driver(
+        by_vectors = is_sharded(model)
+        self._driver = (MovedVectors if by_vectors else Driver)(
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
-        kind: type[PairedRows] = PairedRows
-        if is_sharded(model):
-            kind, vectors = PairedVectors, self._driver.vectors
-            self._driver.vectors = MovedVectors(
-                vectors.fisher, vectors.task, vectors.ranks, generator, numbers=self._tensors
-            )
-        self._sink = kind(
+        self._sink = (PairedVectors if by_vectors else PairedRows)(
             self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
         )
-        self._sink.vectors, self._sink.outputs = self._driver.vectors, outputs
+        if isinstance(self._driver, MovedVectors):
+            self._driver.numbers = self._tensors
+        self._sink.driver, self._sink.outputs = self._driver, outputs
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
         """The gradient over some data, scaled to the factors' data."""
@@ -168,7 +164,7 @@ class PairedRows(FactorSums):
 
     differentiable = True
     takes_example_gradients = False
-    vectors: Any = None
+    driver: Any = None
     outputs: list[tuple[Tensor, Tensor]] | None = None
 
     def __init__(
@@ -281,7 +277,7 @@ class PairedVectors(PairedRows):
         """Add half of a vector's quadratic form q to a number's derivative, or take it away."""
         super().vector_done()
         for scalar in self._scalars:
-            which, entry, sign = self.vectors.moved
+            which, entry, sign = self.driver.moved
             self._gradients[which].view(-1)[entry] += 0.5 * sign * scalar
         self._scalars.clear()
 
@@ -291,8 +287,7 @@ class PairedVectors(PairedRows):
         self._add(torch.autograd.grad(loss, self._tensors, allow_unused=True), f, y)
 
 
-@dataclass
-class MovedVectors(Vectors):
+class MovedVectors(Driver):
     """For each vector v, each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
 
     numbers: Sequence[Tensor] = ()
@@ -301,10 +296,10 @@ class MovedVectors(Vectors):
     """Of the present vector: the tensor, ξ's place in it, and the sign."""
 
     @torch.enable_grad()
-    def at(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+    def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The vectors at outputs and targets."""
         # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
-        for v in super().at(f.detach().requires_grad_(), y):
+        for v in super().vectors(f.detach().requires_grad_(), y):
             for which, xi in enumerate(self.numbers):
                 # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
                 u = torch.zeros_like(v, requires_grad=True)

@@ -420,7 +420,7 @@ class Posterior:
             )
             parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
             return reduce(add, [part.to(self._device) for part in parts])
-        key = repr(self.options), self.generator
+        key = repr(self.options.replace(kfac_approx="auto")), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
                 self.model,
@@ -430,7 +430,7 @@ class Posterior:
                 process_group=self.ranks.process_group,
             )
         return self.passes[key].factors_of(
-            data, progress, self.likelihood, proves_again=proves_again
+            data, progress, self.likelihood, self.options.kfac_approx, proves_again=proves_again
         )
 
     def restore(self, curvature: KroneckerFactors | JacobianGGN) -> None:

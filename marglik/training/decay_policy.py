@@ -1,7 +1,7 @@
 """Everything in which training with learned decays departs from plain evidence: one rule each.
 
 With `DecayPolicy.off()`, no average and ``curvature_from="pass"`` the learner is algorithm 1 of
-Immer et al. 2021 (arXiv:2104.04975), to the bit.
+Immer et al. 2021 (arXiv:2104.04975), up to rounding.
 """
 
 import logging
@@ -401,12 +401,14 @@ def clip_gradients(
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
     norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
-    norm: Any = torch.stack(norms).norm().float()
-    if norm.device.type == "cpu":  # a dozen operations on tensors would take longer than the norm
-        norm, scale = float(norm), float(scale)
+    norm: Any
+    if norms[0].device.type == "cpu":  # operations on tensors would take longer than the norms
+        norm, scale = math.hypot(*map(float, norms)), float(scale)
         running = None if running is None else float(running)
-    elif running is not None:  # after a run on a CPU a float
-        running = torch.as_tensor(running, device=norm.device)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+        if running is not None:  # after a run on a CPU a float
+            running = torch.as_tensor(running, device=norm.device)
     norm = norm / scale
     mean: Any = norm if running is None else running
     where: Any = torch.where if isinstance(norm, Tensor) else _where

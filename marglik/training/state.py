@@ -418,6 +418,8 @@ class LearnerState:
     """The evidence (nats) after each update."""
     has_samples: bool = False
     """Whether some update saw a sample, so that its evidence is an estimate."""
+    kfac_approx: Any = None
+    """The layers' modes in the latest update, which decides for the following samples."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Epoch and training loss per example of each update."""
     evidences_of_steps: list[float] = field(default_factory=list)
@@ -456,10 +458,13 @@ class LearnerState:
         )
 
     def data_of_update(self, problem: Problem, number: int) -> Iterable[Any]:
-        """The batches of the curvature pass: of all N examples, or a sample of M of them."""
+        """The batches of the curvature pass: of all N examples, or a sample of M of them.
+
+        Both come in large batches, unless ``curvature_from`` and ``keep`` ask for the loader's own.
+        """
         data, N = own_iteration(problem.loader), problem.num_data
-        if number < N:
-            self.has_samples = True
+        if not takes_all(problem.options):
+            self.has_samples |= number < N
             data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
         return data if problem.ranks.size == 1 else WithExamples(data, problem.options.curvature)
 
@@ -471,9 +476,7 @@ class LearnerState:
         and its evidence are closer to the exact ones than those of a sample's exact curvature.
         """
         options, N, V = problem.options, problem.num_data, problem.vectors
-        # With keep="best", noise would choose among the evidences.
-        takes_all = options.curvature_from != "auto" or options.schedule.keep == "best"
-        if takes_all or not self.steps[-1]:
+        if takes_all(problem.options) or not self.steps[-1]:
             return False, N
         is_exact = options.curvature.fisher == "exact"
         draws, seen = problem.draws_labels, N * self.epoch
@@ -634,6 +637,12 @@ class LearnerState:
             if ranges:
                 set_ranges(model, ranges)
             raise
+
+
+def takes_all(options: LearnerOptions) -> bool:
+    """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
+    # With keep="best", noise would choose among the evidences.
+    return options.curvature_from != "auto" or options.schedule.keep == "best"
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-3]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck
+from torch.testing import assert_close
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.spectrum import Spectra
@@ -30,6 +31,14 @@ def test_gradients_in_all_hyperparameters():
         torch.tensor(1.7).double().requires_grad_(),
     ]
     assert gradcheck(terms.log_marginal_likelihood, values)
+    # What Adam steps along is the same, by a formula.
+    for likelihood in ("regression", "classification"):
+        terms = small_terms(likelihood)
+        evidence = terms.log_marginal_likelihood(*values)
+        in_delta, in_sigma = torch.autograd.grad(evidence, values[:2])
+        delta, sigma, T = (value.detach() for value in values)
+        expected = in_delta * delta, in_sigma * sigma
+        assert_close(terms.gradient(delta, sigma, T), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
