@@ -17,7 +17,7 @@ v' is ½ (q(v + v') − q(v − v')), without rounding to speak of. These are pl
 models under `fully_shard` need: for a second one through the first, FSDP has dropped the weights.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -123,16 +123,14 @@ class FactorDerivatives:
             check_whole(model, "The gradient of factors in what the inputs depend on")
         options = factors.options if options is None else options
         self._factors, self._tensors = factors, list(tensors)
-        by_vectors = is_sharded(model)
-        self._driver = (MovedVectors if by_vectors else Driver)(
+        self._driver = Driver(
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
-        self._sink = (PairedVectors if by_vectors else PairedRows)(
+        kind = PairedVectors if is_sharded(model) else PairedRows
+        self._sink = kind(
             self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
         )
-        if isinstance(self._driver, MovedVectors):
-            self._driver.numbers = self._tensors
-        self._sink.driver, self._sink.outputs = self._driver, outputs
+        self._sink.outputs = outputs
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
         """The gradient over some data, scaled to the factors' data."""
@@ -164,7 +162,6 @@ class PairedRows(FactorSums):
 
     differentiable = True
     takes_example_gradients = False
-    driver: Any = None
     outputs: list[tuple[Tensor, Tensor]] | None = None
 
     def __init__(
@@ -266,6 +263,8 @@ class PairedVectors(PairedRows):
     """The same of the likelihood's parameters, by vectors on both sides of each, see the module."""
 
     differentiable = False
+    _moved = 0, 0, 1
+    """Of the present vector: the tensor, the number's place in it, and the sign."""
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -273,11 +272,28 @@ class PairedVectors(PairedRows):
         with _requiring(self._tensors, required=True):
             yield
 
+    @torch.enable_grad()
+    def vectors(
+        self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
+    ) -> Iterator[Tensor]:
+        """For each vector v and each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
+        # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
+        for v in of_fisher(f.detach().requires_grad_(), y):
+            for which, xi in enumerate(self._tensors):
+                # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
+                u = torch.zeros_like(v, requires_grad=True)
+                (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
+                for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
+                    (step,) = torch.autograd.grad(slope, u, retain_graph=True)
+                    for sign in (1, -1) if step.any() else ():
+                        self._moved = which, entry, sign
+                        yield v.detach() + sign * step
+
     def vector_done(self) -> None:
         """Add half of a vector's quadratic form q to a number's derivative, or take it away."""
         super().vector_done()
         for scalar in self._scalars:
-            which, entry, sign = self.driver.moved
+            which, entry, sign = self._moved
             self._gradients[which].view(-1)[entry] += 0.5 * sign * scalar
         self._scalars.clear()
 
@@ -285,30 +301,6 @@ class PairedVectors(PairedRows):
         """Add the loss's derivative."""
         loss = self._of_loss * loss_sum(f.detach(), y, self._likelihood)
         self._add(torch.autograd.grad(loss, self._tensors, allow_unused=True), f, y)
-
-
-class MovedVectors(Driver):
-    """For each vector v, each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
-
-    numbers: Sequence[Tensor] = ()
-    """The tensors of these numbers, which require a gradient meanwhile."""
-    moved: tuple[int, int, int] = (0, 0, 1)
-    """Of the present vector: the tensor, ξ's place in it, and the sign."""
-
-    @torch.enable_grad()
-    def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The vectors at outputs and targets."""
-        # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
-        for v in super().vectors(f.detach().requires_grad_(), y):
-            for which, xi in enumerate(self.numbers):
-                # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
-                u = torch.zeros_like(v, requires_grad=True)
-                (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
-                for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
-                    (step,) = torch.autograd.grad(slope, u, retain_graph=True)
-                    for sign in (1, -1) if step.any() else ():
-                        self.moved = which, entry, sign
-                        yield v.detach() + sign * step
 
 
 @contextmanager
