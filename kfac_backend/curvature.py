@@ -95,7 +95,8 @@ def kronecker_factors(
     curvature = CurvaturePass(
         model, likelihood, options, generator=generator, process_group=process_group, **keywords
     )
-    return curvature.factors_of(data, progress)
+    curvature.driver.add_all(data, "Curvature", progress)
+    return curvature.factors()
 
 
 class CurvaturePass:
@@ -170,7 +171,7 @@ class CurvaturePass:
     def factors(self) -> KroneckerFactors:
         """The factors of all batches: A is a mean over its terms, B a sum over the data.
 
-        The sums become the factors in place, and the pass is reset.
+        The sums become the factors in place, and the next batch begins another pass.
         """
         driver = self.driver
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.
@@ -181,7 +182,7 @@ class CurvaturePass:
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
-        factors = KroneckerFactors(
+        return KroneckerFactors(
             assemble_blocks(driver.model, sums),
             num_data=sums.num_data,
             num_outputs=sums.num_outputs,
@@ -190,5 +191,3 @@ class CurvaturePass:
             likelihood=driver.task.likelihood,
             options=driver.options.replace(kfac_approx=sums.kfac_approx),
         )
-        self.reset()
-        return factors

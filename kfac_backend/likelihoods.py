@@ -357,11 +357,14 @@ class _Softmax(_Labels):
     def __post_init__(self) -> None:
         """Check the weights and the smoothing."""
         super().__post_init__()
-        weights = self.options.get("weights")
-        numbers = _finite(weights, is_list=True)
-        if weights is not None and (numbers is None or not (numbers > 0).all()):
-            raise ValueError(f"weights must be a positive number for each class, not {weights!r}")
-        object.__setattr__(self, "needs_targets", weights is not None)
+        if self.weights is not None:
+            numbers = _finite(self.weights, is_list=True)
+            if numbers is None or not (numbers > 0).all():
+                weights = self.options.get("weights")
+                raise ValueError(
+                    f"weights must be a positive number for each class, not {weights!r}"
+                )
+        object.__setattr__(self, "needs_targets", self.weights is not None)
         if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
 

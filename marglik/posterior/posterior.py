@@ -139,7 +139,9 @@ class Posterior:
         self.options = options
         self.likelihood = likelihood
         self.generator = generator
-        number = sum(p.numel() for p in self.params)
+        named = self._named_params()
+        self._sizes = [p.numel() for p in named.values()]
+        number = sum(self._sizes)
         self.indices = torch.arange(number) if indices is None else _checked(indices, number)
         """Of the parameters that have a posterior, in the vector of all trainable ones."""
         if structure == "kron" and indices is not None:
@@ -147,14 +149,17 @@ class Posterior:
                 "structure 'kron' has blocks of whole tensors, and indices are of single weights; "
                 "freeze the other tensors, or take 'full' or 'diag'."
             )
-        self.n_layers = len(self.params)
+        self.n_layers = len(self._sizes)
+        dtypes = {p.dtype for p in named.values()} or {next(model.parameters()).dtype}
+        # The widest dtype: adapters may be wider than a frozen base.
+        dtype = reduce(torch.promote_types, dtypes)
+        self.mean: Tensor = torch.zeros((), device=self._device, dtype=dtype)
         self.temperature = temperature
         self._forget()
         self._fitted: dict[str, Tensor] = {}
         self.prior_mean = prior_mean
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
-        self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
         self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs = 0, 0
         self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
@@ -210,15 +215,9 @@ class Posterior:
         return next(self.model.parameters()).device
 
     @property
-    def _dtype(self) -> torch.dtype:
-        """The widest of the trainable parameters': adapters may be wider than a frozen base."""
-        dtypes = {p.dtype for p in self.params}
-        return reduce(torch.promote_types, dtypes or {next(self.model.parameters()).dtype})
-
-    @property
     def _wide_dtype(self) -> torch.dtype:
         """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
-        return torch.promote_types(self._dtype, torch.float32)
+        return torch.promote_types(self.mean.dtype, torch.float32)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -293,7 +292,7 @@ class Posterior:
 
     @prior_mean.setter
     def prior_mean(self, prior_mean: float | Tensor) -> None:
-        mean, number = as_tensor(prior_mean), sum(p.numel() for p in self.params)
+        mean, number = as_tensor(prior_mean), sum(self._sizes)
         if mean.dim() > 1 or mean.numel() not in (1, number) or not mean.isfinite().all():
             raise ValueError(
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
@@ -304,7 +303,7 @@ class Posterior:
                 "The prior of a network under fully_shard has one mean for all parameters, which "
                 "is set before the fit: Posterior(..., prior_mean=0.1)."
             )
-        self._prior_mean = mean.detach().to(self._device, self._dtype)
+        self._prior_mean = mean.detach().to(self._device, self.mean.dtype)
         self._terms = None
 
     @property
@@ -476,14 +475,14 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
+        self.mean = self.mean.to(self._device, dtype)
         if self._fitted:
             here = self._weights()
-            self.mean = self.mean.to(self._device, self._dtype)
             moved = {name: value.to(here[name]) for name, value in self._fitted.items()}
             self._fitted = moved | self.named(self.mean)
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
-        self._prior_mean = self._prior_mean.to(self._device, self._dtype)
+        self._prior_mean = self._prior_mean.to(self.mean)
         if self._curvature is not None:
             wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
             self._curvature = self._curvature.to(device, wide)
@@ -499,12 +498,12 @@ class Posterior:
         """
         statistics = running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
+        named = self._named_params()
         if not is_sharded(self.model):
-            self.mean = parameter_vector(self.params).detach()
+            self.mean = parameter_vector(named.values()).detach()
             self._fitted |= self.named(self.mean)
             return
         assert isinstance(curvature, KroneckerFactors)
-        named = self._named_params()
         parts = {name: local_part(p).clone() for name, p in named.items()}
         self.mean = parameter_vector(parts.values())
         self._fitted |= parts
@@ -629,7 +628,7 @@ class Posterior:
         delta = delta.to(self._device, torch.float64)
         tensors = self._tensor_of(indices)
         if delta.numel() == len(self.indices) != self.n_layers:
-            each = delta.new_zeros(sum(p.numel() for p in self.params))
+            each = delta.new_zeros(sum(self._sizes))
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[tensors]
 
@@ -647,7 +646,7 @@ class Posterior:
 
     def _tensor_of(self, indices: Tensor) -> Tensor:
         """The number of the tensor that each parameter belongs to."""
-        ends = torch.tensor([p.numel() for p in self.params], device=self._device).cumsum(0)
+        ends = torch.tensor(self._sizes, device=self._device).cumsum(0)
         return torch.searchsorted(ends, indices, right=True)
 
     def log_marginal_likelihood(
@@ -915,7 +914,7 @@ class Posterior:
                 "least one input."
             )
         self.check_weights()
-        sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
+        sets = x.to(self.mean.dtype).reshape(-1, *x.shape[-2:])
         if self.structure == "kron":
             covariance_of = self._cached(
                 "joint", lambda: OutputCovariance(self.model, self.precision_blocks())

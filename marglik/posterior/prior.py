@@ -314,15 +314,13 @@ def update_prior(
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)
-    # The first evidence computes the eigenvalues (unless `fit` has), which all steps share.
-    before = float(posterior.log_marginal_likelihood())
+    _ = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
     evidences = hyperparameters.update(posterior, steps)
     if ranks.size > 1:
         # Each rank has taken the same steps, but on another processor they may round otherwise, and
         # ranks with different weight decays would drift apart.
-        mine = before, evidences, hyperparameters.state_dict()
-        before, evidences, state = ranks.gather(mine)[0]
+        evidences, state = ranks.gather((evidences, hyperparameters.state_dict()))[0]
         hyperparameters.load_state_dict(state)
         hyperparameters.give_to(posterior)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
@@ -330,14 +328,15 @@ def update_prior(
     end = _now(device)
 
     weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
-    factors, gamma = posterior.fitted_factors(), posterior.effective_parameters().tolist()
+    names = [n for n, p in posterior.model.named_parameters() if p.requires_grad]
+    gamma = posterior.effective_parameters().tolist()
     record: dict[str, Any] = {
-        "evidence_before": before,
+        "evidence_before": evidences[0],
         "evidence": evidences[-1],
         "evidence_per_example": evidences[-1] / num_data,
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
-        "effective_parameters": dict(zip(factors.blocks, gamma, strict=True)),
+        "effective_parameters": dict(zip(names, gamma, strict=True)),
         "seconds": {
             "pass": fitted - start,
             "eigenvalues": decomposed - fitted,

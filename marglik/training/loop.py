@@ -321,12 +321,12 @@ class OnlineTraining:
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
         self.model.train()
-        state = self.learner.state
+        state, is_alone = self.learner.state, self.ranks.size == 1
         variance = state.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
             self._set_damping(self._own_damping, variance)
         for sampler in samplers_of(self.train_loader):
-            if self.ranks.size > 1 and isinstance(sampler, DistributedSampler):
+            if not is_alone and isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
@@ -340,7 +340,7 @@ class OnlineTraining:
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = self.ranks.size == 1 or len(own[1]) > 0
+            counts = is_alone or len(own[1]) > 0
             latest = own if counts else latest
             if latest is None:
                 raise ValueError(

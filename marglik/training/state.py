@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -272,14 +273,14 @@ class Problem:
         is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
         return is_budget and not learns_more
 
-    @property
+    @cached_property
     def learned_by_evidence(self) -> dict[str, Any]:
         """The likelihood's parameters that the evidence learns, with their first values."""
         if not self.options.learns or self.learns_label_noise:
             return {}
         return self.options.likelihood.to_learn()
 
-    @property
+    @cached_property
     def learns_label_noise(self) -> bool:
         """Whether the share of wrong labels is learned, from held-out labels."""
         likelihood = self.options.likelihood
