@@ -71,7 +71,7 @@ def test_a_tokenizers_batches_and_padding_on_either_side(mode):
 
 
 def test_adapters_of_a_model_that_takes_the_mapping_whole():
-    """The wrapper of peft takes any arguments; those of the model in it count, as in laplace-torch."""
+    """Its wrapper takes any arguments; those of the model in it count, as in laplace-torch."""
 
     class Whole(nn.Module):
         def __init__(self):
