@@ -17,6 +17,7 @@ from kfac_backend.blocks.block import (
     KroneckerBlock,
     compute_eigenvalues,
     gathered_blocks,
+    kept_elsewhere,
 )
 from kfac_backend.files import parse_json, read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -101,14 +102,17 @@ class KroneckerFactors:
         """Whether all blocks are here, and none is kept by another rank."""
         return not any(F.is_meta for b in self.blocks.values() for F, _ in b.named_factors())
 
-    def gathered(self, ranks: Ranks, device: torch.device | str = "cpu") -> "KroneckerFactors":
+    def gathered(
+        self, ranks: Ranks, device: torch.device | str | None = None
+    ) -> "KroneckerFactors":
         """The factors with all blocks on each rank, from the ranks that keep them; collective.
 
         To save them, or for what one rank computes alone. Those of one process are whole.
 
         Args:
             ranks: those that share the data.
-            device: of the blocks that are sent, on all ranks.
+            device: of the blocks that are sent; it must be one that the ranks' backend sends. None
+                takes that of this rank's own blocks, or the CPU where it has none.
         """
         return replace(self, blocks=gathered_blocks(self.blocks, ranks, device))
 
@@ -170,12 +174,12 @@ class KroneckerFactors:
 
         They come back to the bit. A symmetric factor is its triangle, half of its entries; one of
         few rows is these rows. Equal ones, such as B of a weight and of its bias, are there once.
+
+        Raises:
+            RuntimeError: blocks that another rank keeps.
         """
         if not self.is_whole:
-            raise ValueError(
-                "Some blocks are kept by other ranks. Bring them here first, on all ranks: "
-                "factors.gathered(ranks)."
-            )
+            raise kept_elsewhere(next(n for n, b in self.blocks.items() if b.B.is_meta))
         tensors, keys = dict[str, Tensor](), dict[object, str]()
 
         def add(key: str, tensor: Tensor) -> str:
@@ -196,8 +200,7 @@ class KroneckerFactors:
                 rows = block.rows_of_A
             for which, F in (("B", block.B), ("A", block.A)):
                 if F is not None:
-                    few = which == "A" and rows is not None
-                    form, stored = ("rows", rows) if few else _pack(F)
+                    form, stored = _pack(F) if which == "B" or rows is None else ("rows", rows)
                     entry[which] = add(f"{name}/{which}.{form}", stored)
             entries.append(entry)
         header = {

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
-from kfac_backend.engine.task import split_batch
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
@@ -32,7 +30,7 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, WithExamples
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.state import LearnerState, Problem
 
@@ -40,20 +38,24 @@ from marglik.training.state import LearnerState, Problem
 def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
     """Raise an error if the evidence of a batch has no derivative in what it is to learn.
 
+    Collective.
+
     Raises:
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
     """
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
-    check_whole(problem.model, "Learning what the loss or the inputs depend on")
-    curvature = problem.options.curvature
-    posterior = Posterior(problem.model, state.likelihood, curvature, process_group=None)
+    if modules:
+        check_whole(problem.model, "Learning what the inputs depend on")
+    curvature, group = problem.options.curvature, problem.ranks.process_group
+    posterior = Posterior(problem.model, state.likelihood, curvature, process_group=group)
+    data = list(WithExamples([batch], curvature))  # of some ranks it may have none
     with forked_random_numbers(problem.model):
-        posterior.fit([batch])
+        posterior.fit(data)
         if modules:
-            list(evidence_gradient(posterior, [[batch]], [module.ranges for module in modules]))
+            list(evidence_gradient(posterior, [data], [module.ranges for module in modules]))
         if names:
-            likelihood_step(posterior, [batch], names)
+            likelihood_step(posterior, data, names)
 
 
 def likelihood_step(
@@ -84,16 +86,12 @@ def likelihood_step(
         return likelihood.with_parameters(dict(zip(names, values, strict=True)))
 
     # Step 1: the gradient of −½ log det, and the outputs.
-    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0, likelihood=at(present))
+    own: list[tuple[Tensor, Tensor]] = []
+    (of_det,) = evidence_gradient(
+        posterior, [data], present, of_loss=0.0, likelihood=at(present), outputs=own
+    )
     tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)]
-    outputs, device = [], posterior.params[0].device
-    with torch.no_grad(), eval_mode(posterior.model):
-        for batch in data:
-            x, y = split_batch(batch, posterior.options)
-            args, kwargs = arguments(posterior.model, to_device(x, device))
-            outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
-    of_ranks = posterior.ranks.gather(outputs)
-    outputs = [pair for own in of_ranks for pair in own]
+    outputs = [pair for of_rank in posterior.ranks.gather(own) for pair in of_rank]
     weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
 
     def log_p(likelihood: Likelihood) -> Tensor:
@@ -135,16 +133,14 @@ NO_NOISE = 1e-3
 
 
 @torch.no_grad()
-def learn_label_noise(problem: Problem, state: LearnerState) -> None:
-    """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
-
-    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+def held_out_outputs(problem: Problem, state: LearnerState) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, spreads of zero, and targets of the held-out examples; collective.
 
     Raises:
-        ValueError: no batch, or no target that counts.
+        ValueError: no batch, no target that counts, or targets that do not fit the outputs.
     """
     assert problem.held_out is not None  # `Problem.of` checks it
-    likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
+    model = problem.model
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
         with eval_mode(model):
@@ -154,13 +150,21 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
     # own keep their order: other roundings would move ε where the fit of it stops.
     with random_numbers_restored(problem.held_out):
-        f, spread, y = collected(
-            outputs_and_spread, problem.held_out, model, likelihood, problem.options.curvature,
-            1, ranks,
+        return collected(
+            outputs_and_spread, problem.held_out, model, state.likelihood,
+            problem.options.curvature, 1, problem.ranks,
         )  # fmt: skip
+
+
+def learn_label_noise(problem: Problem, state: LearnerState) -> None:
+    """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
+
+    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+    """
+    likelihood, (f, spread, y) = state.likelihood, held_out_outputs(problem, state)
     with torch.enable_grad():
         without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
         noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    noise = ranks.gather(noise)[0]
+    noise = problem.ranks.gather(noise)[0]
     state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
     state.set_decays(problem)
