@@ -301,8 +301,15 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does.
+
+    Of peft's wrapper, they are those of the model that it adapts.
+    """
+    own: Any = inspect.signature(model.forward).parameters.values()
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
+        adapted: Any = getattr(model, "get_base_model", lambda: model)()
+        own = inspect.signature(adapted.forward).parameters.values()
+    parameters = list(own)
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return names, not names and any(p.kind == p.VAR_KEYWORD for p in parameters)
 
