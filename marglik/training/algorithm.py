@@ -125,8 +125,8 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     with state.unchanged_by_errors(problem.model):
         state.epoch, state.measures.clipped = epoch, 0
         state.replay(problem)
-        if problem.learns_label_noise and schedule.is_late(epoch) and epoch != schedule.epochs:
-            learn_label_noise(problem, state)  # after the last epoch `finish` learns it
+        if problem.learns_label_noise and epoch != schedule.epochs:  # then `finish` learns it
+            learn_label_noise(problem, state, is_late=schedule.is_late(epoch))
         if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
             return {}
         return update(problem, state)

@@ -14,9 +14,15 @@ network from fitting wrong labels. Noise from the start lets the decays fall, si
 and gives up right labels that are hard, for which the network has had no time. On digits it lost up
 to .02 nats to "classification" with the same calibration, on average over seeds, where noise from
 then on gained (docs/label-noise.md).
+
+Without held-out labels it is looked for in the training labels, before that. A network shows the
+noise after it fits most labels and before it fits the wrong ones. So ε is fitted with τ after each
+epoch of the first two thirds, and the largest that three epochs in a row show is taken. One that
+has learned little yet may be sure of much that is wrong for one epoch or two; one that fits wrong
+labels at once shows too little, and is trained as by "classification".
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +40,7 @@ from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
 from marglik.training.loaders import Loader
 from marglik.training.random_state import random_numbers_restored
+from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
 
 
@@ -132,18 +139,37 @@ def likelihood_step(
 
 NO_NOISE = 1e-3
 """Smaller shares count as none."""
+MOST_LABELS = 10_000
+"""Training labels that are looked at after an epoch, where there are more and one rank."""
 
 
 @torch.no_grad()
-def learn_label_noise(problem: Problem, state: LearnerState) -> None:
-    """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
+def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = True) -> None:
+    """Give the likelihood the share of wrong labels, once it is late; before, look for it.
 
-    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+    Collective. With several ranks each has a part of the data; all get the same, to the bit.
 
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    assert problem.held_out is not None  # `Problem.of` checks it
+    loader, N = problem.loader, problem.num_data
+    if problem.held_out is None and not is_late:
+        if N > MOST_LABELS and problem.ranks.size == 1:  # several ranks read batches in step
+            loader = sampled(loader, MOST_LABELS, N, problem.ranks, state.epoch)
+        state.shown_noise.append(_noise_of(problem, state, own_iteration(loader)))
+    if not is_late:
+        return
+    # Fewer epochs are no sign: a network that is about to fit may be sure of much that is wrong.
+    shown = state.shown_noise
+    noise = max(map(min, zip(shown, shown[1:], shown[2:], strict=False)), default=0.0)
+    if problem.held_out is not None:
+        noise = _noise_of(problem, state, problem.held_out)
+    state.likelihood = state.likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
+    state.set_decays(problem)
+
+
+def _noise_of(problem: Problem, state: LearnerState, batches: Iterable[Any]) -> float:
+    """The ε that, with a temperature, makes the labels of these batches most likely."""
     likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,14 +179,11 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
 
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
     # own keep their order: other roundings would move ε where the fit of it stops.
-    with random_numbers_restored(problem.held_out):
+    with random_numbers_restored(batches):
         f, spread, y = collected(
-            outputs_and_spread, problem.held_out, model, likelihood, problem.options.curvature,
-            1, ranks,
-        )  # fmt: skip
+            outputs_and_spread, batches, model, likelihood, problem.options.curvature, 1, ranks
+        )
     with torch.enable_grad():
         without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
         noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    noise = ranks.gather(noise)[0]
-    state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
-    state.set_decays(problem)
+    return ranks.gather(noise)[0]
