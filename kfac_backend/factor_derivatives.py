@@ -10,10 +10,16 @@ With the derivatives G_A = ∂F/∂A and G_B = ∂F/∂B of a function F of the 
 and since A is a mean of outer products a aᵀ, and B a sum of outer products b bᵀ, these are
 derivatives of Σ aᵀ G_A a and Σ bᵀ G_B b at G held fixed. So one more pass suffices, batch by batch,
 which differentiates its backward passes once more. No factor is summed up in it.
+
+What only the likelihood depends on moves no input, and only the vectors v that are propagated back.
+A row b is linear in its vector, so that Σ bᵀ G b is a quadratic form q(v), and its derivative along
+v' is ½ (q(v + v') − q(v − v')), without rounding to speak of. These are plain backward passes, as
+models under `fully_shard` need: for a second one through the first, FSDP has dropped the weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.calls import plain_attention
-from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.driver import Driver, Vectors
 from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
@@ -29,7 +35,7 @@ from kfac_backend.layers.rule import BlockSums
 from kfac_backend.likelihoods import Likelihood, loss_sum
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
-from kfac_backend.sharding import check_whole
+from kfac_backend.sharding import check_whole, is_sharded
 
 
 class BlockDerivative(NamedTuple):
@@ -64,7 +70,8 @@ def factor_gradients(
         data: batches, of all the data of the factors or of a random part of it, whose gradient is
             scaled by the share of the examples.
         tensors: leaves from which the model computes inputs of its layers, such as buffers; they
-            need not require a gradient. No parameters of layers.
+            need not require a gradient. No parameters of layers. Or the likelihood's, see
+            `Likelihood.with_parameters`; under `fully_shard` only these.
         of_factors: ∂F/∂B and ∂F/∂A of each block, by name; blocks that are left out do not count.
         of_loss: c.
         options: those of the factors by default.
@@ -90,7 +97,8 @@ def factor_gradients(
 class FactorDerivatives:
     """`factor_gradients` of several parts of the data, one after the other, with one proof.
 
-    Arguments are those of `factor_gradients`.
+    Arguments are those of `factor_gradients`, and ``outputs``: where the outputs and targets of
+    this rank's data go, on the CPU, if they are wanted.
     """
 
     def __init__(
@@ -104,21 +112,31 @@ class FactorDerivatives:
         *,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
+        outputs: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         if not all(tensor.is_leaf and tensor.is_floating_point() for tensor in tensors):
             raise ValueError(
                 "The gradient is asked for in a tensor that is computed from others, or of "
                 "integers; pass the leaves from which the model computes its layers' inputs."
             )
-        check_whole(model, "The gradient of factors")
+        numbers = list(map(id, factors.likelihood.parameters.values()))
+        if not all(id(tensor) in numbers for tensor in tensors):
+            check_whole(model, "The gradient of factors in what the inputs depend on")
         options = factors.options if options is None else options
         self._factors, self._tensors = factors, list(tensors)
         self._driver = Driver(
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
-        self._sink = PairedRows(
+        kind: type[PairedRows] = PairedRows
+        if is_sharded(model):
+            kind, vectors = PairedVectors, self._driver.vectors
+            self._driver.vectors = MovedVectors(
+                vectors.fisher, vectors.task, vectors.ranks, generator, numbers=self._tensors
+            )
+        self._sink = kind(
             self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
         )
+        self._sink.vectors, self._sink.outputs = self._driver.vectors, outputs
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
         """The gradient over some data, scaled to the factors' data."""
@@ -150,6 +168,8 @@ class PairedRows(FactorSums):
 
     differentiable = True
     takes_example_gradients = False
+    vectors: Any = None
+    outputs: list[tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -200,7 +220,9 @@ class PairedRows(FactorSums):
         # at once, while its graph still lives.
         for rule in self.rules.values():
             for total in (*rule.A.values(), *rule.B.values()):
-                total.gram = _Paired(total.gram, weights.get(total), self._scalars)
+                moves = self.differentiable or total in rule.B.values()
+                weight = weights.get(total) if moves else None
+                total.gram = _Paired(total.gram, weight, self._scalars, self.differentiable)
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -230,6 +252,11 @@ class PairedRows(FactorSums):
                 "The derivative of the factors needs an activation that the model has changed in "
                 "place. Use inplace=False (in ReLU, Dropout and the like)."
             ) from error
+        self._add(gradients, f, y)
+
+    def _add(self, gradients: Sequence[Tensor | None], f: Tensor, y: Tensor) -> None:
+        if self.outputs is not None:
+            self.outputs.append((f.detach().double().cpu(), y.cpu()))
         for total, gradient in zip(self._gradients, gradients, strict=True):
             if gradient is not None:
                 total += gradient
@@ -237,6 +264,56 @@ class PairedRows(FactorSums):
     def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
         """The gradients, by the tensors' numbers."""
         return {}, {str(k): gradient for k, gradient in enumerate(self._gradients)}
+
+
+class PairedVectors(PairedRows):
+    """The same of the likelihood's parameters, by vectors on both sides of each, see the module."""
+
+    differentiable = False
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """The parameters require a gradient."""
+        with _requiring(self._tensors, required=True):
+            yield
+
+    def vector_done(self) -> None:
+        """Add half of a vector's quadratic form q to a number's derivative, or take it away."""
+        super().vector_done()
+        for scalar in self._scalars:
+            which, entry, sign = self.vectors.moved
+            self._gradients[which].view(-1)[entry] += 0.5 * sign * scalar
+        self._scalars.clear()
+
+    def part_done(self, f: Tensor, y: Tensor) -> None:
+        """Add the loss's derivative."""
+        loss = self._of_loss * loss_sum(f.detach(), y, self._likelihood)
+        self._add(torch.autograd.grad(loss, self._tensors, allow_unused=True), f, y)
+
+
+@dataclass
+class MovedVectors(Vectors):
+    """For each vector v, each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
+
+    numbers: Sequence[Tensor] = ()
+    """The tensors of these numbers, which require a gradient meanwhile."""
+    moved: tuple[int, int, int] = (0, 0, 1)
+    """Of the present vector: the tensor, ξ's place in it, and the sign."""
+
+    @torch.enable_grad()
+    def at(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """The vectors at outputs and targets."""
+        # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
+        for v in super().at(f.detach().requires_grad_(), y):
+            for which, xi in enumerate(self.numbers):
+                # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
+                u = torch.zeros_like(v, requires_grad=True)
+                (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
+                for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
+                    (step,) = torch.autograd.grad(slope, u, retain_graph=True)
+                    for sign in (1, -1) if step.any() else ():
+                        self.moved = which, entry, sign
+                        yield v.detach() + sign * step
 
 
 @contextmanager
@@ -259,16 +336,19 @@ class _Paired(Gram):
         gram: the Gram matrix, for its sizes.
         weight: G, (groups, d, d) or (d, d) for all groups; None leaves it out.
         scalars: where the inner products of rows that are added go.
+        differentiable: whether rows that depend on nothing do not count.
     """
 
-    def __init__(self, gram: Gram, weight: Tensor | None, scalars: list[Tensor]) -> None:
+    def __init__(
+        self, gram: Gram, weight: Tensor | None, scalars: list[Tensor], differentiable: bool
+    ) -> None:
         super().__init__(gram.like, gram.groups, gram.size)
         self.entries = gram.entries
-        self._weight, self._scalars = weight, scalars
+        self._weight, self._scalars, self._differentiable = weight, scalars, differentiable
 
     def add(self, rows: Tensor, fresh: bool = False) -> None:
-        """Add Σ xᵀ G x over the rows; rows that depend on nothing have no derivative."""
-        if self._weight is None or not rows.requires_grad:
+        """Add Σ xᵀ G x over the rows."""
+        if self._weight is None or (self._differentiable and not rows.requires_grad):
             return
         rows = self.entries(rows)
         weight = self._weight.to(rows)

@@ -25,6 +25,7 @@ def evidence_gradient(
     options: CurvatureOptions | None = None,
     of_loss: float | None = None,
     likelihood: Likelihood | None = None,
+    outputs: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[list[Tensor]]:
     """The gradient of the evidence in tensors that layers' inputs, or the likelihood, depend on.
 
@@ -40,6 +41,7 @@ def evidence_gradient(
         of_loss: how much the loss counts; −1/(σ²T) by default, 0 is −½ log det alone.
         likelihood: the posterior's with ``tensors`` as parameters, see
             `Likelihood.with_parameters`; the posterior's by default.
+        outputs: where the outputs and targets of this rank's data go, on the CPU.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(
@@ -50,8 +52,9 @@ def evidence_gradient(
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
     with eval_mode(posterior.model):  # as in the fit: a pass looks at the modes when it is made
         derivatives = FactorDerivatives(
-            factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options
-        )
+            factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options,
+            process_group=posterior.ranks.process_group, outputs=outputs,
+        )  # fmt: skip
     for batches in parts:
         with eval_mode(posterior.model):
             gradients = derivatives.gradients(batches)
@@ -91,15 +94,11 @@ class RangeLearner:
     """Adam's steps on the evidence, on ranges as shares of the largest.
 
     Args:
-        model: a network; the ranges of all `LearnedAugmentation` in it are changed in place.
+        modules: their ranges are changed in place.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [
-            m for m in model.modules() if isinstance(m, LearnedAugmentation) and m.learns
-        ]
-        if not self.modules:
-            return
+    def __init__(self, modules: Sequence[LearnedAugmentation]) -> None:
+        self.modules = modules
         self._shares = [(m.ranges / m.largest.to(m.ranges)).requires_grad_() for m in self.modules]
         self._adam = torch.optim.Adam(self._shares, lr=LR)
 
@@ -111,8 +110,6 @@ class RangeLearner:
             data: batches of the training data.
             num_data: N.
         """
-        if not self.modules:
-            return
         parts = _random_parts(data, EXAMPLES / num_data)
         # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
         options = posterior.options
@@ -131,13 +128,12 @@ class RangeLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Adam's state; the ranges themselves are in the network's."""
-        return self._adam.state_dict() if self.modules else {}
+        return self._adam.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, at the network's present ranges."""
-        if self.modules:
-            check_keys("the learned ranges", state, ("state", "param_groups"))
-            self._adam.load_state_dict(state)
+        check_keys("the learned ranges", state, ("state", "param_groups"))
+        self._adam.load_state_dict(state)
 
 
 def _random_parts(data: Iterable[Any], share: float) -> Iterator[list[Any]]:

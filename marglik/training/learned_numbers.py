@@ -22,15 +22,13 @@ has learned little yet may be sure of much that is wrong for one epoch or two; o
 labels at once shows too little, and is trained as by "classification".
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
-from kfac_backend.engine.task import split_batch
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
@@ -38,7 +36,7 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, WithExamples
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
@@ -47,20 +45,24 @@ from marglik.training.state import LearnerState, Problem
 def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
     """Raise an error if the evidence of a batch has no derivative in what it is to learn.
 
+    Collective.
+
     Raises:
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
     """
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
-    check_whole(problem.model, "Learning what the loss or the inputs depend on")
-    curvature = problem.options.curvature
-    posterior = Posterior(problem.model, state.likelihood, curvature, process_group=None)
+    if modules:
+        check_whole(problem.model, "Learning what the inputs depend on")
+    curvature, group = problem.options.curvature, problem.ranks.process_group
+    posterior = Posterior(problem.model, state.likelihood, curvature, process_group=group)
+    data = list(WithExamples([batch], curvature))  # of some ranks it may have none
     with forked_random_numbers(problem.model):
-        posterior.fit([batch])
+        posterior.fit(data)
         if modules:
-            list(evidence_gradient(posterior, [[batch]], [module.ranges for module in modules]))
+            list(evidence_gradient(posterior, [data], [module.ranges for module in modules]))
         if names:
-            likelihood_step(posterior, [batch], names)
+            likelihood_step(posterior, data, names)
 
 
 def likelihood_step(
@@ -91,16 +93,12 @@ def likelihood_step(
         return likelihood.with_parameters(dict(zip(names, values, strict=True)))
 
     # Step 1: the gradient of −½ log det, and the outputs.
-    (of_det,) = evidence_gradient(posterior, [data], present, of_loss=0.0, likelihood=at(present))
+    own: list[tuple[Tensor, Tensor]] = []
+    (of_det,) = evidence_gradient(
+        posterior, [data], present, of_loss=0.0, likelihood=at(present), outputs=own
+    )
     tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)]
-    outputs, device = [], posterior.params[0].device
-    with torch.no_grad(), eval_mode(posterior.model):
-        for batch in data:
-            x, y = split_batch(batch, posterior.options)
-            args, kwargs = arguments(posterior.model, to_device(x, device))
-            outputs.append((logits_of(posterior.model(*args, **kwargs)).double().cpu(), y.cpu()))
-    of_ranks = posterior.ranks.gather(outputs)
-    outputs = [pair for own in of_ranks for pair in own]
+    outputs = [pair for of_rank in posterior.ranks.gather(own) for pair in of_rank]
     weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
 
     def log_p(likelihood: Likelihood) -> Tensor:
@@ -144,33 +142,15 @@ MOST_LABELS = 10_000
 
 
 @torch.no_grad()
-def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = True) -> None:
-    """Give the likelihood the share of wrong labels, once it is late; before, look for it.
-
-    Collective. With several ranks each has a part of the data; all get the same, to the bit.
+def outputs_and_labels(
+    problem: Problem, state: LearnerState, batches: Loader
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, spreads of zero, and targets of labelled examples; collective.
 
     Raises:
-        ValueError: no batch, or no target that counts.
+        ValueError: no batch, no target that counts, or targets that do not fit the outputs.
     """
-    loader, N = problem.loader, problem.num_data
-    if problem.held_out is None and not is_late:
-        if N > MOST_LABELS and problem.ranks.size == 1:  # several ranks read batches in step
-            loader = sampled(loader, MOST_LABELS, N, problem.ranks, state.epoch)
-        state.shown_noise.append(_noise_of(problem, state, own_iteration(loader)))
-    if not is_late:
-        return
-    # Fewer epochs are no sign: a network that is about to fit may be sure of much that is wrong.
-    shown = state.shown_noise
-    noise = max(map(min, zip(shown, shown[1:], shown[2:], strict=False)), default=0.0)
-    if problem.held_out is not None:
-        noise = _noise_of(problem, state, problem.held_out)
-    state.likelihood = state.likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
-    state.set_decays(problem)
-
-
-def _noise_of(problem: Problem, state: LearnerState, batches: Iterable[Any]) -> float:
-    """The ε that, with a temperature, makes the labels of these batches most likely."""
-    likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
+    model = problem.model
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
         with eval_mode(model):
@@ -180,10 +160,36 @@ def _noise_of(problem: Problem, state: LearnerState, batches: Iterable[Any]) -> 
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
     # own keep their order: other roundings would move ε where the fit of it stops.
     with random_numbers_restored(batches):
-        f, spread, y = collected(
-            outputs_and_spread, batches, model, likelihood, problem.options.curvature, 1, ranks
-        )
+        return collected(
+            outputs_and_spread, batches, model, state.likelihood, problem.options.curvature, 1,
+            problem.ranks,
+        )  # fmt: skip
+
+
+def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = True) -> None:
+    """Give the likelihood the share of wrong labels, once it is late; before, look for it.
+
+    Collective. With several ranks each has a part of the data; all get the same, to the bit.
+    """
+    loader, N, shown = problem.loader, problem.num_data, state.shown_noise
+    if problem.held_out is None and not is_late:
+        if N > MOST_LABELS and problem.ranks.size == 1:  # several ranks read batches in step
+            loader = sampled(loader, MOST_LABELS, N, problem.ranks, state.epoch)
+        shown.append(_noise_of(problem, state, own_iteration(loader)))
+    if not is_late:
+        return
+    # Fewer epochs are no sign: a network that is about to fit may be sure of much that is wrong.
+    noise = max(map(min, zip(shown, shown[1:], shown[2:], strict=False)), default=0.0)
+    if problem.held_out is not None:
+        noise = _noise_of(problem, state, problem.held_out)
+    state.likelihood = state.likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
+    state.set_decays(problem)
+
+
+def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:
+    """The ε that, with a temperature, makes the labels of these batches most likely."""
+    f, spread, y = outputs_and_labels(problem, state, batches)
     with torch.enable_grad():
-        without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
+        without = state.likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
         noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    return ranks.gather(noise)[0]
+    return problem.ranks.gather(noise)[0]

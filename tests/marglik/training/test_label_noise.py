@@ -136,6 +136,23 @@ def test_without_held_out_labels_the_training_labels_show_it(caplog):
     assert given.laplace.likelihood.parameters["noise"] == 0.25
 
 
+def test_held_out_labels_that_cannot_serve_are_named_before_the_first_step():
+    model, loader = nn.Linear(3, 3).double(), DataLoader(TensorDataset(*data()), 50)
+    x, y = data(20)
+    cases = [
+        (TypeError, "a list_iterator, which can be read only once", iter([(x, y)])),
+        (ValueError, "held-out data has no batch", []),
+        (ValueError, "Label . is out of range", [(x, y + 3)]),
+        (RuntimeError, "shapes cannot be multiplied", [(x[:, :2], y)]),
+    ]
+    for error, message, held_out in cases:
+        learner, optimizer = PriorLearner(NOISY), torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(error, match=message):
+            learner.start(model, optimizer, loader, 1, held_out=held_out)
+    with pytest.raises(ValueError, match=r"would keep 0 .*updates=0.*noise=0.2"):
+        PriorLearner(NOISY, updates=0)
+
+
 def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for():
     model, (x, y) = nn.Linear(3, 3).double(), data()
     ensemble = Ensemble([model], "noisy_classification(noise=0.3)")
