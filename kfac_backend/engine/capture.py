@@ -21,7 +21,7 @@ autograd leaves the weights' gradients out.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,6 +77,12 @@ class Sink:
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """A layer runs, on the input of this use."""
+
+    def vectors(
+        self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
+    ) -> Iterator[Tensor]:
+        """The vectors to propagate back at outputs and targets; those of the Fisher by default."""
+        return of_fisher(f if self.differentiable else f.detach(), y)
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """A vector has reached a use's output, as the gradient b in the output's shape.

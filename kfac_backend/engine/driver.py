@@ -253,7 +253,7 @@ class Driver:
             # One backward pass for each vector v of the root of the loss Hessian, with the
             # outputs' gradient v: what reaches a layer's output is b, whose outer products are
             # B. The vectors are made one by one, so that memory never holds all of them.
-            vectors = self.vectors(f if self.sink.differentiable else f.detach(), y)
+            vectors = self.sink.vectors(self.vectors, f, y)
             if self.is_sharded:  # terms that count for no example of a batch have no vector
                 steps = self.ranks.in_step(vectors, self.device)
                 vectors = (torch.zeros_like(f) if v is None else v for v in steps)

@@ -1,7 +1,7 @@
 """Everything in which training with learned decays departs from plain evidence: one rule each.
 
 With `DecayPolicy.off()`, no average and ``curvature_from="pass"`` the learner is algorithm 1 of
-Immer et al. 2021 (arXiv:2104.04975), up to rounding.
+Immer et al. 2021 (arXiv:2104.04975), to the bit.
 """
 
 import logging
