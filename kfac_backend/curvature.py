@@ -17,7 +17,7 @@ from kfac_backend.engine.memory import check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import assign_rules
 from kfac_backend.likelihoods import Likelihood
-from kfac_backend.options import CurvatureOptions
+from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
 
@@ -95,7 +95,8 @@ def kronecker_factors(
     curvature = CurvaturePass(
         model, likelihood, options, generator=generator, process_group=process_group, **keywords
     )
-    return curvature.factors_of(data, progress)
+    curvature.driver.add_all(data, "Curvature", progress)
+    return curvature.factors()
 
 
 class CurvaturePass:
@@ -141,6 +142,7 @@ class CurvaturePass:
         data: Iterable[Any],
         progress: bool = False,
         likelihood: Likelihood | None = None,
+        kfac_approx: KfacApprox | None = None,
         *,
         proves_again: bool = True,
     ) -> KroneckerFactors:
@@ -149,11 +151,14 @@ class CurvaturePass:
         A pass that is used again proves again, on two examples, only what other values of the
         parameters can change, as long as the model's structure is the same. Without
         ``proves_again`` it proves nothing then, for passes whose numbers a later one replaces that
-        proves all. ``likelihood`` is the same with other options, such as noises.
+        proves all. ``likelihood`` is the same with other options, such as noises; ``kfac_approx``
+        takes the place of the options' own.
         """
         driver, preparation = self.driver, self.driver.preparation
         if likelihood is not None:
             driver.task.likelihood = likelihood
+        if kfac_approx is not None:
+            driver.options = driver.options.replace(kfac_approx=kfac_approx)
         stays = not proves_again and preparation.proof.is_of_this_structure()
         if not stays and not preparation.proof.renew():
             assignment = assign_rules(driver.model, driver.options.unsupported)
@@ -166,7 +171,7 @@ class CurvaturePass:
     def factors(self) -> KroneckerFactors:
         """The factors of all batches: A is a mean over its terms, B a sum over the data.
 
-        The sums become the factors in place, and the pass is reset.
+        The sums become the factors in place, and the next batch begins another pass.
         """
         driver = self.driver
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.
@@ -177,7 +182,7 @@ class CurvaturePass:
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
-        factors = KroneckerFactors(
+        return KroneckerFactors(
             assemble_blocks(driver.model, sums),
             num_data=sums.num_data,
             num_outputs=sums.num_outputs,
@@ -186,5 +191,3 @@ class CurvaturePass:
             likelihood=driver.task.likelihood,
             options=driver.options.replace(kfac_approx=sums.kfac_approx),
         )
-        self.reset()
-        return factors

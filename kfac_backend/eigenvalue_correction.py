@@ -218,9 +218,9 @@ class SecondMoments(Sink):
 
 
 def check_read_twice(data: Iterable[Any]) -> None:
-    """Raise a TypeError for an iterator, from which the second pass would get no batch."""
-    if iter(data) is data:
+    """Raise a TypeError for an iterator, from which a second pass would get no batch."""
+    if isinstance(data, Iterator):  # which, unlike iter(data), draws no random numbers
         raise TypeError(
-            f"The data is {type(data).__name__}, which can be read only once; corrected "
-            "eigenvalues need two passes. Pass a DataLoader or a list of batches."
+            f"The data is a {type(data).__name__}, which can be read only once, and it is read "
+            "several times; pass a DataLoader or a list of batches."
         )

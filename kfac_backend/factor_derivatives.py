@@ -17,9 +17,8 @@ v' is ½ (q(v + v') − q(v − v')), without rounding to speak of. These are pl
 models under `fully_shard` need: for a second one through the first, FSDP has dropped the weights.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.calls import plain_attention
-from kfac_backend.engine.driver import Driver, Vectors
+from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
@@ -127,16 +126,11 @@ class FactorDerivatives:
         self._driver = Driver(
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
-        kind: type[PairedRows] = PairedRows
-        if is_sharded(model):
-            kind, vectors = PairedVectors, self._driver.vectors
-            self._driver.vectors = MovedVectors(
-                vectors.fisher, vectors.task, vectors.ranks, generator, numbers=self._tensors
-            )
+        kind = PairedVectors if is_sharded(model) else PairedRows
         self._sink = kind(
             self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
         )
-        self._sink.vectors, self._sink.outputs = self._driver.vectors, outputs
+        self._sink.outputs = outputs
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
         """The gradient over some data, scaled to the factors' data."""
@@ -168,7 +162,6 @@ class PairedRows(FactorSums):
 
     differentiable = True
     takes_example_gradients = False
-    vectors: Any = None
     outputs: list[tuple[Tensor, Tensor]] | None = None
 
     def __init__(
@@ -270,6 +263,8 @@ class PairedVectors(PairedRows):
     """The same of the likelihood's parameters, by vectors on both sides of each, see the module."""
 
     differentiable = False
+    _moved = 0, 0, 1
+    """Of the present vector: the tensor, the number's place in it, and the sign."""
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -277,11 +272,28 @@ class PairedVectors(PairedRows):
         with _requiring(self._tensors, required=True):
             yield
 
+    @torch.enable_grad()
+    def vectors(
+        self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
+    ) -> Iterator[Tensor]:
+        """For each vector v and each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
+        # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
+        for v in of_fisher(f.detach().requires_grad_(), y):
+            for which, xi in enumerate(self._tensors):
+                # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
+                u = torch.zeros_like(v, requires_grad=True)
+                (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
+                for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
+                    (step,) = torch.autograd.grad(slope, u, retain_graph=True)
+                    for sign in (1, -1) if step.any() else ():
+                        self._moved = which, entry, sign
+                        yield v.detach() + sign * step
+
     def vector_done(self) -> None:
         """Add half of a vector's quadratic form q to a number's derivative, or take it away."""
         super().vector_done()
         for scalar in self._scalars:
-            which, entry, sign = self.vectors.moved
+            which, entry, sign = self._moved
             self._gradients[which].view(-1)[entry] += 0.5 * sign * scalar
         self._scalars.clear()
 
@@ -289,31 +301,6 @@ class PairedVectors(PairedRows):
         """Add the loss's derivative."""
         loss = self._of_loss * loss_sum(f.detach(), y, self._likelihood)
         self._add(torch.autograd.grad(loss, self._tensors, allow_unused=True), f, y)
-
-
-@dataclass
-class MovedVectors(Vectors):
-    """For each vector v, each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
-
-    numbers: Sequence[Tensor] = ()
-    """The tensors of these numbers, which require a gradient meanwhile."""
-    moved: tuple[int, int, int] = (0, 0, 1)
-    """Of the present vector: the tensor, ξ's place in it, and the sign."""
-
-    @torch.enable_grad()
-    def at(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The vectors at outputs and targets."""
-        # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
-        for v in super().at(f.detach().requires_grad_(), y):
-            for which, xi in enumerate(self.numbers):
-                # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
-                u = torch.zeros_like(v, requires_grad=True)
-                (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
-                for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
-                    (step,) = torch.autograd.grad(slope, u, retain_graph=True)
-                    for sign in (1, -1) if step.any() else ():
-                        self.moved = which, entry, sign
-                        yield v.detach() + sign * step
 
 
 @contextmanager

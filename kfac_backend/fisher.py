@@ -93,7 +93,10 @@ class Fisher(ABC):
                 column = column.masked_fill(~counted[..., None], 0.0)
             # Several terms in one vector add the products of different terms to v vᵀ, which
             # vanish on average where they are drawn.
-            yield from [column] if self.draws else _one_term_at_a_time(column, counted)
+            if self.draws or column.dim() == 2:
+                yield column
+            else:
+                yield from _one_term_at_a_time(column, counted)
 
 
 class ExactGGN(Fisher):
@@ -163,13 +166,7 @@ def warn_of_many_passes(fisher: Fisher, likelihood: Likelihood, f: Tensor) -> No
 def _one_term_at_a_time(
     vector: Float[Tensor, "N *terms C"], counted: Tensor | None
 ) -> Iterator[Tensor]:
-    """The vector itself for one loss term per example, else a copy for each term, zero elsewhere.
-
-    Terms that count for no example are left out.
-    """
-    if vector.dim() == 2:
-        yield vector
-        return
+    """A copy of the vector for each term, zero elsewhere, but for those that count nowhere."""
     terms = vector.flatten(1, -2)  # (N, T, C)
     chosen = range(terms.shape[1])
     if counted is not None:

@@ -357,11 +357,14 @@ class _Softmax(_Labels):
     def __post_init__(self) -> None:
         """Check the weights and the smoothing."""
         super().__post_init__()
-        weights = self.options.get("weights")
-        numbers = _finite(weights, is_list=True)
-        if weights is not None and (numbers is None or not (numbers > 0).all()):
-            raise ValueError(f"weights must be a positive number for each class, not {weights!r}")
-        object.__setattr__(self, "needs_targets", weights is not None)
+        if self.weights is not None:
+            numbers = _finite(self.weights, is_list=True)
+            if numbers is None or not (numbers > 0).all():
+                weights = self.options.get("weights")
+                raise ValueError(
+                    f"weights must be a positive number for each class, not {weights!r}"
+                )
+        object.__setattr__(self, "needs_targets", self.weights is not None)
         if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
 
@@ -444,16 +447,22 @@ class Classification(_Softmax):
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
+        return self._cross_entropy(f, y, "none").view(*f.shape[:-1], 1)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """The sum of `losses`, in one operation: each step of training asks for it."""
+        return self._cross_entropy(f, y, "sum")
+
+    def _cross_entropy(self, f: Tensor, y: Tensor, reduction: str) -> Tensor:
         w = None if self.weights is None else f.new_tensor(self.weights)
-        found = F.cross_entropy(
+        return F.cross_entropy(
             f.flatten(0, -2),
             y.flatten().long(),
             w,
             ignore_index=IGNORED,
-            reduction="none",
+            reduction=reduction,
             label_smoothing=self.smoothing,
         )
-        return found.view(*f.shape[:-1], 1)
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.

@@ -37,7 +37,8 @@ class Options:
         unknown = [name for name in changes if name not in names]
         if unknown:
             raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
-        return replace(self, **changes) if changes else self
+        is_new = any(getattr(self, name) != value for name, value in changes.items())
+        return replace(self, **changes) if is_new else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ eigenvalues are differences of large numbers. A backward pass bears it: its erro
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -55,10 +55,6 @@ class Arithmetic:
                 f"{self.device.type!r}; choose one of {', '.join(map(repr, available))}."
             )
 
-    def without_autocast(self) -> torch.autocast:
-        """A context without autocast, which is for forward passes alone."""
-        return torch.autocast(self.device.type, enabled=False)
-
     def of_sums(self, in_training: bool) -> AbstractContextManager[object]:
         """The context of a sink's work: float32 in full precision, without autocast.
 
@@ -70,7 +66,7 @@ class Arithmetic:
         stack = ExitStack()
         if in_training:
             stack.enter_context(torch.no_grad())
-        stack.enter_context(self.without_autocast())
+        stack.enter_context(torch.autocast(self.device.type, enabled=False))
         stack.enter_context(full_float32())
         return stack
 
@@ -97,6 +93,5 @@ def _products_in(*precisions: str) -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def full_float32() -> AbstractContextManager[None]:
-    """A context that multiplies float32 in full precision, whatever the user has set."""
-    return _products_in("ieee", "ieee", "ieee", "ieee")
+full_float32 = partial(_products_in, "ieee", "ieee", "ieee", "ieee")
+"""A context that multiplies float32 in full precision, whatever the user has set."""

@@ -293,7 +293,8 @@ def sum_over_ranks(
         sums: this rank's sums.
         ranks: all ranks.
         model: the model, which must be the same on all ranks, up to rounding.
-        must_agree: what else must be the same, such as options, by the names that errors use.
+        must_agree: what else must have the same text (``str``), such as options, by the names that
+            errors use.
         by_owners: whether each sum is kept by one rank alone, see `PassSums.reduce_`.
 
     Raises:
@@ -308,7 +309,7 @@ def sum_over_ranks(
     must_agree = {
         "the version of torch": str(torch.__version__),
         "the trainable parameters": {name: tuple(p.shape) for name, p in trainable.items()},
-        **must_agree,
+        **{name: str(value) for name, value in must_agree.items()},
     }
     norms = squared_norms(list(trainable.values())).sqrt()
     by_name = dict(zip(trainable, norms.tolist(), strict=True))

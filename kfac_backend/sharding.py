@@ -71,7 +71,7 @@ def is_sharded(model: nn.Module) -> bool:
 def class_and_hooks(module: nn.Module) -> tuple[type[nn.Module], list[Any]]:
     """A module's class and hooks of its forward pass, without those that `fully_shard` adds."""
     kind: Any = type(module)
-    if module in sharded_modules(module):
+    if kind.__bases__[0].__name__ == "FSDPModule":
         kind = kind.__bases__[1]  # of FSDPLinear(FSDPModule, Linear)
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     ours = [h for h in hooks if not (h.__module__ or "").startswith("torch.distributed.fsdp.")]
@@ -97,8 +97,10 @@ def check_sharding(model: nn.Module) -> None:
     )
     # A forward pass without a backward pass leaves the root's parameters gathered; those that the
     # caller will ask the model for are the parts.
-    reshard(model)
-    managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}
+    sharded = sharded_modules(model)
+    for module in sharded:
+        module.reshard()
+    managed = {id(p) for module in sharded for p in module.parameters()}
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             which = f"Layer '{name}'" if name else "The model"
@@ -106,15 +108,15 @@ def check_sharding(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter":
             raise NotImplementedError(f"Parameter '{name}' is FSDP1's FlatParameter. {way_out}")
-        if not is_part(p):
+        placements = getattr(p, "placements", None)
+        if placements is None:  # no DTensor
             continue
-        placements, mesh = p.placements, p.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         if id(p) not in managed or sum(not one.is_replicate() for one in placements) != 1:
             raise NotImplementedError(
                 f"Parameter '{name}' is spread over ranks by tensor parallelism (a DTensor with "
                 f"placements {placements}), and hooks would see a part of it. {way_out}"
             )
-        if p.device.type != mesh.device_type:
+        if p.device.type != p.device_mesh.device_type:  # pyright: ignore[reportAttributeAccessIssue]
             raise NotImplementedError(
                 f"Parameter '{name}' is offloaded to {p.device}. Shard without CPUOffloadPolicy."
             )
@@ -172,21 +174,13 @@ def gathered_again(model: nn.Module) -> Iterator[None]:
         )
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Each name -> parameter; of a sharded one a whole tensor, see `whole_parameters`."""
-    whole = whole_parameters(model)
-    return {
-        f"{prefix}.{local}" if prefix else local: whole.get((prefix, local), p)
-        for prefix, module in model.named_modules()
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
-
-
 def detached_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """First name -> parameter without a graph; a sharded one as of `named_tensors`."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, p in named_tensors(model).items():
-        first.setdefault(id(p), (name, p.detach()))
+    """First name -> parameter without a graph; of a sharded one see `whole_parameters`."""
+    whole, first = whole_parameters(model), dict[int, tuple[str, Tensor]]()
+    for prefix, module in model.named_modules():
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            p = whole.get((prefix, local), p)
+            first.setdefault(id(p), (f"{prefix}.{local}" if prefix else local, p.detach()))
     return dict(first.values())
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from marglik.laplace import Laplace as Laplace
     from marglik.post_hoc import maximize_evidence as maximize_evidence
     from marglik.post_hoc import minimize_validation_loss as minimize_validation_loss
-    from marglik.posterior.evidence import EvidenceTerms as EvidenceTerms
     from marglik.posterior.posterior import Posterior as Posterior
     from marglik.posterior.posterior_file import load_posterior as load_posterior
     from marglik.posterior.posterior_file import save_posterior as save_posterior
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "DecayPolicy": "training.decay_policy",
     "Ensemble": "prediction.ensemble",
-    "EvidenceTerms": "posterior.evidence",
     "Hyperparameters": "posterior.prior",
     "KronLaplace": "laplace",
     "Laplace": "laplace",

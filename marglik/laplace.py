@@ -283,7 +283,7 @@ class ParametricLaplace(Posterior):
         delta = self.prior_precision if delta is None else delta
         if self.structure != "kron":
             return self.of_blocks(delta)
-        sizes = torch.tensor([p.numel() for p in self.params], device=self._device)
+        sizes = torch.tensor(self._sizes, device=self._device)
         delta = delta.to(self._device, torch.float64).expand(self.n_layers)
         return delta.repeat_interleave(sizes)
 
@@ -302,8 +302,8 @@ class ParametricLaplace(Posterior):
             delta = self._delta_each()
             values, vectors = torch.linalg.eigh(precision.to_dense().double() - delta.diag())
             positive = values > 1e-12 * values.max()
-            pairs = vectors[:, positive].to(self._dtype), values[positive].to(self._dtype)
-            return pairs, delta.to(self._dtype)
+            pairs = vectors[:, positive].to(self.mean.dtype), values[positive].to(self.mean.dtype)
+            return pairs, delta.to(self.mean.dtype)
         return precision.to_dense()
 
     @property
@@ -662,13 +662,6 @@ class ParametricLaplace(Posterior):
             )
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
-        likelihood = curvature.likelihood  # with the parameters of the fit
-        if likelihood.name != self.likelihood.name:
-            raise ValueError(
-                f"The state is of likelihood '{likelihood}', and this is of '{self.likelihood}'; "
-                "create it with the same."
-            )
-        self.likelihood = likelihood
         self.restore(curvature)
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, state[name])

@@ -142,18 +142,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class ClassErrors:
-    """What is taken for what."""
-
-    counts: list[int]
-    """Examples of each class."""
-    right: list[int]
-    """Right predictions of each class."""
-    confusion: list[list[int]] | None = None
-    """Labels in rows, predictions in columns; None for many classes."""
-
-
-@dataclass(frozen=True)
 class Scores:
     """Metrics of a predictive, with 95 % intervals over the choice of test examples."""
 
@@ -179,7 +167,8 @@ class PredictiveRecord(Scores):
     reliability: Bins | Coverage | None = None
     risk_coverage: Curve | None = None
     """Error rate among the most confident predictions, over their share."""
-    classes: ClassErrors | None = None
+    confusion: list[list[int]] | None = None
+    """Labels in rows, predictions in columns; None for many classes."""
     roc: Curve | None = None
     """Share of out-of-distribution examples that are flagged, over that of our own."""
     against: Against | None = None
@@ -386,10 +375,6 @@ class EpochRecord:
     """Learning rate after the last step."""
     seconds: float
     accuracy: float | None = None
-    limited_weight_decay: Any = None
-    """Tensors whose weight decay the steps' stability limits."""
-    clipped_steps: int | None = None
-    """Number of steps whose gradient was clipped, if any."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +391,6 @@ class UpdateRecord:
     """By group."""
     effective_parameters: dict[str, float]
     """By tensor."""
-    clipped_eigenvalues: int
     seconds: dict[str, float]
     """Of the pass, of the eigenvalues and of the steps."""
     num_examples: int

@@ -98,6 +98,7 @@ class KroneckerBlock:
 
     def to_dense(self) -> Tensor:
         """The block as a (P, P) matrix."""
+        self._check_is_here()
         B = self.B.reshape(-1, *self.B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
@@ -106,6 +107,7 @@ class KroneckerBlock:
 
     def matvec(self, v: Tensor) -> Tensor:
         """(B ⊗ A) v for vectors v (..., P)."""
+        self._check_is_here()
         columns = 1 if self.A is None else self.A.shape[-1]
         V = v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)  # (..., G, d_out, d_in)
         # W ↦ B W A for the matrix W that v is, row by row. B V, since B is symmetric:
@@ -146,6 +148,10 @@ class KroneckerBlock:
                 return type(self).of_rows(self.name, B, of_both, terms, constants=self.constants)
         A = self.A * (1 - share) + other.A * share
         return replace(self, B=B, A=A, num_terms=_one_or_all(terms))
+
+    def _check_is_here(self) -> None:
+        if self.B.is_meta:
+            raise kept_elsewhere(self.name)
 
     def _shapes(self) -> "KroneckerBlock":
         """The block without values, as of another rank."""
@@ -263,7 +269,7 @@ def compute_eigenvalues(
     """Compute the eigenvalues of all blocks, which keep them.
 
     Args:
-        blocks: the blocks; those that know their eigenvalues already are left out.
+        blocks: the blocks; those that know their eigenvalues already, on all ranks, are left out.
         ranks: the ranks that share the work, the largest factors first by d³. All must have the
             same blocks and call this; all get the same numbers to the bit. None: this process does
             all the work. A factor that not all have is solved by one that has it.
@@ -274,9 +280,11 @@ def compute_eigenvalues(
         RuntimeError: another rank is gone, or has such a factor.
     """
     # A corrected block knows them: they are its own.
-    blocks = [
-        b for b in blocks if type(b) is KroneckerBlock and b._remembered("_eigenvalues") is None
-    ]
+    plain = [b for b in blocks if type(b) is KroneckerBlock]
+    is_missing = [b._remembered("_eigenvalues") is None for b in plain]
+    if ranks is not None:  # all solve the same blocks: those that any of them has not
+        is_missing = [any(of_ranks) for of_ranks in zip(*ranks.gather(is_missing), strict=True)]
+    blocks = [b for b, missing in zip(plain, is_missing, strict=True) if missing]
     solved = _solved(blocks, ranks, device, vectors=False)
     for block, eigenvalues in zip(blocks, solved, strict=True):
         block._remember("_eigenvalues", eigenvalues)
@@ -300,10 +308,14 @@ def decompose(
 
 
 def gathered_blocks(
-    blocks: Mapping[str, KroneckerBlock], ranks: Ranks, device: torch.device | str
+    blocks: Mapping[str, KroneckerBlock], ranks: Ranks, device: torch.device | str | None = None
 ) -> dict[str, KroneckerBlock]:
     """All blocks on each rank, from the ranks that keep them; see `KroneckerFactors.gathered`."""
     holders = ranks.holders([not block.B.is_meta for block in blocks.values()])
+    for name, of_block in zip(blocks, holders, strict=True):
+        if not of_block:
+            raise kept_elsewhere(name)
+    device = device or _device_of(block.B for block in blocks.values())
     gathered, received = dict[str, KroneckerBlock](), list[tuple[Tensor, int]]()
     for (name, block), of_block in zip(blocks.items(), holders, strict=True):
         # What is sent lies on the device of those who receive it.
@@ -311,7 +323,7 @@ def gathered_blocks(
         if block.B.is_meta:
             factors = (block.B, block.A)
             B, A = (None if F is None else torch.empty_like(F, device=device) for F in factors)
-            whole = replace(block, B=B, A=A)
+            whole = replace(whole, B=B, A=A)
         gathered[name] = whole
         if len(of_block) < ranks.size:
             received += [(F, of_block[0]) for F, _ in whole.named_factors()]
@@ -341,13 +353,8 @@ def _solved(
     keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
     holders = ranks.holders([not factors[key].matrix.is_meta for key in keys])
     if not all(holders):
-        raise RuntimeError(
-            f"The factor {factors[keys[holders.index([])]].name} is kept by another rank. Bring "
-            "all factors to this one first, on all ranks: posterior.gather(), or "
-            "factors.gathered(ranks)."
-        )
-    devices = [F.matrix.device for F in factors.values() if not F.matrix.is_meta]
-    there = device or next(iter(devices), torch.device("cpu"))
+        raise kept_elsewhere(factors[keys[holders.index([])]].name)
+    there = device or _device_of(F.matrix for F in factors.values())
     owners = ranks.owners([_cost(factors[key].matrix) for key in keys], holders)
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
@@ -363,6 +370,20 @@ def _solved(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
     return [[solved[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
+
+
+def kept_elsewhere(name: str) -> RuntimeError:
+    """The error for a block or factor, by its name, that none of the ranks asked has."""
+    return RuntimeError(
+        f"The values of '{name}' are kept by another rank. Bring all blocks to this one first, on "
+        "all ranks: posterior.gather(), or factors.gathered(ranks)."
+    )
+
+
+def _device_of(factors: Iterable[Tensor]) -> torch.device:
+    """The device of the first factor with values; the CPU where this rank has none."""
+    devices = (F.device for F in factors if not F.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _parts(one: EigenDecomposition, vectors: bool) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import (
@@ -16,13 +17,14 @@ from kfac_backend.blocks.block import (
     KroneckerBlock,
     compute_eigenvalues,
     gathered_blocks,
+    kept_elsewhere,
 )
-from kfac_backend.files import parse_json, read_tensors, write_tensors
+from kfac_backend.files import parse_json, read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 7
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 8
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 
@@ -100,14 +102,17 @@ class KroneckerFactors:
         """Whether all blocks are here, and none is kept by another rank."""
         return not any(F.is_meta for b in self.blocks.values() for F, _ in b.named_factors())
 
-    def gathered(self, ranks: Ranks, device: torch.device | str = "cpu") -> "KroneckerFactors":
+    def gathered(
+        self, ranks: Ranks, device: torch.device | str | None = None
+    ) -> "KroneckerFactors":
         """The factors with all blocks on each rank, from the ranks that keep them; collective.
 
         To save them, or for what one rank computes alone. Those of one process are whole.
 
         Args:
             ranks: those that share the data.
-            device: of the blocks that are sent, on all ranks.
+            device: of the blocks that are sent; it must be one that the ranks' backend sends. None
+                takes that of this rank's own blocks, or the CPU where it has none.
         """
         return replace(self, blocks=gathered_blocks(self.blocks, ranks, device))
 
@@ -165,40 +170,47 @@ class KroneckerFactors:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors as plain data and tensors, which `torch.load` reads with its defaults."""
+        """The factors as plain data and tensors, which `torch.load` reads with its defaults.
+
+        They come back to the bit. A symmetric factor is its triangle, half of its entries; one of
+        few rows is these rows. Equal ones, such as B of a weight and of its bias, are there once.
+
+        Raises:
+            RuntimeError: blocks that another rank keeps.
+        """
         if not self.is_whole:
-            raise ValueError(
-                "Some blocks are kept by other ranks. Bring them here first, on all ranks: "
-                "factors.gathered(ranks)."
-            )
+            raise kept_elsewhere(next(n for n, b in self.blocks.items() if b.B.is_meta))
+        tensors, keys = dict[str, Tensor](), dict[object, str]()
+
+        def add(key: str, tensor: Tensor) -> str:
+            """The key under which the state has a tensor, which may be an equal one's."""
+            form = key.rpartition(".")[2]
+            key = keys.setdefault((form, sha256_of_tensors([tensor])), key)
+            tensors.setdefault(key, tensor.detach())
+            return key
+
+        entries = []
+        for name, block in self.blocks.items():
+            entry = {"name": name, "num_terms": block.num_terms, "constants": [*block.constants]}
+            rows = None
+            if isinstance(block, CorrectedBlock):
+                parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
+                entry["eigen"] = {k: add(f"{name}/eigen.{k}", v) for k, v in parts.items()}
+            else:
+                rows = block.rows_of_A
+            for which, F in (("B", block.B), ("A", block.A)):
+                if F is not None:
+                    form, stored = _pack(F) if which == "B" or rows is None else ("rows", rows)
+                    entry[which] = add(f"{name}/{which}.{form}", stored)
+            entries.append(entry)
         header = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             **{field: getattr(self, field) for field in FIELDS},
             "likelihood": str(self.likelihood),
             "options": self.options.to_json(),
-            "blocks": [
-                {
-                    "name": n,
-                    "num_terms": b.num_terms,
-                    "A": b.A is not None,
-                    "constants": list(b.constants),
-                }
-                for n, b in self.blocks.items()
-            ],
+            "blocks": entries,
         }
-        tensors: dict[str, Tensor] = {}
-        for entry, block in zip(header["blocks"], self.blocks.values(), strict=True):
-            # The rows of A, where they are few, take less space, and `_block` makes A of them.
-            rows = None if isinstance(block, CorrectedBlock) else block.rows_of_A
-            A = ("A", block.A) if rows is None else ("rows", rows)
-            for which, F in (("B", block.B), A):
-                if F is not None:
-                    tensors[f"{block.name}/{which}"] = F.detach()
-            if isinstance(block, CorrectedBlock):
-                parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
-                tensors |= {f"{block.name}/eigen/{k}": v.detach() for k, v in parts.items()}
-                entry["corrected"] = True
         return {"header": header, "tensors": tensors}
 
     @classmethod
@@ -218,13 +230,14 @@ class KroneckerFactors:
                 f"{header.get('version')}. Compute the factors again, or write them with save()."
             )
         try:
+            factors = dict[str, Tensor]()  # of equal ones just one, which is also solved once
             return cls(
-                {entry["name"]: _block(entry, tensors) for entry in header["blocks"]},
+                {entry["name"]: _block(entry, tensors, factors) for entry in header["blocks"]},
                 options=CurvatureOptions(**header["options"]),
                 **{field: header[field] for field in FIELDS},
                 likelihood=likelihood_of(header["likelihood"]),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{source} holds no whole Kronecker factors ({error}). Save them anew."
             ) from error
@@ -236,8 +249,7 @@ class KroneckerFactors:
             the file's SHA-256 sum.
         """
         state = self.state_dict()
-        # Copies, since safetensors refuses shared memory, and a weight and its bias may share B.
-        tensors = {name: tensor.clone().contiguous() for name, tensor in state["tensors"].items()}
+        tensors = {name: tensor.contiguous() for name, tensor in state["tensors"].items()}
         return write_tensors(path, tensors, {"header": json.dumps(state["header"])})
 
     @classmethod
@@ -265,20 +277,55 @@ class KroneckerFactors:
             raise ValueError("Cannot add factors of different parameters.")
 
 
-def _block(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-    """A block from its entry in the header and its tensors; with an eigenbasis it is corrected."""
-    name = entry["name"]
-    terms = entry["num_terms"]
+def _block(
+    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: dict[str, Tensor]
+) -> KroneckerBlock:
+    """A block from its entry in the header and its tensors; with an eigenbasis it is corrected.
+
+    Args:
+        entry: the block's entry.
+        tensors: those of the state.
+        factors: the factors so far, by their keys; those of the block are added.
+    """
+    name, terms = entry["name"], entry["num_terms"]
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms
     first, end = entry["constants"]
-    B, rows = tensors[f"{name}/B"], tensors.get(f"{name}/rows")
-    if rows is not None:
+
+    def factor(key: str) -> Tensor:
+        if key not in factors:
+            factors[key] = _unpack(key.rpartition(".")[2], tensors[key])
+        return factors[key]
+
+    B, A = factor(entry["B"]), entry.get("A")
+    if A is not None and A.endswith(".rows"):
         # A copy begins at an aligned address, on which the bits of A may depend.
-        return KroneckerBlock.of_rows(name, B, rows.clone(), terms, constants=(first, end))
-    A = tensors[f"{name}/A"] if entry["A"] else None
-    block = KroneckerBlock(name, B, A, terms, (first, end))
-    if entry.get("corrected"):
-        names = ["beta", "Q_B", "corrected", *(["alpha", "Q_A"] if entry["A"] else [])]
-        eigen = EigenBlock(**{part: tensors[f"{name}/eigen/{part}"] for part in names})
-        block = CorrectedBlock(name, B, A, terms, (first, end), eigen=eigen)
-    return block
+        rows = tensors[A].clone()
+        return KroneckerBlock.of_rows(name, B, rows, terms, constants=(first, end))
+    A = None if A is None else factor(A)
+    if "eigen" not in entry:
+        return KroneckerBlock(name, B, A, terms, (first, end))
+    eigen = EigenBlock(**{part: tensors[key] for part, key in entry["eigen"].items()})
+    return CorrectedBlock(name, B, A, terms, (first, end), eigen=eigen)
+
+
+def _pack(F: Float[Tensor, "*G d d"]) -> tuple[str, Tensor]:
+    """("triangle", its entries (..., d (d + 1) / 2)), or ("whole", F) if F is not symmetric."""
+    return ("triangle", F[..., _upper(F)]) if torch.equal(F, F.mT) else ("whole", F)
+
+
+def _unpack(form: str, entries: Tensor) -> Float[Tensor, "*G d d"]:
+    """The factor of which `_pack` made these entries, to the bit."""
+    if form == "whole":
+        return entries
+    count = entries.shape[-1]
+    d = (math.isqrt(8 * count + 1) - 1) // 2
+    if form != "triangle" or d * (d + 1) // 2 != count:
+        raise ValueError(f"{count} entries are no matrix of form '{form}'")
+    F = entries.new_empty(*entries.shape[:-1], d, d)
+    F[..., _upper(F)] = F.mT[..., _upper(F)] = entries
+    return F
+
+
+def _upper(F: Tensor) -> Tensor:
+    """Which entries of a square matrix are on the diagonal or above it."""
+    return torch.ones(F.shape[-2:], dtype=torch.bool, device=F.device).triu()

@@ -40,7 +40,8 @@ def linearised_outputs(
         torch.inference_mode(False), torch.no_grad(), full_float32(), plain_attention(),
     ):  # fmt: skip
         x = detached(x, device)
-        N, size = num_examples(x), make_plan(model, x, device).part_size
+        N = num_examples(x)
+        size = make_plan(model, x, N, device).part_size
         parts = [x]
         if N and size:
             parts = [examples(x, slice(start, start + size)) for start in range(0, N, size)]

@@ -300,10 +300,9 @@ class OutputCovariance:
 
     def _measure(self, x: Any, K: int | None) -> _Sizes:
         """How many pairs of this shape fit into the memory, by one vector's gradients."""
-        plan = make_plan(self._model, x, self._device)
-        if num_examples(x) == 1:
-            plan = Plan(splits=True)
-        x = first_and_last(x) if plan.splits else x
+        N = num_examples(x)
+        plan = Plan(splits=True) if N == 1 else make_plan(self._model, x, N, self._device)
+        x = first_and_last(x, N) if plan.splits else x
         measured = _GradientBytes(self._gradients)
         with self._capture(measured) as capture:
             f = capture.forward(x)

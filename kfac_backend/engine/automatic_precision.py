@@ -89,8 +89,7 @@ def _factors(
     if driver.preparation.proof.plan.splits:
         x, y = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
     trial = copy(driver)
-    trial.vectors = copy(driver.vectors)
-    trial.vectors.generator = torch.Generator(driver.device).manual_seed(0)
+    trial.generator = torch.Generator(driver.device).manual_seed(0)
     trial.start(copy(driver.sink))
     trial.arithmetic.precision = precision
     with full_float32(), forked_random_numbers(driver.model):

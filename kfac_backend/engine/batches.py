@@ -88,12 +88,12 @@ def example_shapes(x: Any) -> Any:
 
 def detached(x: Any, device: torch.device) -> Any:
     """The input on the device, detached; inference tensors, which no graph takes, are copied."""
-    x = to_device(x, device)
+    if isinstance(x, Tensor):
+        x = x.to(device)
+        return x.clone() if x.is_inference() else x.detach()
     if isinstance(x, Mapping):
         return map_entries(lambda value: detached(value, device), x)
-    if not isinstance(x, Tensor):
-        return x
-    return x.clone() if x.is_inference() else x.detach()
+    return to_device(x, device)
 
 
 def splits_by_example(x: Any, y: Any) -> bool:
@@ -109,9 +109,8 @@ def parts(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield x[start : start + size], y[start : start + size]
 
 
-def first_and_last(x: Any) -> Any:
-    """The first and the last example of an input: in a sorted batch they differ most."""
-    N = num_examples(x)
+def first_and_last(x: Any, N: int | None) -> Any:
+    """The first and the last of an input's N examples: in a sorted batch they differ most."""
     if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
         return examples(x, slice(2))
     return examples(x, slice(None, None, max(N - 1, 1)))
@@ -129,13 +128,12 @@ class Plan:
     """Whether examples alone have the outputs that they have together, so that a few may run."""
 
 
-def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
-    """How to run batches like this one, tried on its first and its last example.
+def make_plan(model: nn.Module, x: Any, N: int | None, device: torch.device) -> Plan:
+    """How to run batches like this one of N examples, tried on its first and its last one.
 
     Batches whose rows are not independent examples stay whole, and a model whose output depends on
     the memory format keeps its own. On a GPU batches always stay whole, since small ones are slow.
     """
-    N = num_examples(x)
     if not N:
         return Plan()
     # Ranks that share a model run it equally often, whatever the sizes of their batches are.
@@ -149,17 +147,18 @@ def make_plan(model: nn.Module, x: Any, device: torch.device) -> Plan:
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
 
     def trial() -> Plan:
-        ends = first_and_last(x)
+        ends = first_and_last(x, N)
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), forked_random_numbers(model):
             # Each alone, and both together: where the outputs are the same, a few examples may run
-            # in the place of a batch. The largest activation of one tells how many fit into the
-            # cache.
-            ones = (examples(ends, slice(k, k + 1)) for k in range(min(N, 2)))
+            # in the place of a batch. The largest activation of the first tells how many fit into
+            # the cache.
+            first, *others = (examples(ends, slice(k, k + 1)) for k in range(min(N, 2)))
             with ExitStack() as handles:
                 for module in modules:
                     handles.callback(module.register_forward_hook(hook).remove)
-                alone = [call_with(model, {}, one) for one in ones]
+                alone = [call_with(model, {}, first)]
+            alone += [call_with(model, {}, other) for other in others]
             by_example = max(sizes, default=0)
             both = call_with(model, {}, ends)
             weights = in_channels_last(model) if is_alone else {}

@@ -8,7 +8,7 @@ Whatever happens meanwhile, an error or an interrupt, the model is afterwards as
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy as copy_of
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.checks import check_dtypes, check_output
 from kfac_backend.engine.rule_assignment import RuleAssignment
-from kfac_backend.sharding import is_sharded, named_tensors, reshard, substituted
+from kfac_backend.sharding import reshard, substituted, whole_parameters
 
 T = TypeVar("T")
 
@@ -97,12 +97,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in host)
 
 
-def call_with(
-    model: nn.Module,
-    parameters: dict[str, Tensor],
-    x: Any,
-    keywords: Mapping[str, Any] | None = None,
-) -> Tensor:
+def call_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Tensor:
     """The model's output at x with these parameters, and its other parameters as constants.
 
     The model gets a copy of the input, which a forward may change in place. A mapping is the
@@ -114,9 +109,12 @@ def call_with(
         TypeError: an output that is not a tensor of real numbers; inputs in another dtype than the
             parameters', which the model does not convert.
     """
-    args, kwargs = arguments(model, x)
-    kwargs = {**kwargs, **(keywords or {})}
-    f = logits_of(_called(model, parameters, args, kwargs))
+    if isinstance(x, Tensor):
+        f = _called(model, parameters, (x.clone(),), {})  # whose graph is kept
+    else:
+        f = _called(model, parameters, *arguments(model, _copied(x)))
+    if not isinstance(f, Tensor):
+        f = logits_of(f)
     check_output(f)
     return f
 
@@ -145,12 +143,14 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     Raises:
         ValueError: the model fails to compute it.
     """
-    args, kwargs = arguments(model, x)
-    if args and isinstance(args[0], Mapping):
-        args = ({**args[0], "labels": y},)
-    else:
-        kwargs = {**kwargs, "labels": y}
-    output = attempt(lambda: _called(model, {}, args, kwargs))
+
+    def trial() -> Any:
+        args, kwargs = arguments(model, _copied(x))
+        if args and isinstance(args[0], Mapping):
+            return _called(model, {}, ({**args[0], "labels": y.clone()},), kwargs)
+        return _called(model, {}, args, {**kwargs, "labels": y.clone()})
+
+    output = attempt(trial)
     if isinstance(output, Exception):
         if _argument_names(model)[1]:
             return None  # a wrapper, of a model that takes no labels
@@ -172,18 +172,18 @@ def _called(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """The model's own output object; arguments are copied, since it may change them in place."""
-    args = tuple(map(_copied, args))
-    kwargs = {key: _copied(value) for key, value in kwargs.items()}
+    """The model's own output object. It may change the arguments in place: give it copies."""
     values: dict[int, Tensor] = {}  # of a parameter's id: what takes its place
     state: dict[str, Tensor] = {}
+    whole = whole_parameters(model)  # empty unless the model is sharded
     # All parameters are given anew, so that nothing is written into the model, and under each of
     # their names. functional_call's own tie_weights visits a module with two names twice and leaves
     # it without its parameters afterwards (pytorch issue 164759).
-    for name, p in named_tensors(model).items():
-        state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
+        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            name, p = path + local, whole.get((prefix, local), p)
+            state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
         # Buffers that may change, such as running statistics, are copies.
         if module.training:
             for local, buffer in module.named_buffers(recurse=False):
@@ -194,7 +194,7 @@ def _called(
     mha.set_fastpath_enabled(False)
     try:
         with uncompiled():
-            if is_sharded(model):
+            if whole:
                 with substituted(model, state):
                     return model(*args, **kwargs)
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
@@ -229,22 +229,18 @@ def logits_of(output: Any) -> Any:
     return logits if isinstance(logits, Tensor) and not isinstance(output, Tensor) else output
 
 
-@contextmanager
-def forked_random_numbers(model: nn.Module) -> Iterator[None]:
+def forked_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
     """A context that leaves the caller's random numbers as they were.
 
     Dropout that is on draws the same numbers in each such context, if nothing was drawn in between.
     """
     device = next(model.parameters()).device
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        yield
+    return torch.random.fork_rng([] if device.type == "cpu" else [device])
 
 
-@contextmanager
-def explicit_forwards(assignment: RuleAssignment) -> Iterator[None]:
+def explicit_forwards(assignment: RuleAssignment) -> ExitStack:
     """A context in which layers that are divided into parts run by these parts."""
-    replaced = []
-    try:
+    with ExitStack() as replaced:  # ends here if one is refused
         for divided in assignment.divided:
             if "forward" in divided.layer.__dict__:
                 raise NotImplementedError(
@@ -254,11 +250,8 @@ def explicit_forwards(assignment: RuleAssignment) -> Iterator[None]:
                 )
             by_parts = partial(divided.by_parts.forward, divided.layer, divided.parts)
             divided.layer.forward = by_parts
-            replaced.append(divided.layer)
-        yield
-    finally:
-        for layer in replaced:
-            del layer.forward
+            replaced.callback(delattr, divided.layer, "forward")
+        return replaced.pop_all()
 
 
 def num_examples(x: Any) -> int | None:

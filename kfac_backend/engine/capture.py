@@ -21,7 +21,7 @@ autograd leaves the weights' gradients out.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,6 +77,12 @@ class Sink:
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """A layer runs, on the input of this use."""
+
+    def vectors(
+        self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
+    ) -> Iterator[Tensor]:
+        """The vectors to propagate back at outputs and targets; those of the Fisher by default."""
+        return of_fisher(f if self.differentiable else f.detach(), y)
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """A vector has reached a use's output, as the gradient b in the output's shape.
@@ -147,7 +153,7 @@ class Sources:
                 self.ends.append(get_gradient_edge(output))
             else:
                 source = output.detach().requires_grad_()
-                self.add(source)
+                self.ends.append(source)
                 # A clone, since an activation may work in place, which autograd forbids on a leaf.
                 output = source.clone()
         if output.grad_fn is not None:
@@ -199,7 +205,7 @@ class RunRecord:
 
         Kinds are assigned to a layer's runs by their order, which that would shift.
         """
-        for tracked in assignment.layers if assignment.runs else []:
+        for tracked in assignment.layers:
             runs = assignment.runs.get(tracked.layer, ())
             number = self.number[tracked]
             if len(set(runs)) > 1 and number != len(runs):
@@ -265,9 +271,13 @@ class Capture:
         self._model = model
         self.assignment = assignment
         self.sink = Sink() if sink is None else sink
-        self._arithmetic = arithmetic
+        self.arithmetic = arithmetic
+        """The context in which the sink works."""
         self._constants = dict(constants or {})
         self._in_training = in_training
+        self._follows = bool(assignment.operations.names) or any(
+            "followed" in kinds for kinds in assignment.runs.values()
+        )
         self._make_follower = follower
         self.follower: "Follower | None" = None
         """What sees the operations on followed parameters; None if nothing is followed."""
@@ -277,10 +287,11 @@ class Capture:
         """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
         the graph, which the training's own backward pass uses, too."""
         self.sources, self.runs = Sources(), RunRecord()
-        self._runs_backward = False  # once True, a layer that runs again belongs to a checkpoint
+        self._runs_backward = False  # whether a backward pass has begun
 
     def __enter__(self) -> Self:
-        self._hooks = layer_hooks(self.assignment, self._before, self._after)
+        before = self._before if self._follows else None
+        self._hooks = layer_hooks(self.assignment, before, self._after)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -302,13 +313,13 @@ class Capture:
             # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
             # others are constants, so that no graph leads to them.
             copies = self.begin(x)
-            operations, runs = self.assignment.operations, self.assignment.runs.items()
-            once = {layer for layer, kinds in runs if "followed" in kinds}
-            if operations.names or once:
+            if self._follows:
                 # Loaded only where there is something to follow.
                 from kfac_backend.engine.operations.copies import Copies
                 from kfac_backend.engine.operations.follower import Follower
 
+                operations, runs = self.assignment.operations, self.assignment.runs.items()
+                once = {layer for layer, kinds in runs if "followed" in kinds}
                 values = detached_parameters(self._model) if operations.names else {}
                 leaves = {name: values[name].requires_grad_() for name in operations.names}
                 make = self._make_follower or Follower
@@ -319,7 +330,8 @@ class Capture:
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self._model, self._constants | copies | watched, x)
-        self.runs.check_number(self.assignment)
+        if self.assignment.runs:
+            self.runs.check_number(self.assignment)
         return f
 
     def begin(self, x: Any) -> dict[str, Tensor]:
@@ -352,10 +364,14 @@ class Capture:
 
     def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
-        self._runs_backward = self.listens = True
+        self.listens = True
+        if not (self._runs_backward or self._in_training):  # in training all hooks are removed now
+            self._hooks.enter_context(layer_hooks(self.assignment, before=_refuse_another_run))
+            self._runs_backward = True
         if not f.requires_grad:
             # Without a graph the output depends on no tracked layer, and all gradients are zero.
-            self.vector_done()
+            with self.arithmetic():
+                self.sink.vector_done()
             vectors = ()
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
         # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
@@ -372,32 +388,21 @@ class Capture:
             # The gradients of followed outputs are complete now.
             for run in () if self._copies is None else self._copies.vector_done():
                 self.runs.reached[run.tracked, run.number] = True
-            self.vector_done()
+            with self.arithmetic():
+                self.sink.vector_done()
         # What is propagated back later is no vector: a training's own gradients, or those of what
         # was computed from these gradients.
         self.listens = False
-
-    def vector_done(self) -> None:
-        """Tell the sink that all gradients of a vector have come."""
-        with self._arithmetic():
-            self.sink.vector_done()
 
     def report_input(self, tracked: TrackedLayer, use: Use) -> None:
         """Hand a use's input to the sink, and note how many examples its rows belong to."""
         number = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
         self.runs.examples.setdefault(tracked, set()).add(number if use.a.dim() else 0)
-        with self._arithmetic():
+        with self.arithmetic():
             self.sink.input(tracked, use)
 
-    def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hand the gradient in a use's output to the sink."""
-        with self._arithmetic():
-            self.sink.gradient(tracked, use, b)
-
-    def _before(self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """The hook before a layer runs."""
-        a = tracked.rule.input_of(args, kwargs)
-        check_run(self._model, tracked, a, in_backward=self._runs_backward)
+    def _before(self, tracked: TrackedLayer, *_: Any) -> None:
+        """The hook before a layer runs, where operations outside of layers are followed."""
         if self.follower is not None:
             self.follower.inside.append(tracked)
 
@@ -408,6 +413,7 @@ class Capture:
         if self.follower is not None:
             self.follower.inside.remove(tracked)
         a = tracked.rule.input_of(args, kwargs)
+        check_run(self._model, tracked, a)
         if not self.sink.differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
@@ -452,7 +458,7 @@ class Capture:
 
     def _function_ran(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
         """The output of a function that is a layer's run, such as ``F.linear(a, weight)``."""
-        self._before(tracked, tracked.layer, (a,), {})
+        self._before(tracked)
         return self._after(tracked, tracked.layer, (a,), {}, output)
 
     def _with_hook(
@@ -492,7 +498,8 @@ class Capture:
             if not b.numel():  # graphs without edges
                 return
             axes = 1 if use.rows is None else len(use.rows.axes)
-            self.report_gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
+            with self.arithmetic():
+                self.sink.gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
 
         output.register_hook(on_gradient)
         return output
@@ -500,7 +507,7 @@ class Capture:
 
 def layer_hooks(
     assignment: RuleAssignment,
-    before: Callable[..., object],
+    before: Callable[..., object] | None = None,
     after: Callable[..., object] | None = None,
 ) -> ExitStack:
     """A context in which functions are called before and after each run of the tracked layers.
@@ -509,30 +516,33 @@ def layer_hooks(
     """
     handles = ExitStack()
     for tracked in assignment.layers:
-        layer, hook = tracked.layer, partial(before, tracked)
-        handles.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        layer = tracked.layer
+        if before is not None:
+            hook = partial(before, tracked)
+            handles.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if after is not None:
             hook = partial(after, tracked)
             handles.callback(layer.register_forward_hook(hook, with_kwargs=True).remove)
     return handles
 
 
-def check_run(
-    model: nn.Module, tracked: TrackedLayer, a: Tensor, *, in_backward: bool = False
-) -> None:
-    """Raise an error if the hooks cannot follow a layer that is about to run.
+def _refuse_another_run(tracked: TrackedLayer, *_: Any) -> None:
+    """The hook before a layer runs again in a backward pass."""
+    raise NotImplementedError(
+        f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
+        "where it would be counted twice. Checkpoint in train mode alone (if "
+        "self.training), with the curvature in eval mode; switch checkpointing off; or "
+        "freeze it (requires_grad_(False))."
+    )
+
+
+def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor) -> None:
+    """Raise an error if the hooks cannot follow a run of a layer on this input.
 
     Raises:
         TypeError: an input of integers for a layer that takes none, or the other way round.
-        NotImplementedError: a layer that runs without gradients, or again in a backward pass.
+        NotImplementedError: a layer that runs without gradients.
     """
-    if in_backward:
-        raise NotImplementedError(
-            f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
-            "where it would be counted twice. Checkpoint in train mode alone (if "
-            "self.training), with the curvature in eval mode; switch checkpointing off; or "
-            "freeze it (requires_grad_(False))."
-        )
     if a.is_floating_point() == tracked.rule.takes_integers:
         dtype = next(model.parameters()).dtype
         needs = f"floating point, as the model's parameters ({dtype})"

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfac_backend.likelihoods import Likelihood, Weighted
 from kfac_backend.precision import at_least_float32
-from kfac_backend.sharding import check_sharding
+from kfac_backend.sharding import check_sharding, local_part
 
 
 def check_module(model: object) -> None:
@@ -122,7 +122,7 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
 def not_finite(model: nn.Module) -> ValueError:
     """The error for outputs with NaN or infinity at inputs without."""
     for name, p in model.named_parameters():
-        if not torch.isfinite(p).all():
+        if not torch.isfinite(local_part(p)).all():  # each rank may call this alone
             return ValueError(
                 f"Parameter '{name}' contains NaN or infinity; training has diverged. "
                 "Go back to an earlier state, with a smaller learning rate."

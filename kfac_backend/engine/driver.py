@@ -14,7 +14,8 @@ A step of training makes its own forward pass (`optimizer.training_pass`), and c
 does to a part one by one: `capture`, `propagate`, `Totals.add`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,8 +36,8 @@ from kfac_backend.engine.memory import out_of_memory
 from kfac_backend.engine.preparation import Preparation
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
-from kfac_backend.engine.task import Task, counting
-from kfac_backend.fisher import Fisher, warn_of_many_passes
+from kfac_backend.engine.task import Task, counting, split_batch
+from kfac_backend.fisher import warn_of_many_passes
 from kfac_backend.likelihoods import IGNORED, Likelihood, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
@@ -60,55 +61,6 @@ class Totals:
         self.num_data += len(f)
         self.num_outputs = f.shape[-1]
         self.num_loss_terms += num_counted_terms(f, y, likelihood)
-
-
-@dataclass
-class Vectors:
-    """The Fisher's vectors of passes, which each rank draws for itself.
-
-    With several ranks each draws labels of its own, from a generator that is derived from the
-    common one's state without changing that. Drawing from the common one would leave it in
-    different states on ranks with different numbers of batches; `advance` changes it once per pass
-    instead, on all ranks alike.
-
-    Args:
-        fisher: which matrix.
-        task: what the batches mean.
-        ranks: all ranks.
-        generator: the common source of drawn numbers; None is torch's.
-    """
-
-    fisher: Fisher
-    task: Task
-    ranks: Ranks
-    generator: torch.Generator | None
-    _of_this_rank: torch.Generator | None = None
-
-    def start(self, device: torch.device) -> None:
-        """Begin a pass on a device."""
-        self._of_this_rank = self.generator
-        if self.fisher.draws and self.ranks.size > 1:
-            common = self.generator or _default_generator(device)
-            self._of_this_rank = self.ranks.generator(common)
-
-    def at(self, f: Tensor, y: Tensor) -> Iterable[Tensor]:
-        """The vectors at outputs and targets."""
-        return self.fisher.vectors(
-            self.task.likelihood, f, y, self._of_this_rank, may_ignore=self.task.may_ignore
-        )
-
-    def advance(self, device: torch.device) -> None:
-        """Advance the common generator after a pass, so that the next one draws other labels."""
-        if self.fisher.draws and self.ranks.size > 1:
-            common = self.generator or _default_generator(device)
-            torch.rand((), generator=common, device=common.device)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch draws from on a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
 
 
 class Driver:
@@ -146,17 +98,20 @@ class Driver:
         self.model, self.options = model, options
         self.task = Task(likelihood, options)
         """What the batches mean."""
-        self.vectors = Vectors(options.make_fisher(), self.task, self.ranks, generator)
-        """What is propagated back."""
+        self.fisher = options.make_fisher()
+        """Which matrix."""
+        self.generator = generator
+        """The common source of all ranks' drawn numbers; None is torch's."""
         proof = Proof(model, assignment or assign_rules(model, options.unsupported))
         self.preparation = Preparation(model, proof, self.task, options.kfac_approx, self.ranks)
         """The proof and the mode, which stay for all passes."""
-        self.start(sink or Sink())
-
-    def start(self, sink: Sink) -> None:
-        """Begin a pass; batches seen so far, and any failure, are forgotten."""
-        self.sink = sink
+        self.sink = sink or Sink()
         """What receives the layers' inputs and gradients."""
+        self.start()
+
+    def start(self, sink: Sink | None = None) -> None:
+        """Begin a pass, with another sink if one is given; batches so far are forgotten."""
+        self.sink = self.sink if sink is None else sink
         # Asked anew, since the model may have moved between two passes.
         self.device = next(self.model.parameters()).device
         self.is_sharded = is_sharded(self.model)
@@ -168,9 +123,15 @@ class Driver:
             )
         self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
         """How the backward passes and the sums are computed."""
-        self.vectors.start(self.device)
+        # Each rank draws labels of its own. Drawing from the common generator would leave it in
+        # different states on ranks with different numbers of batches; `finish` advances it once
+        # per pass instead, on all ranks alike.
+        self._own_generator = self.generator
+        if self.fisher.draws and self.ranks.size > 1:
+            self._own_generator = self.ranks.generator(self._common_generator())
         self.failed = False
         """Whether a batch was added in part, so that the sums are useless."""
+        self._is_over = False  # whether the sums were taken, so that a batch begins another pass
         # Convolutions' weights in the memory format that is faster; None until the first part, with
         # which the sink starts, too.
         self._weights: dict[str, Tensor] | None = None
@@ -187,7 +148,7 @@ class Driver:
             if batch is None:
                 self.preparation.run_along()
                 continue
-            x, y = self.task.split(batch)
+            x, y = split_batch(batch, self.options)
             is_long = self.totals.num_data >= LONG_PASS
             if self.arithmetic.precision == "auto" and not self.is_sharded and is_long:
                 # Loaded only where a pass is long.
@@ -205,14 +166,14 @@ class Driver:
             torch.OutOfMemoryError: naming a batch size that fits.
             RuntimeError: after a batch that failed, until `start`.
         """
-        self.check_whole()
+        self._go_on()
         x, y = detached(x, self.device), detached(y, self.device)
         if isinstance(y, Tensor) and y.dim() and not len(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
         self.failed, kfac_approx = True, self.preparation.kfac_approx
-        with full_float32(), resharded(self.model):
+        with full_float32(), resharded(self.model) if self.is_sharded else nullcontext():
             if not self._fits(x, y):
                 # Other ranks would have to try smaller batches, too.
                 fitting = None if self.is_sharded else self._fitting_size(x, y)
@@ -224,11 +185,11 @@ class Driver:
         self.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
-        """The sums over all ranks' data; the sink holds none afterwards, until `start`.
+        """The sums over all ranks' data; the sink holds none afterwards.
 
         Collective. ``by_owners`` lets each be kept by one rank alone, see `sum_over_ranks`.
         """
-        self.check_whole()
+        self._go_on()
         # If a check or the sum over ranks fails now, the pass must begin again.
         totals, preparation = self.totals, self.preparation
         self.failed = bool(totals.num_data)
@@ -242,14 +203,24 @@ class Driver:
             num_loss_terms=int(totals.num_loss_terms), loss=totals.loss.item(),
             padding=preparation.proof.assignment.padding,
         )  # fmt: skip
-        likelihood = str(self.task.likelihood)
-        must_agree = {"the likelihood": likelihood, "the options": repr(self.options)}
+        must_agree = {"the likelihood": self.task.likelihood, "the options": self.options}
         sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
-        self.vectors.advance(self.device)
+        if self.fisher.draws and self.ranks.size > 1:  # so that the next pass draws other labels
+            common = self._common_generator()
+            torch.rand((), generator=common, device=common.device)
+        self._is_over, self._weights = True, None
         return sums
 
-    def check_whole(self) -> None:
-        """Raise a RuntimeError if a batch was added in part."""
+    def _common_generator(self) -> torch.Generator:
+        """The generator that all ranks have alike: the user's, or torch's on the device."""
+        if self.generator is None and self.device.type == "cuda":
+            return torch.cuda.default_generators[self.device.index or 0]
+        return self.generator or torch.default_generator
+
+    def _go_on(self) -> None:
+        """Begin a pass if the last one is over; raise a RuntimeError after a batch that failed."""
+        if self._is_over:
+            self.start()
         if self.failed:
             raise RuntimeError(
                 "The last batch of this curvature pass failed, and a part of it is in the sums. "
@@ -277,16 +248,22 @@ class Driver:
     def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:
         """Propagate the Fisher's vectors back from the outputs of a capture."""
         # Autocast is for the forward pass alone: Gram matrices are summed in float32.
-        arithmetic = self.arithmetic
-        with arithmetic.without_autocast(), backward_arithmetic(arithmetic.precision):
+        no_autocast = torch.autocast(self.device.type, enabled=False)
+        with no_autocast, backward_arithmetic(self.arithmetic.precision):
             # One backward pass for each vector v of the root of the loss Hessian, with the
             # outputs' gradient v: what reaches a layer's output is b, whose outer products are
             # B. The vectors are made one by one, so that memory never holds all of them.
-            vectors = self.vectors.at(f if self.sink.differentiable else f.detach(), y)
+            vectors = self.sink.vectors(self.vectors, f, y)
             if self.is_sharded:  # terms that count for no example of a batch have no vector
                 steps = self.ranks.in_step(vectors, self.device)
                 vectors = (torch.zeros_like(f) if v is None else v for v in steps)
             capture.backward(f, vectors)
+
+    def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """The Fisher's vectors at outputs and targets."""
+        return self.fisher.vectors(
+            self.task.likelihood, f, y, self._own_generator, may_ignore=self.task.may_ignore
+        )
 
     def add_part(self, x: Any, y: Any) -> None:
         """Add one part of a batch, of any number of examples."""
@@ -306,13 +283,14 @@ class Driver:
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
                 self.task.look_at(f)
                 if not self.totals.num_data:
-                    warn_of_many_passes(self.vectors.fisher, likelihood, f)
+                    warn_of_many_passes(self.fisher, likelihood, f)
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
                 masked = capture.runs.masked
-            self.preparation.prove_masked(masked, x, y, together=self.is_sharded)
-            with self.arithmetic.without_autocast():
+            if masked or self.is_sharded:
+                self.preparation.prove_masked(masked, x, y, together=self.is_sharded)
+            with torch.autocast(self.device.type, enabled=False):
                 self.sink.part_done(f, y)
         if self.preparation.proof.assignment.diagonal and self.sink.takes_example_gradients:
             self._add_example_gradients(x, y)
@@ -327,7 +305,7 @@ class Driver:
 
         with torch.no_grad(), forked_random_numbers(self.model):
             f = call_with(self.model, {}, x)
-        vectors = torch.stack(list(self.vectors.at(f, y)), 1)  # (N, V, ..., C)
+        vectors = torch.stack(list(self.vectors(f, y)), 1)  # (N, V, ..., C)
         names = self.preparation.proof.assignment.diagonal
         for _, by_name in gradients_of_examples(
             self.model, names, x, f, vectors.__getitem__, vectors.shape[1]
@@ -350,9 +328,9 @@ class Driver:
             # lengths. Ranks that share a model run whole batches, one each.
             proof, plan = self.preparation.proof, self.preparation.proof.plan
             sizes = [s for s in (plan.part_size, self.sink.most_examples) if s is not None]
-            splits = plan.splits and isinstance(x, Tensor) and splits_by_example(x, y)
-            is_large = splits and bool(sizes) and len(y) > min(sizes) and not self.is_sharded
-            if is_large and proof.same_in_parts(x):
+            may_split = plan.splits and isinstance(x, Tensor) and not self.is_sharded
+            is_large = may_split and bool(sizes) and x.shape[:1].numel() > min(sizes)
+            if is_large and splits_by_example(x, y) and proof.same_in_parts(x):
                 for part in parts(x, y, min(sizes)):
                     with proof.part(len(part[1])):
                         self.add_part(*part)
@@ -369,7 +347,7 @@ class Driver:
         """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
         size = len(y) // 2 if self.preparation.proof.plan.splits else 0
         while size:
-            self.start(self.sink)
+            self.start()
             self.failed = True
             if self._fits(examples(x, slice(size)), y[:size]):
                 return size

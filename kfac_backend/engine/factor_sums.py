@@ -8,6 +8,7 @@ embedding that is also its output layer.
 After the sum over ranks `assemble_blocks` makes blocks of the sums.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,8 @@ class FactorSums(Sink):
         """Add the sums that waited for other uses: of gradients, at a first vector of inputs."""
         for rule in self.rules.values():
             for total in (*rule.A.values(), *rule.B.values()):
-                total.end()
+                if total.waiting is not None:
+                    total.end()
 
     def example_gradients(self, name: str, g: Tensor) -> None:
         """Add the diagonal of a parameter's block."""
@@ -140,9 +142,12 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     uses: dict[str, dict[Any, dict[tuple, TrackedLayer]]] = {}  # parameter -> slot -> kind of use
+    number = Counter(name for tracked in rules for name in tracked.parameters.values())
     # Step 1: the first use of each kind keeps the sums, later ones of that kind add to them.
     for tracked, rule in rules.items():
         for local, name in tracked.parameters.items():
+            if number[name] == 1:
+                continue
             slot, kind = tracked.slots.get(local), _kind(rule, local)
             other, others_local = first.setdefault((name, slot, kind), (rule, local))
             if other is not rule or others_local != local:

@@ -132,7 +132,7 @@ class Proof:
             self.assignment, self._structure = self._initial, None
         if N is not None and num_examples(x) == N:
             device = next(self._model.parameters()).device
-            self.plan, self._in_parts = make_plan(self._model, x, device), None
+            self.plan, self._in_parts = make_plan(self._model, x, N, device), None
             # `with_first_again` appends two copies: no more examples in all than a part, or the
             # batch.
             most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
@@ -262,7 +262,9 @@ class Proof:
                 assignment = replace(assignment, padding=padding_rows(self._model, x))
         # Step 6: no layer mixes examples, with everything in place that the steps before found.
         if not self._independence_verified and (N is None or N > 1):
-            x, numbers = with_first_again(x, self.plan.splits) if by_example else (x, None)
+            numbers = None
+            if by_example and N is not None:
+                x, numbers = with_first_again(x, N, self.plan.splits)
             own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
             if own_names:
                 verify_gradients(
@@ -692,8 +694,8 @@ def _check_apart(
     )
 
 
-def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
-    """The examples with the first one appended twice, and the example index of each row.
+def with_first_again(x: Any, N: int, splits: bool = True) -> tuple[Any, Tensor | None]:
+    """The N examples with the first one appended twice, and the example index of each row.
 
     This exposes a forward that changes the order of the examples. Sorting puts equal examples side
     by side; here equal examples stand at both ends, so that sorting must move some. With a single
@@ -701,12 +703,11 @@ def with_first_again(x: Any, splits: bool = True) -> tuple[Any, Tensor | None]:
 
     Args:
         x: the examples.
+        N: their number.
         splits: whether the model takes batches of another size. If not, the two copies replace the
             last two examples of a batch of at least four; a smaller batch is returned as it is,
             with None for the indices.
     """
-    N = num_examples(x)
-    assert N is not None
     if not splits and N < 4:
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]

@@ -269,7 +269,8 @@ def assign_rules(
                 )
         # Step 2: what it declared, unless a rule has it already. Under `fully_shard` it is followed
         # like what is not declared: FSDP would undo copies of it when it gathers.
-        for local, view in ({} if spread else declared_parameters(module)).items():
+        is_declared = parameters and not spread
+        for local, view in (declared_parameters(module) if is_declared else {}).items():
             if local in parameters and local not in covered_here:
                 own_parameters.append(
                     _own_parameter(prefix, module, local, view, parameters[local])

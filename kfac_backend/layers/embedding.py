@@ -33,7 +33,7 @@ class EmbeddingRule(WeightSharingRule):
         self._dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
         super().make_sums()
         tokens = self.layer.num_embeddings
-        if self.mode == "reduce" and not self._is_diagonal and tokens > LARGEST_VOCABULARY:
+        if self.mode == "reduce" and not self.is_diagonal and tokens > LARGEST_VOCABULARY:
             raise NotImplementedError(
                 f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens; at "
                 f"most {LARGEST_VOCABULARY} tokens are supported. Keep its diagonal "

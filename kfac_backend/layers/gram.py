@@ -52,8 +52,9 @@ class Gram(ABC):
 
     def __init__(self, like: Tensor, groups: int, size: int) -> None:
         self.groups, self.size = groups, size
+        dtype = torch.promote_types(like.dtype, torch.float32)
         # Not like.new_empty, which of a sharded weight would be sharded, too.
-        self.like = at_least_float32(torch.empty(0, dtype=like.dtype, device=like.device))
+        self.like = torch.empty(0, dtype=dtype, device=like.device)
         """An empty tensor of its dtype, on its device."""
 
     @abstractmethod
@@ -92,11 +93,9 @@ class Gram(ABC):
 class DenseGram(Gram):
     """Σ_m x_m x_mᵀ per group over all rows x_m that were added, in place: (G, d, d)."""
 
-    def __init__(self, like: Tensor, groups: int, size: int) -> None:
-        super().__init__(like, groups, size)
-        self._total: Tensor | None = None
-        self._waiting: list[Tensor] = []
-        self._num_waiting = 0
+    _total: Tensor | None = None
+    _waiting: tuple[Tensor, ...] = ()
+    _num_waiting = 0
 
     def add(self, rows: Float[Tensor, "G M d"], fresh: bool = False) -> None:
         """Add the rows' Gram matrices, in float32 at least."""
@@ -106,17 +105,20 @@ class DenseGram(Gram):
         # well as for many.
         # Fresh rows are sums over positions, of which each vector of a part brings some more.
         is_product = M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS)
-        if is_product and not self._are_few(M):
+        # So few rows in all wait until the end, see `rows`.
+        are_few = self._total is None and (self._num_waiting + M) * FEW_ROWS <= self.size
+        if is_product and not are_few:
             self._add(rows)
             return
-        self._waiting.append(rows if fresh else rows.clone())
+        self._waiting += (rows if fresh else rows.clone(),)
         self._num_waiting += M
-        if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1) and not self._are_few():
+        if self._num_waiting >= max(MANY_ROWS, d // FEWEST_PRODUCTS + 1) and not are_few:
             self._add_waiting()
 
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far."""
-        self._add_waiting()
+        if self._waiting:
+            self._add_waiting()
         if self._total is None:
             return self.zeros()
         mirror_upper_half_(self._total)
@@ -124,21 +126,17 @@ class DenseGram(Gram):
 
     def rows(self) -> Float[Tensor, "G M d"] | None:
         """The rows, if all of them still wait."""
-        if not self._waiting or not self._are_few():
+        are_few = self._total is None and self._num_waiting * FEW_ROWS <= self.size
+        if not self._waiting or not are_few:
             return None
-        self._waiting = [torch.cat(self._waiting, dim=1)]
+        self._waiting = (torch.cat(self._waiting, dim=1),)
         return self._waiting[0]
-
-    def _are_few(self, more: int = 0) -> bool:
-        """Whether all rows, with some ``more``, are so few that they wait until the end."""
-        return self._total is None and (self._num_waiting + more) * FEW_ROWS <= self.size
 
     def _add_waiting(self) -> None:
         """Add what waits, in one product."""
-        if self._waiting:
-            one = len(self._waiting) == 1
-            self._add(self._waiting[0] if one else torch.cat(self._waiting, dim=1))
-            self._waiting, self._num_waiting = [], 0
+        one = len(self._waiting) == 1
+        self._add(self._waiting[0] if one else torch.cat(self._waiting, dim=1))
+        self._waiting, self._num_waiting = (), 0
 
     def _add(self, rows: Tensor) -> None:
         # The first product writes into memory as it is (beta = 0), without zeros to add to.
@@ -164,9 +162,10 @@ class DenseGram(Gram):
 class DiagonalGram(Gram):
     """The diagonal of Σ_m x_m x_mᵀ over all rows (1, M, P), as P groups: (P, 1, 1)."""
 
+    _total: Tensor | None = None
+
     def __init__(self, like: Tensor, size: int) -> None:
         super().__init__(like, size, 1)
-        self._total: Tensor | None = None
 
     def add(self, rows: Float[Tensor, "1 M P"], fresh: bool = False) -> None:
         """Add the rows' squares."""
@@ -229,7 +228,8 @@ class FactorSum:
     gram: Gram
     num_terms: int = 0
     """The number of outer products, of an A."""
-    _waiting: Tensor | None = None  # the sums of the uses so far
+    waiting: Tensor | None = None
+    """The examples' sums over the uses so far, which `end` adds."""
     _positions: int | Tensor = 0  # of each example, over these uses of an input
     _by_roots: bool = False
 
@@ -239,10 +239,10 @@ class FactorSum:
         Args:
             sums: nobody may change them afterwards.
         """
-        sums, before = at_least_float32(sums), self._waiting
+        sums, before = at_least_float32(sums), self.waiting
         # The uses of a scalar may differ in their number of terms.
         entries = self.gram.entries
-        self._waiting = sums if before is None else entries(before) + entries(sums)
+        self.waiting = sums if before is None else entries(before) + entries(sums)
 
     def add_inputs(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
@@ -252,7 +252,7 @@ class FactorSum:
         They are divided when all uses are known, so that uses with different R are weighted by
         their positions.
         """
-        if self._waiting is None:  # the first use in this forward pass
+        if self.waiting is None:  # the first use in this forward pass
             self._positions, self._by_roots = 0, by_roots
             self.num_terms += sums.shape[1]
         elif self._by_roots != by_roots:
@@ -279,7 +279,7 @@ class FactorSum:
 
         A vector need not reach all uses: those that it did not reach have the gradient zero.
         """
-        sums, self._waiting = self._waiting, None
+        sums, self.waiting = self.waiting, None
         if sums is None:
             return
         # Of inputs, the sum over an example's positions becomes their mean.

@@ -147,16 +147,15 @@ def registered(layer: nn.Module) -> Registered | None:
     for cls in type(layer).__mro__:
         rule = RULES.get(cls) or RULES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:
-            return Registered(cls, _imported(rule), BUILT_IN.get(cls) is rule)
+            kind = _imported(rule) if isinstance(rule, str) else rule
+            return Registered(cls, kind, BUILT_IN.get(cls) is rule)
     for attribute, rule in RULES_BY_ATTRIBUTE.items():
         if hasattr(type(layer), attribute):
             return Registered(type(layer), _imported(rule), True)
     return None
 
 
-def _imported(rule: AnyRule | str) -> AnyRule:
-    if not isinstance(rule, str):
-        return rule
+def _imported(rule: str) -> AnyRule:
     module, _, name = rule.rpartition(".")
     return getattr(import_module(f"kfac_backend.layers.{module}"), name)
 

@@ -169,8 +169,9 @@ class Rule(ABC):
         """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
         # The Gram matrices themselves, which later become the block in place, not copies.
         sums, names = {}, [name for name in self.names if name not in self._shared]
+        totals = {one: one.gram.total() for one in {self.B[name] for name in names}}
         for name in names:
-            B = self.B[name].gram.total()
+            B = totals[self.B[name]]
             if name not in self.A:
                 sums[name] = BlockSums(B)
                 continue

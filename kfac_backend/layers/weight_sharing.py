@@ -35,6 +35,9 @@ class WeightSharingRule(Rule):
 
     def make_sums(self) -> None:
         """A and B of the weight; of the bias B alone."""
+        above = self.diagonal_above
+        self.is_diagonal = above is not None and self.groups == 1 and len(self.layer.weight) > above
+        """Whether the factor over the weight's rows is a diagonal: B, or A if it is transposed."""
         if "weight" in self.names:
             self.A["weight"] = FactorSum(self.gram(of_rows=self.transposed))
             self.B["weight"] = FactorSum(self.gram(of_rows=not self.transposed))
@@ -74,19 +77,13 @@ class WeightSharingRule(Rule):
     def gram(self, of_rows: bool) -> Gram:
         """An empty factor over the weight's rows or columns; over many rows only a diagonal."""
         weight, G = self.layer.weight, self.groups
-        if of_rows and self._is_diagonal:
+        if of_rows and self.is_diagonal:
             return DiagonalGram(weight, len(weight))
         return DenseGram(weight, G, len(weight) // G if of_rows else weight.shape[1:].numel())
 
     def _bias_gram(self) -> Gram:
-        bias, is_diagonal = self.layer.bias, self._is_diagonal and not self.transposed
+        bias, is_diagonal = self.layer.bias, self.is_diagonal and not self.transposed
         return DiagonalGram(bias, len(bias)) if is_diagonal else DenseGram(bias, 1, len(bias))
-
-    @property
-    def _is_diagonal(self) -> bool:
-        """Whether the factor over the weight's rows is a diagonal: B, or A if it is transposed."""
-        above = self.diagonal_above
-        return above is not None and self.groups == 1 and len(self.layer.weight) > above
 
     def add_input_rows(self, a: Tensor) -> int:
         """Add the inputs of all positions to A; returns R."""

@@ -37,7 +37,7 @@ from kfac_backend.options import (
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import (
     is_part,
-    local_part,
+    local_parts,
     local_row,
     norms_over_parts,
     part_of_whole,
@@ -410,7 +410,7 @@ class KfacPreconditioner:
         costs = [sum(t.numel() for t in one.values()) for one in state["inverses"].values()]
         self._owners = dict(zip(state["inverses"], self.ranks.owners(costs), strict=True))
         self._inverses = {
-            name: _copies({name: one}, device if self._is_own(name) else torch.device("meta"))[name]
+            name: _copies({name: one}, device if name in self._own else torch.device("meta"))[name]
             for name, one in state["inverses"].items()
         }
         self._pass.reset()
@@ -453,7 +453,7 @@ class KfacPreconditioner:
         holders = self.ranks.holders([not block.B.is_meta for block in blocks.values()])
         owners = self.ranks.owners([block.cost for block in blocks.values()], holders)
         self._owners = dict(zip(blocks, owners, strict=True))
-        own = [block for name, block in blocks.items() if self._is_own(name)]
+        own = [blocks[name] for name in self._own]
         if isinstance(damping, dict):
             _check_has_all(damping, list(blocks))
         dampings = [damping[b.name] if isinstance(damping, dict) else damping for b in own]
@@ -462,8 +462,11 @@ class KfacPreconditioner:
         inverses = {block.name: inverse for block, inverse in zip(own, of_own, strict=True)}
         return {n: inverses.get(n) or empty_inverse(b, on, once) for n, b in blocks.items()}
 
-    def _is_own(self, name: str) -> bool:
-        return self._owners[name] == self.ranks.rank
+    @property
+    def _own(self) -> list[str]:
+        """The parameters whose inverses this rank has."""
+        rank = self.ranks.rank
+        return [name for name, owner in self._owners.items() if owner == rank]
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
         """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place.
@@ -499,14 +502,14 @@ class KfacPreconditioner:
         gradients = self._with_gradient()
         if not gradients:
             return
-        parts = list(map(local_part, gradients.values()))
+        parts = local_parts(gradients.values())
         largest = torch._foreach_norm([g for g in parts if g.numel()], ord=float("inf"))
         if not largest:  # this rank has a part of no gradient
             largest = [torch.zeros(())]
         # Not all in float32, in which a large number of float64 is infinite.
         wide = torch.promote_types(torch.float32, max(largest, key=lambda n: n.itemsize).dtype)
         is_finite = bool(torch.stack([norm.to(wide) for norm in largest]).isfinite().all())
-        if any(map(is_part, gradients.values())):  # all ranks raise it
+        if self._pass.driver.is_sharded:  # all ranks raise it
             is_finite = not self.ranks.any(not is_finite, self._generator.device)
         if is_finite:
             return
@@ -524,7 +527,7 @@ class KfacPreconditioner:
         by_name = {name: of_all[name] for name in self._owners if name in of_all}
         if not by_name:
             return
-        if any(map(is_part, by_name.values())):
+        if self._pass.driver.is_sharded:
             # One after the other, so that one gradient is whole at a time.
             natural = []
             for name, g in by_name.items():
@@ -533,13 +536,12 @@ class KfacPreconditioner:
                 natural.append(part_of_whole(product, g) if is_part(g) else product)
         else:
             natural = list(self._natural(by_name).values())
-        gradients = list(by_name.values())
-        whole, gradients = gradients, list(map(local_part, gradients))
+        gradients = local_parts(by_name.values())
         # One factor for all parameters, so that the direction of the step stays.
         if lr is not None and limit is not None:
             products = torch._foreach_mul(natural, gradients)
-            if any(map(is_part, whole)):
-                products = sum_over_parts([p.sum() for p in products], whole)
+            if self._pass.driver.is_sharded:
+                products = sum_over_parts([p.sum() for p in products], list(by_name.values()))
             products = torch.cat([product.flatten().float() for product in products])
             torch._foreach_mul_(natural, kl_clip_factor(products, lr, limit))
         torch._foreach_copy_(gradients, natural)
@@ -550,7 +552,7 @@ class KfacPreconditioner:
         A step sends P numbers. Inverses would be Σ(d_in² + d_out²) ≥ 2P at each update, and would
         take this memory on each rank.
         """
-        own = {name: g for name, g in gradients.items() if self._is_own(name)}
+        own = {name: gradients[name] for name in self._own if name in gradients}
         inverses = [self._inverses[name] for name in own]
         natural = dict(zip(own, precondition(inverses, list(own.values())), strict=True))
         if self.ranks.size > 1:

@@ -174,7 +174,7 @@ class TrainingPass:
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
         scale = 1.0 / number
-        if self.driver.vectors.fisher.is_loss_gradient:
+        if self.driver.fisher.is_loss_gradient:
             scale = number / self.driver.ranks.size**2
         blocks = assemble_blocks(self._model, sums)
         self.reset()
@@ -223,7 +223,7 @@ class TrainingPass:
             self.trained.prove(
                 driver, x, None if driver.preparation.proof.holds_for_masks else mask
             )
-        if not (driver.vectors.fisher.draws or driver.vectors.fisher.is_loss_gradient):
+        if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
@@ -232,7 +232,7 @@ class TrainingPass:
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
-        if driver.vectors.fisher.is_loss_gradient:
+        if driver.fisher.is_loss_gradient:
             forward.capture.listens = True
         for tracked in driver.preparation.proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
@@ -279,7 +279,7 @@ class TrainingPass:
         driver = self.driver
         # The curvature's own vectors begin at this output and call this hook, too, as does the
         # backward pass of a second loss.
-        if forward.is_seen and not driver.vectors.fisher.is_loss_gradient:
+        if forward.is_seen and not driver.fisher.is_loss_gradient:
             return
         f, forward.f = forward.f, None
         if f is None or self._now is not forward:
@@ -296,8 +296,11 @@ class TrainingPass:
         self._compare(f, g)
         forward.is_seen = True
         driver.totals.add(f, y, driver.task.likelihood)
-        if driver.vectors.fisher.is_loss_gradient:
-            return  # the backward pass that goes on from here shows the gradients
+        if driver.fisher.is_loss_gradient:
+            # The backward pass that goes on from here shows the gradients. torch calls this at its
+            # end, and not at all if it fails.
+            torch.autograd.Variable._execution_engine.queue_callback(forward.backward_ended)
+            return
         try:
             with gathered_again(self._model):
                 driver.propagate(forward.capture, f, y)
@@ -324,8 +327,12 @@ class TrainingPass:
         forward = self._now
         if forward is None or not forward.is_seen:
             return
+        if self.driver.fisher.is_loss_gradient and not forward.has_gradients:
+            self.reset()  # the backward pass failed; a part of the batch is in the sums
+            return
         self._now = None
-        forward.capture.vector_done()
+        with forward.capture.arithmetic():
+            forward.capture.sink.vector_done()
         forward.capture.runs.check_reached()
         forward.capture.forget()
 
@@ -492,6 +499,12 @@ class _Forward:
     """Whether the forward pass has ended."""
     is_seen: bool = False
     """Whether the backward pass has reached the output."""
+    has_gradients: bool = False
+    """Whether the backward pass has gone to its end; set with fisher="empirical" alone."""
+
+    def backward_ended(self) -> None:
+        """Called at the end of the training's backward pass."""
+        self.has_gradients = True
 
     def forget(self) -> None:
         """Drop the graph, and take the hooks off the layers."""

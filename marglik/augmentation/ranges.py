@@ -94,15 +94,11 @@ class RangeLearner:
     """Adam's steps on the evidence, on ranges as shares of the largest.
 
     Args:
-        model: a network; the ranges of all `LearnedAugmentation` in it are changed in place.
+        modules: their ranges are changed in place.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [
-            m for m in model.modules() if isinstance(m, LearnedAugmentation) and m.learns
-        ]
-        if not self.modules:
-            return
+    def __init__(self, modules: Sequence[LearnedAugmentation]) -> None:
+        self.modules = modules
         self._shares = [(m.ranges / m.largest.to(m.ranges)).requires_grad_() for m in self.modules]
         self._adam = torch.optim.Adam(self._shares, lr=LR)
 
@@ -114,8 +110,6 @@ class RangeLearner:
             data: batches of the training data.
             num_data: N.
         """
-        if not self.modules:
-            return
         parts = _random_parts(data, EXAMPLES / num_data)
         # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
         options = posterior.options
@@ -134,13 +128,12 @@ class RangeLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Adam's state; the ranges themselves are in the network's."""
-        return self._adam.state_dict() if self.modules else {}
+        return self._adam.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, at the network's present ranges."""
-        if self.modules:
-            check_keys("the learned ranges", state, ("state", "param_groups"))
-            self._adam.load_state_dict(state)
+        check_keys("the learned ranges", state, ("state", "param_groups"))
+        self._adam.load_state_dict(state)
 
 
 def _random_parts(data: Iterable[Any], share: float) -> Iterator[list[Any]]:

@@ -115,6 +115,20 @@ class EvidenceTerms:
         sigma = sigma_noise.to(self.squared_norms)
         return self.spectra.effective(1 / (sigma.square() * temperature) / delta)
 
+    def gradient(
+        self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The evidence's derivatives in log δ of each block (B,), ½(γ − δ‖θ‖²), and in log σ.
+
+        The log determinant's derivative in log σ is Σγ. Arguments as of the evidence.
+        """
+        sigma = sigma_noise.to(self.squared_norms)
+        gamma = self.effective_parameters(delta, sigma, temperature)
+        in_sigma = 2 * self.loss / sigma.square()
+        if self.likelihood.has_sigma:
+            in_sigma = in_sigma - self.num_targets
+        return 0.5 * (gamma - delta * self.squared_norms), in_sigma / temperature + gamma.sum()
+
 
 def derivatives_in_factors(
     factors: KroneckerFactors,

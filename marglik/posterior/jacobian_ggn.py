@@ -151,6 +151,15 @@ def _sum(structure: str, rank: int, H: Tensor, other: Tensor) -> Tensor:
     return torch.linalg.eigh(rows @ rows.mT)[1].mT[-rank:] @ rows
 
 
+_CHECKPOINT = "as of torch.utils.checkpoint. Checkpoint in train mode alone (if self.training)."
+NO_JACOBIAN = {
+    "doesn't have storage": "as of packed sequences. Use structure 'kron', or pad the sequences.",
+    "saved tensor hooks": _CHECKPOINT,
+    "setup_context": _CHECKPOINT,
+}
+"""A part of torch's error -> what the network does, and the way out."""
+
+
 def jacobians(
     model: nn.Module, indices: Int[Tensor, "P"], x: Any, differentiable: bool = False
 ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "N *R C P"]]:
@@ -176,11 +185,11 @@ def jacobians(
         try:
             J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
         except RuntimeError as error:
-            if "doesn't have storage" not in str(error):
+            way_out = next((out for sign, out in NO_JACOBIAN.items() if sign in str(error)), None)
+            if way_out is None:
                 raise
             raise NotImplementedError(
-                "torch cannot compute the model's Jacobian by vmap, as of packed sequences. Use "
-                "structure 'kron', or pad the sequences."
+                f"torch cannot compute the model's Jacobian by vmap, {way_out}"
             ) from error
     check_finite(model, f, x)
     return (f, J[..., indices]) if differentiable else (f.detach(), J.detach()[..., indices])

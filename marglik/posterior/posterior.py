@@ -135,13 +135,13 @@ class Posterior:
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
-        self._dtype = widest_dtype(model)
-        self.likelihood = likelihood_of(likelihood)
-        """What outputs say about targets."""
-        options.check(self.likelihood)
+        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self.options = options
+        self.likelihood = likelihood
         self.generator = generator
-        number = sum(p.numel() for p in self.params)
+        named = self._named_params()
+        self._sizes = [p.numel() for p in named.values()]
+        number = sum(self._sizes)
         self.indices = torch.arange(number) if indices is None else _checked(indices, number)
         """Of the parameters that have a posterior, in the vector of all trainable ones."""
         if structure == "kron" and indices is not None:
@@ -149,16 +149,17 @@ class Posterior:
                 "structure 'kron' has blocks of whole tensors, and indices are of single weights; "
                 "freeze the other tensors, or take 'full' or 'diag'."
             )
-        self.n_layers = len(self.params)
-        check_positive("temperature", temperature)
+        self.n_layers = len(self._sizes)
+        dtypes = {p.dtype for p in named.values()} or {next(model.parameters()).dtype}
+        # The widest dtype: adapters may be wider than a frozen base.
+        dtype = reduce(torch.promote_types, dtypes)
+        self.mean: Tensor = torch.zeros((), device=self._device, dtype=dtype)
         self.temperature = temperature
-        self._curvature: KroneckerFactors | JacobianGGN | None = None
         self._forget()
         self._fitted: dict[str, Tensor] = {}
         self.prior_mean = prior_mean
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
-        self.mean: Tensor = torch.zeros((), device=self._device, dtype=self._dtype)
         self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs = 0, 0
         self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
@@ -180,8 +181,11 @@ class Posterior:
     @property
     def params(self) -> list[nn.Parameter]:
         """The network's trainable parameters, in ``parameters()`` order."""
+        return [*self._named_params().values()]
+
+    def _named_params(self) -> dict[str, nn.Parameter]:
         reshard(self.model)
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def n_params(self) -> int:
@@ -213,7 +217,33 @@ class Posterior:
     @property
     def _wide_dtype(self) -> torch.dtype:
         """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
-        return torch.promote_types(self._dtype, torch.float32)
+        return torch.promote_types(self.mean.dtype, torch.float32)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What outputs say about targets; set it, by name too, before the fit alone."""
+        return self._likelihood
+
+    @likelihood.setter
+    def likelihood(self, likelihood: Likelihood | str) -> None:
+        if self._curvature is not None:
+            raise ValueError(
+                f"The posterior is fitted with likelihood '{self.likelihood}', and its curvature "
+                f"is of that. Fit another one: Posterior(model, '{likelihood}')."
+            )
+        likelihood = likelihood_of(likelihood)
+        self.options.check(likelihood)
+        self._likelihood = likelihood
+
+    @property
+    def temperature(self) -> float:
+        """T > 0; the likelihood is raised to the power 1/T."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        check_positive("temperature", temperature)
+        self._temperature = temperature
 
     @property
     def prior_precision(self) -> Tensor:
@@ -262,7 +292,7 @@ class Posterior:
 
     @prior_mean.setter
     def prior_mean(self, prior_mean: float | Tensor) -> None:
-        mean, number = as_tensor(prior_mean), sum(p.numel() for p in self.params)
+        mean, number = as_tensor(prior_mean), sum(self._sizes)
         if mean.dim() > 1 or mean.numel() not in (1, number) or not mean.isfinite().all():
             raise ValueError(
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
@@ -273,7 +303,7 @@ class Posterior:
                 "The prior of a network under fully_shard has one mean for all parameters, which "
                 "is set before the fit: Posterior(..., prior_mean=0.1)."
             )
-        self._prior_mean = mean.detach().to(self._device, self._dtype)
+        self._prior_mean = mean.detach().to(self._device, self.mean.dtype)
         self._terms = None
 
     @property
@@ -390,7 +420,7 @@ class Posterior:
             )
             parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
             return reduce(add, [part.to(self._device) for part in parts])
-        key = repr(self.options), self.generator
+        key = repr(self.options.replace(kfac_approx="auto")), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
                 self.model,
@@ -400,7 +430,7 @@ class Posterior:
                 process_group=self.ranks.process_group,
             )
         return self.passes[key].factors_of(
-            data, progress, self.likelihood, proves_again=proves_again
+            data, progress, self.likelihood, self.options.kfac_approx, proves_again=proves_again
         )
 
     def restore(self, curvature: KroneckerFactors | JacobianGGN) -> None:
@@ -408,9 +438,9 @@ class Posterior:
 
         Raises:
             TypeError: what is not the curvature of this structure.
-            ValueError: a curvature of other parameters than the posterior's.
+            ValueError: a curvature of other parameters, or of another likelihood, than the
+                posterior's.
         """
-        self.sample_size = None
         if self.structure == "kron":
             if not isinstance(curvature, KroneckerFactors):
                 raise TypeError(
@@ -425,7 +455,14 @@ class Posterior:
             )
         elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
             raise ValueError("The GGN is of parameters that have no posterior here.")
+        likelihood = curvature.likelihood
+        if likelihood.name != self.likelihood.name:
+            raise ValueError(
+                f"The curvature is of likelihood '{likelihood}', and the posterior of "
+                f"'{self.likelihood}'; create it with the same."
+            )
         self._take_weights(curvature)
+        self.sample_size, self._likelihood = None, likelihood  # with the numbers of the fit
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
@@ -438,15 +475,14 @@ class Posterior:
         The factors stay at least in float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
-        self._dtype = widest_dtype(self.model)
+        self.mean = self.mean.to(self._device, dtype)
         if self._fitted:
             here = self._weights()
-            self.mean = self.mean.to(self._device, self._dtype)
             moved = {name: value.to(here[name]) for name, value in self._fitted.items()}
             self._fitted = moved | self.named(self.mean)
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
-        self._prior_mean = self._prior_mean.to(self._device, self._dtype)
+        self._prior_mean = self._prior_mean.to(self.mean)
         if self._curvature is not None:
             wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
             self._curvature = self._curvature.to(device, wide)
@@ -460,14 +496,14 @@ class Posterior:
 
         Of a network under `fully_shard` that is this rank's part of them; collective.
         """
-        self._dtype, statistics = widest_dtype(self.model), running_statistics(self.model)
+        statistics = running_statistics(self.model)
         self._fitted = {name: value.clone() for name, value in statistics.items()}
+        named = self._named_params()
         if not is_sharded(self.model):
-            self.mean = parameter_vector(self.params).detach()
+            self.mean = parameter_vector(named.values()).detach()
             self._fitted |= self.named(self.mean)
             return
         assert isinstance(curvature, KroneckerFactors)
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         parts = {name: local_part(p).clone() for name, p in named.items()}
         self.mean = parameter_vector(parts.values())
         self._fitted |= parts
@@ -483,8 +519,7 @@ class Posterior:
 
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
-        reshard(self.model)
-        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        trainable: dict[str, Any] = self._named_params()
         if is_sharded(self.model):
             trainable = {name: local_part(p) for name, p in trainable.items()}
         return running_statistics(self.model) | trainable
@@ -593,7 +628,7 @@ class Posterior:
         delta = delta.to(self._device, torch.float64)
         tensors = self._tensor_of(indices)
         if delta.numel() == len(self.indices) != self.n_layers:
-            each = delta.new_zeros(sum(p.numel() for p in self.params))
+            each = delta.new_zeros(sum(self._sizes))
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[tensors]
 
@@ -611,7 +646,7 @@ class Posterior:
 
     def _tensor_of(self, indices: Tensor) -> Tensor:
         """The number of the tensor that each parameter belongs to."""
-        ends = torch.tensor([p.numel() for p in self.params], device=self._device).cumsum(0)
+        ends = torch.tensor(self._sizes, device=self._device).cumsum(0)
         return torch.searchsorted(ends, indices, right=True)
 
     def log_marginal_likelihood(
@@ -796,8 +831,7 @@ class Posterior:
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Parameter vectors as tensors in the shapes of the parameters, by name."""
-        reshard(self.model)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        named = self._named_params()
         parts = vectors.split([p.numel() for p in named.values()], -1)
         return {
             name: part.reshape(*part.shape[:-1], *p.shape)
@@ -880,7 +914,7 @@ class Posterior:
                 "least one input."
             )
         self.check_weights()
-        sets = x.to(self._dtype).reshape(-1, *x.shape[-2:])
+        sets = x.to(self.mean.dtype).reshape(-1, *x.shape[-2:])
         if self.structure == "kron":
             covariance_of = self._cached(
                 "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
@@ -943,13 +977,6 @@ class Posterior:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
         return self._covariances[key][1]
-
-
-def widest_dtype(model: nn.Module) -> torch.dtype:
-    """That of the model's trainable parameters: adapters may be wider than a frozen base."""
-    reshard(model)
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    return reduce(torch.promote_types, dtypes or {next(model.parameters()).dtype})
 
 
 def as_tensor(value: float | Tensor) -> Tensor:

@@ -23,6 +23,12 @@ Held-out labels are as wrong as those of training: a temperature alone would blu
 forgive the wrong ones. For classes a third number ε, the share of labels that were drawn at random,
 is fitted with them: labels have the probabilities (1 − ε) p + ε/C. Its prior pulls to 0, with
 `PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a few hard examples are no noise.
+
+Of a network that knows next to nothing, ε → 1 and τ → ∞ explain held-out labels equally well. Of
+two classes with small outputs, p = ½ ± (1 − ε)f/4τ, only (1 − ε)/τ is known; of a network that is
+always sure, ε has the lower price. But p of the true class is softmax(f/τ), and ε leaves it as sure
+as it was. So beyond ε = ½, where ε would take the place of a τ of more than 2, there is a further
+price of ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)): a τ is then what explains them.
 """
 
 import logging
@@ -74,6 +80,9 @@ and 300 held-out examples, and checked on five others; see docs/calibration.md."
 PRIOR_OF_NOISE, SMALL_NOISE = 0.5, 1e-3
 """Of the prior p(ε) ∝ (ε + `SMALL_NOISE`)^−`PRIOR_OF_NOISE`. Chosen on four networks on digits with
 200 held-out examples: twice and four times as much hid 40 % of wrong labels from some networks."""
+PRIOR_OF_MOST_NOISE, MUCH_NOISE = 32.0, 0.5
+"""Of ε beyond `MUCH_NOISE`. Chosen on two, five and ten classes with 200 and 1,000 held-out
+examples; see docs/label-noise.md."""
 LARGEST_NOISE = 0.95
 WRONG_LABELS = 0.03
 """Share of wrong held-out labels from which a likelihood that knows of none gives a hint."""
@@ -500,7 +509,8 @@ def _least(
     with extra("statistics"):
         from scipy.optimize import minimize  # here, since it takes long to import
 
-    own, M = _own(held_out), len(held_out.f)
+    own, own_noise, M = _own(held_out), _own_noise(held_out), len(held_out.f)
+    log_least_right = math.log1p(-max(MUCH_NOISE, own_noise))
     likelihood, of_sharpness = held_out.likelihood, LOG_SHARPNESS
     has_noise = likelihood.kind == "classes"
     has_scale = len(start) > 1 + has_noise
@@ -515,9 +525,13 @@ def _least(
         root = (0.5 * v[0]).exp() if has_scale else s.sqrt()
         others = v[1:] if has_scale else v
         prior = PRIOR_OF_SHARPNESS * (others[0] - own) ** 2 + PRIOR_OF_SCALE * (root - 1) ** 2
-        if has_noise and not _own_noise(held_out):  # otherwise the user expects wrong labels
-            prior = prior + 2 * PRIOR_OF_NOISE * others[1]
-        value = loss(s if has_scale or scale else None, *_numbers(others)) + 0.5 * prior / M
+        sharp, noise = _numbers(others)
+        if noise is not None:
+            excess = (log_least_right - torch.log1p(-noise)).clamp_min(0)
+            prior = prior + PRIOR_OF_MOST_NOISE * excess**2
+            if not own_noise:  # otherwise the user expects wrong labels
+                prior = prior + 2 * PRIOR_OF_NOISE * others[1]
+        value = loss(s if has_scale or scale else None, sharp, noise) + 0.5 * prior / M
         (gradient,) = torch.autograd.grad(value, v)
         return value.item(), gradient.numpy()
 

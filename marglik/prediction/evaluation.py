@@ -23,7 +23,7 @@ from marglik.prediction.intervals import area_interval, differences, intervals, 
 from marglik.prediction.links import Prediction
 from marglik.prediction.metrics import (
     compute_metrics,
-    errors_by_class,
+    confusion_matrix,
     example_scores,
     out_of_distribution_metrics,
     reliability_curve,
@@ -131,7 +131,7 @@ def evaluate(
             record = replace(
                 record,
                 risk_coverage=risk_coverage_curve(prediction.mean, observed),
-                classes=errors_by_class(prediction.mean, observed),
+                confusion=confusion_matrix(prediction.mean, observed),
             )
         if (calibration := getattr(predict, "calibration", None)) is not None:
             record = replace(record, calibration=asdict(calibration))

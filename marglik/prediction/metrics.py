@@ -15,7 +15,7 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.prediction.links import Prediction
-from marglik.records import Bins, ClassErrors, Coverage, Curve, Metrics
+from marglik.records import Bins, Coverage, Curve, Metrics
 
 __all__ = [
     "SHARES",
@@ -256,19 +256,17 @@ def confidence_threshold(
     return threshold
 
 
-def errors_by_class(probabilities: Tensor, labels: Tensor) -> ClassErrors:
-    """What is taken for what; the whole matrix with at most `MOST_CLASSES` classes.
+def confusion_matrix(probabilities: Tensor, labels: Tensor) -> list[list[int]] | None:
+    """Labels in rows, predictions in columns; None for more than `MOST_CLASSES` classes.
 
     Args:
         probabilities: (N, C).
         labels: (N,).
     """
     C, predicted = probabilities.shape[1], probabilities.argmax(dim=1)
-    confusion = None
-    if C <= MOST_CLASSES:
-        confusion = (C * labels + predicted).bincount(minlength=C * C).view(C, C).tolist()
-    right = labels[predicted == labels].bincount(minlength=C)
-    return ClassErrors(labels.bincount(minlength=C).tolist(), right.tolist(), confusion)
+    if C > MOST_CLASSES:
+        return None
+    return (C * labels + predicted).bincount(minlength=C * C).view(C, C).tolist()
 
 
 def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[float]:

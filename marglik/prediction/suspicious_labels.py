@@ -152,7 +152,8 @@ class TrainingProbabilities:
         """Why nothing is kept; empty if all is well."""
         # (N, C + 1), Σ p over visits, then their number: of epochs that ended, on all ranks, ...
         self._sums: Tensor | None = None
-        self._epoch: Tensor | None = None  # ... and of this rank in the present epoch
+        # ... and the indices and outputs of this rank's steps in the present epoch.
+        self._steps: list[tuple[Tensor, Tensor]] = []
 
     def mean(self) -> Tensor:
         """p̄, (N, C) in the order of the data set; NaN for examples that were never seen.
@@ -171,7 +172,7 @@ class TrainingProbabilities:
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Any]]:
         """One epoch of (indices, batch); indices are None if they are not known."""
-        loader, self._epoch = self._loader, None
+        loader, self._steps = self._loader, []
         if self.unknown:
             return ((None, batch) for batch in loader)
         if isinstance(loader, Batches):
@@ -208,21 +209,22 @@ class TrainingProbabilities:
         elif len(self._loader.dataset) * (f.shape[1] + 1) > LARGEST_RECORD:
             self.unknown = f"examples times classes exceed {LARGEST_RECORD:,}, too much memory"
         else:
-            p = at_least_float32(f.detach()).softmax(-1)
-            visits = torch.cat([p, torch.ones_like(p[:, :1])], 1)
-            if self._epoch is None:
-                self._epoch = visits.new_zeros(len(self._loader.dataset), visits.shape[1])
-            self._epoch.index_add_(0, indices.to(f.device), visits)
+            self._steps.append((indices, f.detach()))  # added up once: steps shall be quick
 
     def end_epoch(self) -> None:
         """Add the epoch's sums to those of the earlier ones; collective."""
         if self._ranks.size > 1:
             whys = self._ranks.gather(self.unknown)
             self.unknown = next(filter(None, whys), "")
-        if not self.unknown and self._epoch is not None:
-            self._ranks.sum_([self._epoch])
-            self._sums = self._epoch if self._sums is None else self._sums + self._epoch
-        self._epoch = None
+        if not self.unknown and self._steps:
+            indices, outputs = map(torch.cat, zip(*self._steps, strict=True))
+            p = at_least_float32(outputs).softmax(-1)
+            visits = torch.cat([p, torch.ones_like(p[:, :1])], 1)
+            epoch = visits.new_zeros(len(self._loader.dataset), visits.shape[1])
+            epoch.index_add_(0, indices.to(p.device), visits)
+            self._ranks.sum_([epoch])
+            self._sums = epoch if self._sums is None else self._sums + epoch
+        self._steps = []
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept between epochs, the same on all ranks."""

@@ -228,14 +228,14 @@ def _errors(runs: Sequence[Run]) -> Blocks:
         # Predictives with the same class predictions are shown once, with all their names.
         alike = defaultdict(list)
         for one in predictives([run]):
-            alike[repr(one.record.classes)].append(one)
+            alike[repr(one.record.confusion)].append(one)
         for first, *others in alike.values():
-            errors = first.record.classes
-            if errors and errors.confusion and run.evaluation:
-                numbers = [str(i) for i in range(len(errors.counts))]
+            confusion = first.record.confusion
+            if confusion and run.evaluation:
+                numbers = [str(i) for i in range(len(confusion))]
                 title = run.titled("; ".join(one.name for one in (first, *others)))
                 classes = run.evaluation.classes or numbers
-                matrices.append(Confusion(title, classes, errors.confusion))
+                matrices.append(Confusion(title, classes, confusion))
     curves = [
         charts.risk_coverage_chart(f"Error rate by coverage: {title}", group)
         for title, group in risks.items()

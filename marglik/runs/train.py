@@ -295,7 +295,9 @@ def train(
     lacks_simple = bool(splits.table is not None and baseline and results.simple_models is None)
     lacks_plain = bool(gains and baseline and plain.name not in results.networks)
     if lacks_simple or lacks_plain:
-        scores = scores or setup.evaluate(load_posterior(folder, model))[1]
+        if not scores:
+            ensemble = Ensemble.load(folder, model) if members else None
+            scores = setup.evaluate(load_posterior(folder, model), ensemble)[1]
         if lacks_simple:
             results = setup.beside_simple_models(results, scores)
         if lacks_plain:

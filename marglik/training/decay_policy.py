@@ -54,8 +54,6 @@ class Measures:
     """The running mean of each optimiser's gradient norm."""
     highest_rate: float = 0.0
     """The highest learning rate so far."""
-    clipped: Tensor | int = 0
-    """Number of steps of this epoch whose gradients were limited."""
     limited: list[str] = field(default_factory=list)
     """Names of the parameters whose weight decay SGD cannot take."""
     moves: dict[str, float] = field(default_factory=dict)
@@ -238,13 +236,12 @@ class DecayPolicy:
             return
         measures = state.measures
         after_start = state.steps[part.index] > OBSERVED_STEPS
-        measures.gradient_norms[part.index], is_clipped = clip_gradients(
+        measures.gradient_norms[part.index] = clip_gradients(
             part.parameters,
             measures.gradient_norms[part.index],
             self.clip if after_start else None,
             scale,
         )
-        measures.clipped = measures.clipped + is_clipped
 
     # --- around an update ---
 
@@ -386,7 +383,7 @@ def clip_gradients(
     running: Tensor | float | None,
     clip: float | None,
     scale: Tensor | float,
-) -> tuple[Tensor | float, Tensor | bool]:
+) -> Tensor | float:
     """Limit the norm of all gradients together to ``clip`` times its running mean.
 
     The running mean follows the gradients, so that no limit needs to be chosen. Source: the idea is
@@ -399,18 +396,19 @@ def clip_gradients(
         scale: factor that the gradients contain, as of a gradient scaler.
 
     Returns:
-        The new running mean, and whether the gradients were limited. On a GPU they are tensors,
-        since reading a number would wait for it.
+        The new running mean; on a GPU a tensor, since reading a number would wait for it.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
     norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
-    norm: Any = torch.stack(norms).norm().float()
-    if norm.device.type == "cpu":  # a dozen operations on tensors would take longer than the norm
-        norm, scale = float(norm), float(scale)
+    norm: Any
+    if norms[0].device.type == "cpu":  # operations on tensors would take longer than the norms
+        norm, scale = math.hypot(*map(float, norms)), float(scale)
         running = None if running is None else float(running)
-    elif running is not None:  # after a run on a CPU a float
-        running = torch.as_tensor(running, device=norm.device)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+        if running is not None:  # after a run on a CPU a float
+            running = torch.as_tensor(running, device=norm.device)
     norm = norm / scale
     mean: Any = norm if running is None else running
     where: Any = torch.where if isinstance(norm, Tensor) else _where
@@ -423,7 +421,7 @@ def clip_gradients(
         factor = where(is_large, clip * mean / norm, 1.0)
         torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=gradients[0].dtype))
         norm = norm * factor
-    return mean + NEW_NORM * (where(is_finite, norm, mean) - mean), is_large
+    return mean + NEW_NORM * (where(is_finite, norm, mean) - mean)
 
 
 def _where(condition: bool, yes: float, no: float) -> float:

@@ -133,16 +133,14 @@ NO_NOISE = 1e-3
 
 
 @torch.no_grad()
-def learn_label_noise(problem: Problem, state: LearnerState) -> None:
-    """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
-
-    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+def held_out_outputs(problem: Problem, state: LearnerState) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, spreads of zero, and targets of the held-out examples; collective.
 
     Raises:
-        ValueError: no batch, or no target that counts.
+        ValueError: no batch, no target that counts, or targets that do not fit the outputs.
     """
     assert problem.held_out is not None  # `Problem.of` checks it
-    likelihood, model, ranks = state.likelihood, problem.model, problem.ranks
+    model = problem.model
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
         with eval_mode(model):
@@ -152,13 +150,21 @@ def learn_label_noise(problem: Problem, state: LearnerState) -> None:
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
     # own keep their order: other roundings would move ε where the fit of it stops.
     with random_numbers_restored(problem.held_out):
-        f, spread, y = collected(
-            outputs_and_spread, problem.held_out, model, likelihood, problem.options.curvature,
-            1, ranks,
+        return collected(
+            outputs_and_spread, problem.held_out, model, state.likelihood,
+            problem.options.curvature, 1, problem.ranks,
         )  # fmt: skip
+
+
+def learn_label_noise(problem: Problem, state: LearnerState) -> None:
+    """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
+
+    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+    """
+    likelihood, (f, spread, y) = state.likelihood, held_out_outputs(problem, state)
     with torch.enable_grad():
         without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
         noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    noise = ranks.gather(noise)[0]
+    noise = problem.ranks.gather(noise)[0]
     state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
     state.set_decays(problem)

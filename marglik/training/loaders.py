@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from kfac_backend.eigenvalue_correction import check_read_twice
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
@@ -30,13 +31,8 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
         if isinstance(sampler, Sized) and batch_size:
             count = len(sampler)
             return count - count % batch_size if getattr(owner, "drop_last", False) else count
-    batches = iter(loader)
-    if batches is loader:
-        raise TypeError(
-            f"The data is a {type(loader).__name__}, which can be read only once; pass a "
-            "DataLoader or a list of batches."
-        )
-    return sum(len(_targets(batch, options)) for batch in batches)
+    check_read_twice(loader)
+    return sum(len(_targets(batch, options)) for batch in loader)
 
 
 def _targets(batch: Any, options: TargetOptions) -> Tensor:

@@ -185,7 +185,6 @@ class OnlineTraining:
         self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
         """The processes that train together, each on its shard of the data."""
-        self._is_alone = self.ranks.size == 1
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
@@ -322,16 +321,16 @@ class OnlineTraining:
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
         self.model.train()
-        state = self.learner.state
+        state, is_alone = self.learner.state, self.ranks.size == 1
         variance = state.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
             self._set_damping(self._own_damping, variance)
         for sampler in samplers_of(self.train_loader):
-            if self.ranks.size > 1 and isinstance(sampler, DistributedSampler):
+            if not is_alone and isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
-        values: list[Tensor] = []
+        values: list[tuple[Tensor | float, ...]] = []
         examples, latest = 0, None
         source = self.train_loader if self.probabilities is None else self.probabilities
         for item in each_batch(source, f"Epoch {epoch}", self.progress):
@@ -341,7 +340,7 @@ class OnlineTraining:
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = self._is_alone or len(own[1]) > 0
+            counts = is_alone or len(own[1]) > 0
             latest = own if counts else latest
             if latest is None:
                 raise ValueError(
@@ -352,14 +351,17 @@ class OnlineTraining:
             x, y = latest
             of_step = self._step(x, self._task.targets(self.model, x, y), indices, counts)
             if counts:
-                values += of_step
+                values.append(of_step)
                 examples += len(y)
         self._targets_are_checked = True
         if self.probabilities is not None:
             self.probabilities.end_epoch()
         totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
-        if values:
-            totals[:4] = torch.stack(values).double().view(-1, 4).sum(0)
+        for total, of_steps in zip(totals, zip(*values, strict=True), strict=False):
+            if isinstance(of_steps[0], Tensor):
+                total += torch.stack(of_steps).double().sum()
+            else:
+                total += math.fsum(of_steps)
         totals[4] = examples
         self.ranks.sum_([totals])
         loss, prior, correct, terms, examples = totals.tolist()
@@ -380,13 +382,11 @@ class OnlineTraining:
         }
         if state.likelihood.has_labels:
             record["accuracy"] = correct / terms if terms else 0.0
-        if state.measures.limited:
-            record["limited_weight_decay"] = state.measures.limited
-        if clipped := int(state.measures.clipped):
-            record["clipped_steps"] = clipped
         return record
 
-    def _step(self, x: Any, y: Tensor, indices: Tensor | None, counts: bool) -> list[Tensor]:
+    def _step(
+        self, x: Any, y: Tensor, indices: Tensor | None, counts: bool
+    ) -> tuple[Tensor | float, ...]:
         """Take one step; returns the batch's four sums, see `_take_steps`.
 
         ``indices`` are the examples', if they are known. ``counts`` is False where this rank has no
@@ -407,11 +407,7 @@ class OnlineTraining:
             data_loss = loss_sum(f, y, likelihood)
             if counts and self.probabilities is not None:
                 self.probabilities.add(indices, f)
-            objective = (
-                data_loss / len(f)
-                if self._is_alone
-                else self._mean_over_ranks(data_loss, len(f), counts)
-            )
+            objective = self._mean_over_ranks(data_loss, len(f), counts)
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
             # changes from step to step. The prior's gradient must get the same one: the hook
             # records it as the gradient of the objective itself.
@@ -428,10 +424,12 @@ class OnlineTraining:
         correct = terms = data_loss = data_loss.detach()
         if (counted := counted_terms(y, likelihood)) is not None:
             correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
-        return [data_loss, penalty * len(f), correct, terms]
+        return data_loss, penalty * len(f), correct, terms
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""
+        if self.ranks.size == 1:
+            return data_loss / examples
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
         self.ranks.sum_([of_all])
         weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])

@@ -8,6 +8,7 @@ changes nothing.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -79,7 +80,7 @@ class Schedule:
             return epoch <= self.updates or epoch % self.updates == 0
         # The k-th update follows the first epoch that reaches the share k/U of the epochs before
         # the average, which is of parameters at the same decays.
-        before = self.epochs - self._num_averaged
+        before = self._before_average
         passed, then = (e * self.updates // before for e in (epoch, epoch - 1))
         return epoch <= before and passed > then
 
@@ -104,14 +105,13 @@ class Schedule:
 
     def is_averaged(self, epoch: int) -> bool:
         """Whether the average includes the parameters during this epoch, from 1."""
-        return self.epochs is not None and epoch > self.epochs - self._num_averaged
+        return self.epochs is not None and epoch > self._before_average
 
-    @property
-    def _num_averaged(self) -> int:
-        """Number of epochs at the end whose steps are averaged with equal weights."""
-        if not self.averages or self.epochs is None:
-            return 0
-        return round(AVERAGED_SHARE * self.epochs)
+    @cached_property
+    def _before_average(self) -> int:
+        """Number of epochs before those whose steps are averaged with equal weights."""
+        assert self.epochs is not None
+        return self.epochs - (round(AVERAGED_SHARE * self.epochs) if self.averages else 0)
 
 
 def settling_rate(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:

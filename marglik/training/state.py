@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.eigenvalue_correction import check_read_twice
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.checks import check_module
@@ -98,6 +100,13 @@ class LearnerOptions:
             raise ValueError(
                 f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
             )
+        if self.likelihood.has_label_noise and self.likelihood.to_learn() and not self.learns:
+            raise ValueError(
+                f"Likelihood '{self.likelihood}' would keep 0 as its share of wrong labels, since "
+                "nothing is learned (updates=0, or none before the end). Give the share, as in "
+                "'noisy_classification(noise=0.2)', or take 'classification', whose calibration "
+                "fits it."
+            )
 
     def with_options(self, **options: Any) -> "LearnerOptions":
         """These with single ones changed, or single fields of the objects inside.
@@ -150,6 +159,8 @@ class Problem:
 
     options: LearnerOptions
     model: nn.Module
+    named: dict[str, nn.Parameter]
+    """The trainable tensors, by name."""
     parts: list[Part]
     """One for each optimiser, in the order of their steps: the last one's are counted."""
     loader: Loader
@@ -197,18 +208,18 @@ class Problem:
                 stacklevel=4,
             )
         N = count_on_ranks(loader, ranks, options.curvature)
-        problem = cls(options, model, parts, loader, ranks, N, steps_per_epoch, held_out=held_out)
-        if problem.learns_label_noise and held_out is None:
-            raise ValueError(
-                f"Likelihood '{options.likelihood}' learns the share of wrong labels from labels "
-                "that the network is not trained on. Pass held_out=batches, a tenth of the data, "
-                "or give the share: 'noisy_classification(noise=0.2)'."
-            )
+        problem = cls(
+            options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
+        )
+        if problem.learns_label_noise:
+            if held_out is None:
+                raise ValueError(
+                    f"Likelihood '{options.likelihood}' learns the share of wrong labels from "
+                    "labels that the network is not trained on. Pass held_out=batches, a tenth of "
+                    "the data, or give the share: 'noisy_classification(noise=0.2)'."
+                )
+            check_read_twice(held_out)
         return problem
-
-    def __post_init__(self) -> None:
-        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        """The trainable tensors."""
 
     def initial_hyperparameters(self) -> Hyperparameters:
         """The hyperparameters that learning begins with."""
@@ -258,18 +269,18 @@ class Problem:
         schedule = self.options.schedule
         # Held-out labels say what the share of wrong labels is, and not updates.
         learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
-        learns_more = learns_more or (state.ranges is not None and state.ranges.modules)
+        learns_more = learns_more or state.ranges is not None
         is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
         return is_budget and not learns_more
 
-    @property
+    @cached_property
     def learned_by_evidence(self) -> dict[str, Any]:
         """The likelihood's parameters that the evidence learns, with their first values."""
         if not self.options.learns or self.learns_label_noise:
             return {}
         return self.options.likelihood.to_learn()
 
-    @property
+    @cached_property
     def learns_label_noise(self) -> bool:
         """Whether the share of wrong labels is learned, from held-out labels."""
         likelihood = self.options.likelihood
@@ -386,7 +397,7 @@ class LearnerState:
     likelihood: Likelihood
     """With the numbers that it has come to."""
     ranges: RangeLearner | None
-    """How the ranges of augmentations are learned; None of a network without any."""
+    """How the ranges of augmentations are learned; None where none is."""
     averages: list[WeightAverage]
     """The mean of each optimiser's parameters over its steps so far, once it has begun."""
     steps: list[int]
@@ -407,6 +418,8 @@ class LearnerState:
     """The evidence (nats) after each update."""
     has_samples: bool = False
     """Whether some update saw a sample, so that its evidence is an estimate."""
+    kfac_approx: Any = None
+    """The layers' modes in the latest update, which decides for the following samples."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Epoch and training loss per example of each update."""
     evidences_of_steps: list[float] = field(default_factory=list)
@@ -433,21 +446,25 @@ class LearnerState:
         cls, problem: Problem, hyperparameters: Hyperparameters, likelihood: Likelihood
     ) -> "LearnerState":
         """Nothing learned yet."""
-        has_ranges = any(isinstance(m, LearnedAugmentation) for m in problem.model.modules())
+        modules = problem.model.modules()
+        learned = [m for m in modules if isinstance(m, LearnedAugmentation) and m.learns]
         return cls(
             hyperparameters,
             likelihood,
-            RangeLearner(problem.model) if has_ranges else None,
+            RangeLearner(learned) if learned and problem.options.learns else None,
             [WeightAverage(part.parameters) for part in problem.parts],
             [0 for _ in problem.parts],
             Measures(sorted(problem.named), [None for _ in problem.parts]),
         )
 
     def data_of_update(self, problem: Problem, number: int) -> Iterable[Any]:
-        """The batches of the curvature pass: of all N examples, or a sample of M of them."""
+        """The batches of the curvature pass: of all N examples, or a sample of M of them.
+
+        Both come in large batches, unless ``curvature_from`` and ``keep`` ask for the loader's own.
+        """
         data, N = own_iteration(problem.loader), problem.num_data
-        if number < N:
-            self.has_samples = True
+        if not takes_all(problem.options):
+            self.has_samples |= number < N
             data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
         return data if problem.ranks.size == 1 else WithExamples(data, problem.options.curvature)
 
@@ -459,9 +476,7 @@ class LearnerState:
         and its evidence are closer to the exact ones than those of a sample's exact curvature.
         """
         options, N, V = problem.options, problem.num_data, problem.vectors
-        # With keep="best", noise would choose among the evidences.
-        takes_all = options.curvature_from != "auto" or options.schedule.keep == "best"
-        if takes_all or not self.steps[-1]:
+        if takes_all(problem.options) or not self.steps[-1]:
             return False, N
         is_exact = options.curvature.fisher == "exact"
         draws, seen = problem.draws_labels, N * self.epoch
@@ -622,6 +637,12 @@ class LearnerState:
             if ranges:
                 set_ranges(model, ranges)
             raise
+
+
+def takes_all(options: LearnerOptions) -> bool:
+    """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
+    # With keep="best", noise would choose among the evidences.
+    return options.curvature_from != "auto" or options.schedule.keep == "best"
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-3]

@@ -182,6 +182,9 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
         found[f"corrected, {name}"] = block.to_dense()
     compute_eigenvalues(factors.blocks.values(), ranks)
     found["log det"] = factors.log_det(0.3)
+    elsewhere = factors.to("cpu")  # an owner's block forgets its eigenvalues, another's does not
+    compute_eigenvalues(elsewhere.blocks.values(), ranks)
+    found["log det, moved"] = elsewhere.log_det(0.3)
     for name, values in factors.eigenvalues().items():
         found[f"eigenvalues, {name}"] = values
     moved = Moved(model)

@@ -144,8 +144,9 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "derivatives": "NotImplementedError: The gradient of factors in what the inputs depend on",
         "laplace-torch": "NotImplementedError: laplace-torch needs whole parameters",
         "whole model": "ValueError: The state's 'momentum_buffer' is spread over ranks",
-        "one rank saves": "ValueError: Some blocks are kept by other ranks",
-        "one rank alone": "is kept by another rank. Bring all factors to this one first",
+        "one rank saves": "RuntimeError: The values of",
+        "another's block": "RuntimeError: The values of",
+        "one rank alone": "are kept by another rank. Bring all blocks to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
     }.items(),
 )
@@ -691,6 +692,9 @@ def refused() -> dict[str, str]:
         "laplace-torch": lambda: KfacGGN(model, "classification"),
         "whole model": lambda: KFAC(made("cnn"), "classification").load_state_dict(state),
         "one rank saves": lambda: posterior.fitted_factors().state_dict(),
+        "another's block": lambda: [
+            b.to_dense() for b in posterior.fitted_factors().blocks.values()
+        ],
         "one rank alone": lambda: decompose((posterior.fitted_factors() * 1).blocks.values()),
     }
     return {name: error_of(use) for name, use in uses.items()}

@@ -79,7 +79,8 @@ class Copies:
                 b = at_least_float32(b).unflatten(0, (-1, rows_of_each)).sum(1)
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
-                    capture.report_gradient(parameters[leaf], uses[leaf], gradients)
+                    with capture.arithmetic():
+                        capture.sink.gradient(parameters[leaf], uses[leaf], gradients)
                 else:  # other parts of its gradient may still come
                     earlier = self._waiting.get(leaf)
                     self._waiting[leaf] = gradients if earlier is None else earlier + gradients
@@ -101,5 +102,6 @@ class Copies:
         for run in runs:
             use, shape = self._shared[run]
             gradients = self._waiting.pop(run).unflatten(1, shape)
-            self._capture.report_gradient(run.tracked, use, gradients)
+            with self._capture.arithmetic():
+                self._capture.sink.gradient(run.tracked, use, gradients)
         return runs

@@ -208,6 +208,31 @@ def test_saved_factors_load_equal(model, tmp_path, is_corrected):
         assert_close(dense(loaded + loaded), dense(factors + factors))
 
 
+def test_a_file_has_half_of_each_factor_and_equal_ones_once(model, tmp_path):
+    """B of a weight and of its bias, in groups; A of two; one that is not symmetric is whole."""
+    B, A, other = gram(2, 9, 30), gram(20, 40), gram(20, 40, seed=1)
+    B, A = B + B.mT, A + A.mT  # which makes them symmetric to the bit, as the engine's are
+    blocks = [
+        KroneckerBlock("w", B, A, 9),
+        KroneckerBlock("b", B),
+        KroneckerBlock("v", other.triu(), A.clone(), 9),
+    ]
+    factors = replace(factors_of(model), blocks={b.name: b for b in blocks})
+    factors.save(path := tmp_path / "factors.safetensors")
+    entries = 2 * 30 * 31 // 2 + 40 * 41 // 2 + 40 * 40
+    assert 0 < path.stat().st_size - 8 * entries < 4096  # the header
+    loaded = KroneckerFactors.load(path)
+    for saved in blocks:
+        same = zip(loaded.blocks[saved.name].named_factors(), saved.named_factors(), strict=True)
+        assert all(torch.equal(after, before) for (after, _), (before, _) in same)
+    assert loaded.blocks["b"].B is loaded.blocks["w"].B  # solved once
+    for forged in ({"w/B.triangle": B[..., 0, :17]}, {"w/A.triangle": A[0, 0]}, {}):
+        state = factors.state_dict()
+        state["tensors"] = (state["tensors"] | forged) if forged else {}
+        with pytest.raises(ValueError, match="holds no whole Kronecker factors"):
+            KroneckerFactors.from_state_dict(state)
+
+
 def test_corrected_factors_have_weights_but_no_sums(model):
     factors = factors_of(model)
     corrected = corrected_factors(factors, model, [batch()])
@@ -231,7 +256,7 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
         KroneckerFactors.load(path)
     state = factors_of(model).state_dict()
     state["header"]["version"] += 1
-    with pytest.raises(ValueError, match="factors of version 7, .* version 8"):
+    with pytest.raises(ValueError, match="factors of version 8, .* version 9"):
         KroneckerFactors.from_state_dict(state)
 
 

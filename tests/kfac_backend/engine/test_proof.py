@@ -529,7 +529,7 @@ def test_examples_in_another_order_are_seen(key, N):
 @pytest.mark.parametrize(("N", "splits"), [(2, True), (3, True), (4, False), (5, False)])
 def test_no_sort_leaves_the_proofs_examples_in_order(N, splits):
     """Whatever the examples' keys are, if the first has not that of all that are there."""
-    numbers = with_first_again(torch.arange(N), splits)[1]
+    numbers = with_first_again(torch.arange(N), N, splits)[1]
     assert numbers is not None and len(numbers) == (N + 2 if splits else N)
     there = numbers.unique().tolist()
     is_first = numbers == 0

@@ -353,12 +353,13 @@ def test_forward_passes_without_a_backward_pass_are_forgotten():
         loss.backward()
 
 
-def test_a_backward_pass_that_fails_leaves_nothing_of_its_batch():
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_backward_pass_that_fails_leaves_nothing_of_its_batch(fisher):
     """Memory that is exhausted in the middle; the batch is then made again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x, y = normal(6, 4), torch.arange(6) % 3
-    expected, fails = in_training(model, x, y), []
+    expected, fails = in_training(model, x, y, fisher=fisher), []
 
     def fail_once(g):
         if fails:
@@ -369,7 +370,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_of_its_batch():
         if output.requires_grad:
             output.register_hook(fail_once)
 
-    curvature = training_pass(model)
+    curvature = training_pass(model, fisher=fisher)
     model[1].register_forward_hook(lambda _, inputs, output: add(output))
     loss_of(model(x), y).backward()
     curvature.mean_blocks()

@@ -13,7 +13,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.options import CurvatureOptions
 from marglik import Posterior, PriorLearner
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Noise, TimeShift
-from marglik.augmentation.ranges import RangeLearner, _random_parts, evidence_gradient
+from marglik.augmentation.ranges import _random_parts, evidence_gradient
 from marglik.augmentation.transforms import Transform
 from tests.kfac_backend.block_checks import with_statistics
 from tests.marglik.plain_loop import learn
@@ -162,8 +162,21 @@ def test_what_cannot_be_transformed_or_learned_is_named():
     model = LearnedAugmentation(nn.Flatten(), [Affine("rotate")])
     with pytest.raises(TypeError, match="not dict"):
         model({"x": torch.zeros(1, 1, 4, 4)})
-    still = LearnedAugmentation(nn.Flatten(), [Affine("rotate")], learns=False)
-    RangeLearner(still).learn(object(), [], 1)  # has nothing to do
+
+
+@pytest.mark.parametrize("options", [{}, {"updates": 0}])
+def test_ranges_that_stay_need_no_pass_at_the_start(options):
+    def passes(learns: bool) -> int:
+        model = LearnedAugmentation(network((4, 5)), [Noise()], learns=learns).double()
+        calls: list[Any] = []
+        model.register_forward_hook(lambda *_: calls.append(0))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        learner = PriorLearner("classification", **options)
+        learner.start(model, optimizer, [(normal(4, 5), torch.arange(4) % 3)], 2)
+        return len(calls)
+
+    assert passes(learns=False) == 2  # which look at the first batch
+    assert (passes(learns=True) > 2) == (not options)
 
 
 def test_random_parts_of_the_data():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck
+from torch.testing import assert_close
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.spectrum import Spectra
@@ -30,6 +31,14 @@ def test_gradients_in_all_hyperparameters():
         torch.tensor(1.7).double().requires_grad_(),
     ]
     assert gradcheck(terms.log_marginal_likelihood, values)
+    # What Adam steps along is the same, by a formula.
+    for likelihood in ("regression", "classification"):
+        terms = small_terms(likelihood)
+        evidence = terms.log_marginal_likelihood(*values)
+        in_delta, in_sigma = torch.autograd.grad(evidence, values[:2])
+        delta, sigma, T = (value.detach() for value in values)
+        expected = in_delta * delta, in_sigma * sigma
+        assert_close(terms.gradient(delta, sigma, T), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +49,28 @@ def test_gradients_in_all_hyperparameters():
         ({"prior_precision": -1.0}, "must be positive, not -1.0"),
         ({"sigma_noise": 0.0}, "sigma_noise must be positive"),
         ({"temperature": -2.0}, "temperature must be positive"),
+        ({"likelihood": "gamma"}, "'gamma' is not supported"),
         ({"likelihood": "classification", "sigma_noise": 0.5}, "only regression has noise"),
     ],
 )
 def test_wrong_hyperparameters(options, message):
+    """When a posterior is made, and when they are set; a name becomes a likelihood there, too."""
     with pytest.raises(ValueError, match=message):
         Posterior(nn.Linear(2, 3), **{"likelihood": "regression"} | options)
+    posterior = Posterior(nn.Linear(2, 3), "regression")
+    with pytest.raises(ValueError, match=message):
+        for name, value in options.items():
+            setattr(posterior, name, value)
+
+
+def test_a_fit_keeps_its_likelihood():
+    model, data = nn.Linear(2, 3), [(torch.ones(4, 2), torch.zeros(4).long())]
+    posterior = Posterior(model, "classification")
+    posterior.fit(data)
+    with pytest.raises(ValueError, match="fitted with .*'classification'.* Fit another one"):
+        posterior.likelihood = "bernoulli"
+    with pytest.raises(ValueError, match="curvature is of likelihood 'classification'"):
+        Posterior(model, "regression").restore(posterior.factors)
 
 
 def test_an_evidence_that_is_not_finite_names_the_block():

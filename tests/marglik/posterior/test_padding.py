@@ -288,7 +288,7 @@ def test_training_leaves_the_row():
     decays = learner.state.decays
     others = model.head.weight.square().sum()
     norm = p.square().sum() - p[PAD].square().sum()
-    assert_close(added, 0.5 * (decays[0] * norm + decays[1] * others))
+    assert_close(added, 0.5 * (decays[0] * norm + decays[1] * others).item())
     assert not p.grad[PAD].any() and p.grad[PAD + 1 :].all()
 
     for base in ("sgd", "nadamw"):

@@ -5,12 +5,14 @@ import torch
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from kfac_backend.likelihoods import likelihood_of
 from marglik import (
     Laplace,
     Posterior,
     PredictiveConfig,
+    PriorLearner,
     calibrate,
     laplace_predictive,
     maximize_evidence,
@@ -309,3 +311,38 @@ def test_a_model_without_a_jacobian_by_vmap_is_named():
     posterior = Posterior(Packed(), "classification", structure="full")
     with pytest.raises(NotImplementedError, match="packed sequences. Use structure 'kron'"):
         posterior.fit([(torch.randn(3, 4, 2), torch.tensor([0, 1, 1]))])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_checkpoints_in_train_mode_alone_change_nothing_and_others_are_named(structure, reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self, always):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.always = nn.Linear(3, 4), nn.Linear(4, 2), always
+
+        def forward(self, x):
+            h = self.first(x)
+            if self.training or self.always:
+                return checkpoint(self.last, h, use_reentrant=reentrant)
+            return self.last(h)
+
+    x, y = data("classification")
+
+    def outcome(always, trains):
+        model, prior = Checkpointed(always).double(), PriorLearner("classification")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prior.start(model, optimizer, [(x, y)], 2)
+        for _ in range(2):
+            nn.functional.cross_entropy(model.train(trains)(x), y).backward()
+            optimizer.step()
+        posterior = Posterior(model, "classification", structure=structure)
+        posterior.fit([(x, y)])
+        return prior.weight_decays(), *posterior.output_distribution(x)
+
+    assert_close(outcome(always=False, trains=True), outcome(always=False, trains=False))
+    with pytest.raises(NotImplementedError, match="checkpoint.*train mode alone"):
+        outcome(always=True, trains=True)
+    with pytest.raises(NotImplementedError, match="checkpoint.*train mode alone"):
+        Posterior(Checkpointed(True).double(), "classification", structure=structure).fit([(x, y)])

@@ -318,6 +318,7 @@ def test_wrong_labels_are_found_and_no_grid_point_is_better():
         q = (1 - noise) * torch.softmax(data.f / tau, -1).gather(1, y) + noise / 4
         prior = PRIOR_OF_SHARPNESS * math.log(tau) ** 2 / 2
         prior += calibration.PRIOR_OF_NOISE * math.log1p(noise / calibration.SMALL_NOISE)
+        prior += calibration.PRIOR_OF_MOST_NOISE * math.log(min(2 * (1 - noise), 1)) ** 2 / 2
         return -q.log().sum().item() + prior
 
     best = objective(found.output_temperature, found.label_noise)
@@ -337,6 +338,25 @@ def fit_map_without_noise(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "PRIOR_OF_NOISE", 1e9)
         return calibration.fit_map(data)
+
+
+def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
+    """Of two classes ε = .95 and a large τ explain its labels alike; only τ blurs the true class.
+
+    A likelihood that says how many are wrong may say more than a half.
+    """
+    data, y = sure_outputs(0.0, C=2)
+    data = replace(data, targets=y[torch.randperm(len(y), generator=torch.Generator())])
+
+    def nll(fit):
+        return torch.nn.functional.cross_entropy(data.f / fit.output_temperature, data.targets)
+
+    assert nll(calibration.fit_map(data)) < math.log(2) + 0.2
+    expecting = replace(data, likelihood=likelihood_of("noisy_classification(noise=0.9)"))
+    assert calibration.fit_map(expecting).label_noise > 0.85
+    with pytest.MonkeyPatch.context() as patch:  # negative control
+        patch.setattr(calibration, "PRIOR_OF_MOST_NOISE", 0.0)
+        assert nll(calibration.fit_map(data)) > math.log(2) + 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,5 +1,7 @@
 """The module to serve equals its predictive, in eager mode, exported, compiled and in ONNX."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -113,6 +115,18 @@ def test_pixels_names_and_compilation():
     found = module(image=NEW, scale=1.0)
     assert_close(found[0], predict(NEW).mean, rtol=0, atol=1e-10)
     assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(NEW), found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor calls a C++ compiler")
+def test_compiled_by_inductor():
+    la, x = fitted()
+    predict = laplace_predictive(la, LAST, calibration=CALIBRATION)
+    module = predict.module(x)
+    with torch.no_grad():
+        compiled = torch.compile(module, fullgraph=True)(NEW)
+        assert_close(compiled, module(NEW), rtol=0, atol=1e-10)
+    assert_close(compiled[0], predict(NEW).mean, rtol=0, atol=1e-10)
 
 
 def test_a_network_that_takes_one_position_of_its_last_layer():

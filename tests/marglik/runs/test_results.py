@@ -40,6 +40,8 @@ def trained_on(path, folder, *more):
         "4",
         "--prior.every",
         "1",
+        "--members",
+        "2",
         *(more or ["--baseline"]),
     ]
     model = ["--model", "MLP", "--model.hidden", "[4]", "--no_progress"]
@@ -118,7 +120,7 @@ def test_another_unit_changes_what_has_a_unit_alone(houses):
     of_a, of_b = results_of(usual), results_of(other)
     pairs = [(a.scores[name], b.scores[name]) for name in a.predictives]
     pairs += [(of_a.scores[name], of_b.scores[name]) for name in of_a.scores]
-    assert len(pairs) == 10
+    assert len(pairs) == 12
     for here, there in pairs:
         for key, value in here.metrics.items():
             expected = change.get(key, lambda v: v)(value)

@@ -57,24 +57,25 @@ def written_out(weight_decay=WEIGHT_DECAY):
     model = network()
     optimizer, parameters = sgd(model), list(model.parameters())
     log_delta = torch.full((len(parameters),), weight_decay * N, dtype=torch.float64).log()
-    adam = torch.optim.Adam([log_delta.requires_grad_()], lr=0.1)
+    adam = torch.optim.Adam([log_delta], lr=0.1)
     for epoch in range(1, EPOCHS + 1):
-        decays = (log_delta.detach().exp() / N).tolist()
+        decays = (log_delta.exp() / N).tolist()
         for x, y in data():
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             for p, decay in zip(parameters, decays, strict=True):
-                p.grad += decay * p.detach()
+                p.grad.add_(p.detach(), alpha=decay)
             optimizer.step()
         if epoch % EVERY:
             continue
         posterior = Posterior(model, "classification")
         posterior.fit(data())
         for _ in range(STEPS):
-            adam.zero_grad()
-            (-posterior.log_marginal_likelihood(log_delta.exp())).backward()
+            # Its gradient by the formula, which test_evidence.py compares with autograd's.
+            of_log_delta, _ = posterior.evidence_terms.gradient(log_delta.exp(), torch.ones(()))
+            log_delta.grad = -of_log_delta
             adam.step()
-    return [*parameters, log_delta.detach().exp() / N]
+    return [*parameters, log_delta.exp() / N]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -217,18 +218,17 @@ def test_updates_do_not_rest_where_the_data_determines_no_group():
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_limits_the_norm_to_a_multiple_of_its_running_mean(scale):
-    mean, running, clipped = None, None, []
+    mean, running = None, None
     for g in [torch.randn(5) * size for size in (1.0, 1.2, 30.0, 0.1, 9.0)]:
         norm = g.norm().item()
         factor = 1.0 if mean is None else min(1.0, 2 * mean / norm)
         mean = norm if mean is None else mean + NEW_NORM * (factor * norm - mean)
         p = nn.Parameter(torch.zeros(5))
         p.grad = scale * g
-        running, is_clipped = clip_gradients([p], running, 2.0, torch.tensor(scale))
-        clipped.append(int(is_clipped))
+        running = clip_gradients([p], running, 2.0, torch.tensor(scale))
         assert_close(p.grad / scale, factor * g)
         assert_close(float(running), mean, rtol=1e-5, atol=0)
-    assert clipped == [0, 0, 1, 0, 1]
+    assert factor < 1  # of the last
 
 
 @pytest.mark.parametrize(
@@ -239,16 +239,15 @@ def test_gradients_that_are_not_limited_are_left(gradient, clip, mean):
     """Without a limit, the norm is followed alone; infinite ones are left to a scaler."""
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor(gradient)
-    running, is_clipped = clip_gradients([p], torch.tensor(1.0), clip, torch.tensor(1.0))
-    assert p.grad.tolist() == gradient and not is_clipped
+    running = clip_gradients([p], torch.tensor(1.0), clip, torch.tensor(1.0))
+    assert p.grad.tolist() == gradient
     assert float(running) == pytest.approx(mean)
 
 
 def test_the_running_mean_starts_at_the_first_norm_that_is_finite():
     """A gradient scaler's first steps are often skipped, as its factor is too large."""
-    p, mean, clipped = nn.Parameter(torch.zeros(2)), None, []
-    for norm in (float("inf"), 3.0, 3.0, 60.0):
+    p, mean = nn.Parameter(torch.zeros(2)), None
+    for norm, limited in ((float("inf"), float("inf")), (3.0, 3.0), (3.0, 3.0), (60.0, 6.0)):
         p.grad = torch.tensor([norm, 0.0])
-        mean, is_clipped = clip_gradients([p], mean, 2.0, torch.tensor(1.0))
-        clipped.append(int(is_clipped))
-    assert clipped == [0, 0, 0, 1] and p.grad[0] == pytest.approx(6.0)
+        mean = clip_gradients([p], mean, 2.0, torch.tensor(1.0))
+        assert p.grad[0] == pytest.approx(limited)

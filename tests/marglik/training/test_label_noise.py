@@ -100,6 +100,20 @@ def test_it_needs_held_out_labels_unless_it_is_given():
     model, loader = nn.Linear(3, 3).double(), DataLoader(TensorDataset(*data()), 50)
     with pytest.raises(ValueError, match=r"Pass held_out=batches.*noise=0.2"):
         marglik_training(model, loader, NOISY, n_epochs=1)
+    # What cannot be read, or does not fit, is named before the first step.
+    x, y = data(20)
+    cases = [
+        (TypeError, "a list_iterator, which can be read only once", iter([(x, y)])),
+        (ValueError, "held-out data has no batch", []),
+        (ValueError, "Label . is out of range", [(x, y + 3)]),
+        (RuntimeError, "shapes cannot be multiplied", [(x[:, :2], y)]),
+    ]
+    for error, message, held_out in cases:
+        learner, optimizer = PriorLearner(NOISY), torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(error, match=message):
+            learner.start(model, optimizer, loader, 1, held_out=held_out)
+    with pytest.raises(ValueError, match=r"would keep 0 .*updates=0.*noise=0.2"):
+        PriorLearner(NOISY, updates=0)
     given = trained(likelihood="noisy_classification(noise=0.25)")
     assert given.laplace.likelihood.parameters["noise"] == 0.25
 

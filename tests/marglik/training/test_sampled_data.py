@@ -9,9 +9,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from kfac_backend import CurvatureOptions
+from kfac_backend.engine.preparation import Preparation
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
+from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.sampled_data import own_iteration, sample_size, sampled
 from marglik.training.schedule import Schedule
 from marglik.training.state import LearnerState
@@ -132,11 +134,12 @@ def test_a_sample_stands_for_all_data():
 @pytest.mark.parametrize("curvature_from", ["auto", "pass"])
 def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
     model, x, y = problem()
-    seen = []
+    seen, sizes = [], []
     fit = Posterior.fit
 
     def counted(self, data, *args, **keywords):
         batches = list(data)
+        sizes.append(len(batches[0][1]))
         seen.append(sum(len(y) for _, y in batches))
         fit(self, batches, *args, **keywords)
 
@@ -153,6 +156,12 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
     prior.finish()
     assert seen[-1] == prior.posterior.n_data == N
     assert set(seen[:-1]) == ({256} if curvature_from == "auto" else {N})
+    assert set(sizes) == ({256} if curvature_from == "auto" else {50})
+    # Of all data the factors are the same in batches of any size.
+    whole = Posterior(model, "classification")
+    fit(whole, loader)
+    for name, block in whole.fitted_factors().blocks.items():
+        assert_close(prior.posterior.fitted_factors().blocks[name].to_dense(), block.to_dense())
 
 
 @pytest.mark.parametrize(
@@ -230,3 +239,35 @@ def test_passes_over_samples_prove_once_and_the_last_one_again():
     model.fc.bias.requires_grad_(False)
     with pytest.raises(NotImplementedError, match="rows of different examples mix"):
         posterior.fit([(x, y)], stands_for=N)
+
+
+def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypatch):
+    decisions, decide = [], Preparation.decide_mode
+    monkeypatch.setattr(
+        Preparation, "decide_mode", lambda *args: (decisions.append(1), decide(*args))
+    )
+
+    def run(saved=None, epochs=3):
+        decisions.clear()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+        x = torch.randn(N, 1, 4, 4)
+        loader = Batches(x, x.mean((1, 2, 3)).sign().long() + 1, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prior = PriorLearner("classification", epochs=3, average=None, rest=None)
+        training = OnlineTraining(model, optimizer, loader, prior)
+        if saved is not None:
+            training.load_state_dict(saved)
+        for epoch in range(training._epoch, epochs):
+            training.train_epoch()
+            end_of_epoch(prior.problem, prior.state, epoch + 1)
+        if epochs == 3:
+            finish(prior.problem, prior.state)
+        return training
+
+    whole = run()
+    assert len(decisions) == 2  # by the first update, and by the last, which sees all data
+    assert whole.learner.state.kfac_approx != "auto"
+    resumed = run(run(epochs=1).state_dict())
+    assert len(decisions) == 1
+    assert torch.equal(resumed.weight_decays(), whole.weight_decays())
