@@ -87,7 +87,9 @@ def penalty(
     state: LearnerState,
     scale: Tensor | float = 1.0,
     part: int = 0,
-) -> None:
+    *,
+    with_value: bool = False,
+) -> Tensor | float | None:
     """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
@@ -98,6 +100,7 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
+        with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
@@ -106,8 +109,9 @@ def penalty(
     policy.observe(problem, state, own)
     decays = policy.stable_decays(state, own)
     scale_of_prior, padding = state.gradient_scale * scale, problem.padding_of(own)
-    add_penalty(own.parameters, decays, scale_of_prior, padding)
+    value = add_penalty(own.parameters, decays, scale_of_prior, padding, with_value=with_value)
     policy.limit_gradients(state, own, scale)
+    return value
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:

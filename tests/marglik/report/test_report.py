@@ -71,7 +71,7 @@ def test_what_a_run_went_through(run, two):
     assert curve["y"] == [update.evidence / run.results.num_data for update in run.updates]
     assert curve["marker"]["symbol"] == ["circle", "circle", "star"]  # the last one was kept
     assert evidence.table.rows[0].cells[0] == f"{curve['y'][0]:.4f}".replace("-", "−")
-    assert [*named(loss)] == ["loss"]
+    assert [*named(loss)] == ["loss", "with weight decay"] and len(loss.table.columns) == 4
     (decays,) = charts([run], "weight-decay")
     for name, tensor in run.results.weight_decay.items():
         of = named(decays)[name]
