@@ -130,9 +130,11 @@ def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
     """Whether a model's forward takes labels, from which it may compute a loss."""
-    (args, _), (names, takes_any) = arguments(model, x), _argument_names(model)
-    in_mapping = bool(args) and isinstance(args[0], Mapping) and "labels" in args[0]
-    return "labels" in names or takes_any or in_mapping
+    names, takes_any = _argument_names(model)
+    if "labels" in names or takes_any or not isinstance(x, Mapping):
+        return "labels" in names or takes_any
+    args, _ = arguments(model, x)
+    return bool(args) and isinstance(args[0], Mapping) and "labels" in args[0]
 
 
 def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -299,8 +301,15 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does.
+
+    Of peft's wrapper, they are those of the model that it adapts.
+    """
+    own: Any = inspect.signature(model.forward).parameters.values()
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
+        adapted: Any = getattr(model, "get_base_model", lambda: model)()
+        own = inspect.signature(adapted.forward).parameters.values()
+    parameters = list(own)
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return names, not names and any(p.kind == p.VAR_KEYWORD for p in parameters)
 

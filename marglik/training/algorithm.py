@@ -87,9 +87,7 @@ def penalty(
     state: LearnerState,
     scale: Tensor | float = 1.0,
     part: int = 0,
-    *,
-    with_value: bool = False,
-) -> Tensor | float | None:
+) -> None:
     """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
@@ -100,7 +98,6 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
-        with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
@@ -109,9 +106,8 @@ def penalty(
     policy.observe(problem, state, own)
     decays = policy.stable_decays(state, own)
     scale_of_prior, padding = state.gradient_scale * scale, problem.padding_of(own)
-    value = add_penalty(own.parameters, decays, scale_of_prior, padding, with_value=with_value)
+    add_penalty(own.parameters, decays, scale_of_prior, padding)
     policy.limit_gradients(state, own, scale)
-    return value
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:

@@ -68,3 +68,26 @@ def test_a_tokenizers_batches_and_padding_on_either_side(mode):
     for name, block in laplace.factors.blocks.items():
         assert_close(again.factors.to_dense(name), block.to_dense())
     assert_close(again.log_marginal_likelihood(), laplace.log_marginal_likelihood())
+
+
+def test_adapters_of_a_model_that_takes_the_mapping_whole():
+    """Its wrapper takes any arguments; those of the model in it count, as in laplace-torch."""
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, data):
+            a = self.linear(self.embedding(data["input_ids"])).tanh()
+            return self.head((a * data["attention_mask"][..., None]).mean(1))
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Whole(), peft.LoraConfig(r=2, target_modules=["linear"]))
+    evidences = []
+    for network in (model.double().eval(), model.get_base_model()):
+        laplace = KronLaplace(network, "classification")
+        laplace.fit([batch(8)])
+        evidences.append(laplace.log_marginal_likelihood())
+    assert torch.equal(*evidences)
