@@ -152,7 +152,8 @@ def resharded(model: nn.Module) -> Iterator[None]:
 def gathered_again(model: nn.Module) -> Iterator[None]:
     """A context after which FSDP has gathered again what it had gathered before.
 
-    For backward passes within a hook of another one, which would find the parameters dropped.
+    For backward passes within a hook of another pass, which would find the parameters dropped.
+    Also what `substituted` had put in their places is there again.
     """
     modules = sharded_modules(model)
 
@@ -162,9 +163,15 @@ def gathered_again(model: nn.Module) -> Iterator[None]:
         return any(not is_part(p) for p in own) or any(map(is_gathered, children))
 
     before = [module for module in modules if is_gathered(module)]
+    entries = [(m._parameters, m._parameters.copy()) for one in before for m in one.modules()]
     yield
     for module in before:
         module.unshard()
+    for present, former in entries:
+        # What was not gathered then is as it was, or is gathered by the pass around.
+        present.update(
+            {local: p for local, p in former.items() if p is not None and not is_part(p)}
+        )
 
 
 def detached_parameters(model: nn.Module) -> dict[str, Tensor]:

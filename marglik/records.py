@@ -369,8 +369,6 @@ class EpochRecord:
 
     epoch: int
     loss: float
-    objective: float
-    """Loss (over σ² in regression) and penalty."""
     lr: float
     """Learning rate after the last step."""
     seconds: float

@@ -130,9 +130,11 @@ def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
     """Whether a model's forward takes labels, from which it may compute a loss."""
-    (args, _), (names, takes_any) = arguments(model, x), _argument_names(model)
-    in_mapping = bool(args) and isinstance(args[0], Mapping) and "labels" in args[0]
-    return "labels" in names or takes_any or in_mapping
+    names, takes_any = _argument_names(model)
+    if "labels" in names or takes_any or not isinstance(x, Mapping):
+        return "labels" in names or takes_any
+    args, _ = arguments(model, x)
+    return bool(args) and isinstance(args[0], Mapping) and "labels" in args[0]
 
 
 def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | None:

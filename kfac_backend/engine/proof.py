@@ -52,7 +52,12 @@ from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows
 from kfac_backend.layers.rule import summed_gradients
-from kfac_backend.sharding import class_and_hooks, detached_parameters, reshard
+from kfac_backend.sharding import (
+    class_and_hooks,
+    detached_parameters,
+    gathered_again,
+    reshard,
+)
 
 MOST_EXAMPLES = 8
 """The most examples that a proof runs on, unless a batch cannot be split. Measured with WRN-16-4
@@ -445,9 +450,10 @@ def verify_uses(
 
     def note_uses_outside(value: Tensor, where: str) -> None:
         """Note the parameters that a value depends on although it should on none."""
-        grads = torch.autograd.grad(
-            value.sum(), list(leaves.values()), retain_graph=True, allow_unused=True
-        )
+        with gathered_again(model):
+            grads = torch.autograd.grad(
+                value.sum(), list(leaves.values()), retain_graph=True, allow_unused=True
+            )
         for name, g in zip(leaves, grads, strict=True):
             if g is not None:
                 outside[name] = (
@@ -477,9 +483,10 @@ def verify_uses(
         candidates = rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
         if candidates:  # one rule must match all runs of the layer
             parameters = {local: leaves[name] for local, name in tracked.parameters.items()}
-            rules[tracked] = _matching_rules(
-                tracked, candidates, parameters, a, output, dtypes.tolerance
-            )
+            with gathered_again(model):  # a backward pass in mid-forward
+                rules[tracked] = _matching_rules(
+                    tracked, candidates, parameters, a, output, dtypes.tolerance
+                )
         return output.detach()
 
     dtypes = DtypesInUse()  # a derived layer may compute in a coarser one

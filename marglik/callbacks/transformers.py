@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import forked_random_numbers, logits_of
@@ -26,6 +27,7 @@ from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import Likelihood, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import check_sharding, is_sharded
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior, running_statistics
 from marglik.storage.checkpoint import Checkpoints
@@ -34,6 +36,7 @@ from marglik.training.learner import PriorLearner
 from marglik.training.loss_agreement import OutputOf
 
 with extra("transformers"):
+    from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
     from transformers import Trainer, TrainerCallback
 
 __all__ = ["MarginalLikelihood"]
@@ -58,6 +61,9 @@ class MarginalLikelihood(TrainerCallback):
     epochs. In these epochs, from a sixth of the steps on, the average so far is what is evaluated:
     early stopping is about it, and with ``load_best_model_at_end`` the training ends with the one
     that was evaluated best.
+
+    Processes that torchrun starts train together, under DistributedDataParallel or FSDP2, the
+    latter without checkpoints. Each step must have all of its examples (``dataloader_drop_last``).
 
     ``TrainingArguments(weight_decay=0)``, the default, is required. Its ``max_grad_norm`` clips the
     gradient of the data; the prior's is added after it. A warning says if the trainer's loss of the
@@ -141,17 +147,21 @@ class MarginalLikelihood(TrainerCallback):
         """Count the data and make the hyperparameters; a resumed run restores them.
 
         Raises:
-            NotImplementedError: this is one of several processes: their dataloaders repeat examples
-                to give each process the same number.
-            ValueError: the state in ``output_dir`` was not saved with the model's parameters.
+            NotImplementedError: with several processes, a dataloader that does not shard a dataset
+                with a length; checkpoints of a sharded model; FSDP1, or tensor parallelism.
+            ValueError: the state in ``output_dir`` was not saved with the model's parameters;
+                dataloaders that repeat examples to give each process the same number.
         """
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        check_sharding(model)
         if (size := Ranks().size) > 1:
+            _check_shard(loader, size)
+        if is_sharded(model) and args.save_strategy != "no":
             raise NotImplementedError(
-                f"This is one of {size} processes of torch.distributed, and the callback for "
-                "Hugging Face's Trainer works in a single process only. Train with OnlineTraining "
-                "and a Fabric of several devices (torchrun -m marglik train), or in one process."
+                "Checkpoints of a model under FSDP do not hold its average. Train it with "
+                'TrainingArguments(save_strategy="no"), or save in a loop of your own with '
+                "PriorLearner (kfac_backend.sharding.gathered_state)."
             )
-        model: nn.Module = kwargs["model"]
         self.learner.detach()  # the trainer begins again where a batch did not fit in memory
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
@@ -164,7 +174,6 @@ class MarginalLikelihood(TrainerCallback):
                     "there."
                 )
             self.learner.load_state_dict(saved["prior"])
-        loader = kwargs["train_dataloader"]
         self.learner.start(
             model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs),
             held_out=self._held_out, hooks="gradients",
@@ -201,8 +210,8 @@ class MarginalLikelihood(TrainerCallback):
         """
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None:  # the trainer has loaded the parameters of that step
-            average = Checkpoints(Path(best) / FOLDER, minutes=0).load()["average"]
-            kwargs["model"].load_state_dict(average, strict=False)
+            saved = Checkpoints(Path(best) / FOLDER, minutes=0, ranks=Ranks()).load()
+            kwargs["model"].load_state_dict(saved["average"], strict=False)
         self._log(self.learner.finish(average=best is None))
 
     def _end_epoch(self, epoch: int) -> None:
@@ -233,7 +242,34 @@ class MarginalLikelihood(TrainerCallback):
 
     def _checkpoints(self, args: Any, state: Any) -> Checkpoints:
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FOLDER
-        return Checkpoints(folder, minutes=0)
+        return Checkpoints(folder, minutes=0, ranks=Ranks())
+
+
+def _check_shard(loader: Any, size: int) -> None:
+    """Raise an error unless a prepared dataloader is a shard that has no example of another one."""
+    shard: Any = getattr(loader, "batch_sampler", None)
+    if not isinstance(shard, BatchSamplerShard) or shard.num_processes != size:
+        raise NotImplementedError(
+            f"The training dataloader, {type(loader).__name__}, is not one of {size} shards of a "
+            "dataset with a length, one for each process. Train on such a dataset, without "
+            "dispatch_batches, batch_rebalance or parallelism within the model; or in one process."
+        )
+    sampler: Any = shard.batch_sampler.sampler
+    in_common = isinstance(sampler, SequentialSampler | SeedableRandomSampler)
+    if not in_common and getattr(sampler, "generator", None) is None:
+        raise NotImplementedError(
+            f"The sampler, {type(sampler).__name__}, draws from torch's own generator, from which "
+            "processes draw different numbers in an update: their shards would overlap. Use "
+            'train_sampling_strategy="random" or "sequential", or a sampler with a generator.'
+        )
+    N = len(sampler)
+    together = shard.batch_size * (1 if shard.split_batches else size)
+    if N % together and not shard.drop_last:
+        raise ValueError(
+            f"{N} examples are no multiple of the {together} of a step of {size} processes, whose "
+            "dataloaders repeat some to give each the same number; they would count twice. Pass "
+            "TrainingArguments(dataloader_drop_last=True), which leaves the rest out."
+        )
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -235,10 +235,10 @@ class Hyperparameters:
 
         with torch.no_grad():
             for _ in range(steps):
-                evidences.append(terms.log_marginal_likelihood(*values(), T).item())
+                delta, sigma = values()
+                evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
                 if self.method == "adam":
-                    # By the formula: autograd would take most of an update's time here.
-                    of_blocks, of_sigma = terms.gradient(*values(), T)
+                    of_blocks, of_sigma = terms.gradient(delta, sigma, T)
                     gradient = torch.zeros_like(self._log_delta)
                     self._log_delta.grad = gradient.index_add_(0, groups, -of_blocks.cpu())
                     if self.learn_sigma_noise:

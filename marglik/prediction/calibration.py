@@ -25,10 +25,10 @@ is fitted with them: labels have the probabilities (1 − ε) p + ε/C. Its prio
 `PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a few hard examples are no noise.
 
 Of a network that knows next to nothing, ε → 1 and τ → ∞ explain held-out labels equally well. Of
-two classes with small outputs, p = ½ ± (1 − ε)f/4τ, only (1 − ε)/τ is known; of a network that is
-always sure, ε has the lower price. But p of the true class is softmax(f/τ), and ε leaves it as sure
-as it was. So beyond ε = ½, where ε would take the place of a τ of more than 2, there is a further
-price of ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)): a τ is then what explains them.
+two classes whose outputs differ by a small f, (1 − ε) p + ε/2 = ½ ± (1 − ε)f/4τ: only (1 − ε)/τ is
+determined; of a network that is always sure, ε costs less. But the true class has softmax(f/τ),
+which ε leaves as sure as it was. So where ε would take the place of a τ of more than 2, beyond ½,
+it costs ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)) more, and a τ explains such labels.
 """
 
 import logging
@@ -82,7 +82,7 @@ PRIOR_OF_NOISE, SMALL_NOISE = 0.5, 1e-3
 200 held-out examples: twice and four times as much hid 40 % of wrong labels from some networks."""
 PRIOR_OF_MOST_NOISE, MUCH_NOISE = 32.0, 0.5
 """Of ε beyond `MUCH_NOISE`. Chosen on two, five and ten classes with 200 and 1,000 held-out
-examples; see docs/label-noise.md."""
+examples, see docs/label-noise.md."""
 LARGEST_NOISE = 0.95
 WRONG_LABELS = 0.03
 """Share of wrong held-out labels from which a likelihood that knows of none gives a hint."""

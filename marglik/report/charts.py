@@ -170,17 +170,11 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:
-    """Training loss per example over epochs; of a single run also the objective."""
+    """Training loss per example over epochs."""
     curves = []
     for run in runs:
-        epochs = [record.epoch for record in run.epochs]
-        names = (
-            {"loss": run.label} if run.label else {"loss": "loss", "objective": "with weight decay"}
-        )
-        for style, (key, name) in enumerate(names.items()):
-            look: Any = {"mode": "lines", "dash": DASHES[2 * style]}
-            values = [getattr(record, key) for record in run.epochs]
-            curves.append(_curve(name, epochs, values, run.style + style, **look))
+        epochs, losses = [r.epoch for r in run.epochs], [r.loss for r in run.epochs]
+        curves.append(_curve(run.label or "loss", epochs, losses, run.style, mode="lines"))
     positive = all(value > 0 for curve in curves for value in curve["y"])
     axis = {"type": "log", "tickformat": "~g", "dtick": "D2"} if positive else {}
     return _over_epochs("Training loss", "nats per example", curves, yaxis=axis)

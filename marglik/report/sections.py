@@ -17,19 +17,11 @@ from marglik.report.tables import (
     Row,
     Table,
     differences_table,
-    duration,
     evaluated_and_rivals,
     number,
     percentage,
     summary_table,
 )
-
-PARTS = {
-    "pass": "curvature pass",
-    "eigenvalues": "eigenvalues",
-    "steps": "hyperparameter steps",
-}
-"""Names of the parts of an update in the log."""
 
 
 @dataclass(frozen=True)
@@ -161,34 +153,6 @@ def _augmentation(runs: Sequence[Run]) -> Blocks:
             pictures = [Picture(*pair) for pair in zip(images, names, strict=True)]
             blocks.append(Gallery("" if i else title, pictures, "copies"))
     return blocks
-
-
-def _time(runs: Sequence[Run]) -> Blocks:
-    """Seconds of each part of a training, and their shares."""
-    logged = [run for run in runs if run.epochs]
-    parts = [_seconds(run) for run in logged]
-    rows = []
-    for name in dict.fromkeys(name for one in parts for name in one):
-        cells = [duration(one.get(name)) for one in parts]
-        shares = [percentage(one.get(name, 0.0) / max(sum(one.values()), 1e-9), 1) for one in parts]
-        rows.append(Row(name, cells, small=shares))
-    heads = [run.label or "time" for run in logged]
-    table = Table("Where the time went", ["Part", *heads], rows)
-    return [table] if rows else []
-
-
-def _seconds(run: Run) -> dict[str, float]:
-    """Name of a part -> seconds spent on it; the last one completes the run's total."""
-    # Epochs are in the log, and updates part by part.
-    parts: defaultdict[str, float] = defaultdict(float)
-    parts["training steps"] = sum(record.seconds for record in run.epochs)
-    for update in run.updates:
-        for key, seconds in update.seconds.items():
-            parts[PARTS[key] if key in PARTS else key] += seconds
-    rest = (run.results.seconds if run.results else 0.0) - sum(parts.values())
-    has_plain = run.results is not None and "plain" in run.results.networks
-    last = "the plain network and everything else" if has_plain else "everything else"
-    return parts | {last: rest} if rest > 0 else parts
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:
@@ -357,7 +321,6 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "curves": _curves,
     "weight-decay": _weight_decay,
     "augmentation": _augmentation,
-    "time": _time,
     "reliability": _reliability,
     "errors": _errors,
     "ood": _ood,

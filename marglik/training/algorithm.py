@@ -39,9 +39,9 @@ from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import (
     check_derivatives,
-    held_out_outputs,
     learn_label_noise,
     likelihood_step,
+    outputs_and_labels,
 )
 from marglik.training.random_state import own_random_numbers
 from marglik.training.state import LearnerState, Problem
@@ -75,8 +75,8 @@ def start(
     state.set_decays(problem)
     if problem.learned_by_evidence or state.ranges is not None:
         check_derivatives(problem, state, first_batch)  # now, before any work is lost
-    if problem.learns_label_noise:
-        held_out_outputs(problem, state)  # likewise
+    if problem.learns_label_noise and problem.held_out is not None:
+        outputs_and_labels(problem, state, problem.held_out)  # likewise
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -87,9 +87,7 @@ def penalty(
     state: LearnerState,
     scale: Tensor | float = 1.0,
     part: int = 0,
-    *,
-    with_value: bool = False,
-) -> Tensor | float | None:
+) -> None:
     """Add the prior's gradient to those of an optimiser's parameters.
 
     Once before each of its steps, after the backward passes and after gradients were clipped: what
@@ -100,7 +98,6 @@ def penalty(
         state: counts the step.
         scale: what the loss was multiplied with, as gradient scalers do.
         part: the optimiser's place in the list.
-        with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
     own, policy = problem.parts[part], problem.options.policy
     if problem.options.schedule.is_averaged(state.epoch + 1):
@@ -109,9 +106,8 @@ def penalty(
     policy.observe(problem, state, own)
     decays = policy.stable_decays(state, own)
     scale_of_prior, padding = state.gradient_scale * scale, problem.padding_of(own)
-    value = add_penalty(own.parameters, decays, scale_of_prior, padding, with_value=with_value)
+    add_penalty(own.parameters, decays, scale_of_prior, padding)
     policy.limit_gradients(state, own, scale)
-    return value
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
@@ -132,8 +128,8 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     with state.unchanged_by_errors(problem.model):
         state.epoch = epoch
         state.replay(problem)
-        if problem.learns_label_noise and schedule.is_late(epoch) and epoch != schedule.epochs:
-            learn_label_noise(problem, state)  # after the last epoch `finish` learns it
+        if problem.learns_label_noise and epoch != schedule.epochs:  # then `finish` learns it
+            learn_label_noise(problem, state, is_late=schedule.is_late(epoch))
         if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
             return {}
         return update(problem, state)

@@ -14,6 +14,12 @@ network from fitting wrong labels. Noise from the start lets the decays fall, si
 and gives up right labels that are hard, for which the network has had no time. On digits it lost up
 to .02 nats to "classification" with the same calibration, on average over seeds, where noise from
 then on gained (docs/label-noise.md).
+
+Without held-out labels it is looked for in the training labels, before that. A network shows the
+noise after it fits most labels and before it fits the wrong ones. So ε is fitted with τ after each
+epoch of the first two thirds, and the largest that three epochs in a row show is taken. One that
+has learned little yet may be sure of much that is wrong for one epoch or two; one that fits wrong
+labels at once shows too little, and is trained as by "classification".
 """
 
 from collections.abc import Collection, Sequence
@@ -32,6 +38,7 @@ from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
 from marglik.training.loaders import Loader, WithExamples
 from marglik.training.random_state import random_numbers_restored
+from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import LearnerState, Problem
 
 
@@ -130,16 +137,19 @@ def likelihood_step(
 
 NO_NOISE = 1e-3
 """Smaller shares count as none."""
+MOST_LABELS = 10_000
+"""Training labels that are looked at after an epoch, where there are more and one rank."""
 
 
 @torch.no_grad()
-def held_out_outputs(problem: Problem, state: LearnerState) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, spreads of zero, and targets of the held-out examples; collective.
+def outputs_and_labels(
+    problem: Problem, state: LearnerState, batches: Loader
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, spreads of zero, and targets of labelled examples; collective.
 
     Raises:
         ValueError: no batch, no target that counts, or targets that do not fit the outputs.
     """
-    assert problem.held_out is not None  # `Problem.of` checks it
     model = problem.model
 
     def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -149,22 +159,37 @@ def held_out_outputs(problem: Problem, state: LearnerState) -> tuple[Tensor, Ten
 
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
     # own keep their order: other roundings would move ε where the fit of it stops.
-    with random_numbers_restored(problem.held_out):
+    with random_numbers_restored(batches):
         return collected(
-            outputs_and_spread, problem.held_out, model, state.likelihood,
-            problem.options.curvature, 1, problem.ranks,
+            outputs_and_spread, batches, model, state.likelihood, problem.options.curvature, 1,
+            problem.ranks,
         )  # fmt: skip
 
 
-def learn_label_noise(problem: Problem, state: LearnerState) -> None:
-    """Give the likelihood the ε that, with a temperature, makes held-out labels most likely.
+def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = True) -> None:
+    """Give the likelihood the share of wrong labels, once it is late; before, look for it.
 
-    Collective. With several ranks each has a part of every batch; all get the same, to the bit.
+    Collective. With several ranks each has a part of the data; all get the same, to the bit.
     """
-    likelihood, (f, spread, y) = state.likelihood, held_out_outputs(problem, state)
-    with torch.enable_grad():
-        without = likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
-        noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
-    noise = problem.ranks.gather(noise)[0]
-    state.likelihood = likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
+    loader, N, shown = problem.loader, problem.num_data, state.shown_noise
+    if problem.held_out is None and not is_late:
+        if N > MOST_LABELS and problem.ranks.size == 1:  # several ranks read batches in step
+            loader = sampled(loader, MOST_LABELS, N, problem.ranks, state.epoch)
+        shown.append(_noise_of(problem, state, own_iteration(loader)))
+    if not is_late:
+        return
+    # Fewer epochs are no sign: a network that is about to fit may be sure of much that is wrong.
+    noise = max(map(min, zip(shown, shown[1:], shown[2:], strict=False)), default=0.0)
+    if problem.held_out is not None:
+        noise = _noise_of(problem, state, problem.held_out)
+    state.likelihood = state.likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
     state.set_decays(problem)
+
+
+def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:
+    """The ε that, with a temperature, makes the labels of these batches most likely."""
+    f, spread, y = outputs_and_labels(problem, state, batches)
+    with torch.enable_grad():
+        without = state.likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
+        noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
+    return problem.ranks.gather(noise)[0]

@@ -96,15 +96,16 @@ class PriorLearner:
                 skips; None takes a step for each batch of the loader.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms.
-            held_out: batches that the network is not trained on, read in the last third of the
-                epochs, from which the share of wrong labels is learned; with several ranks this
-                rank's part of each.
+            held_out: batches that the network is not trained on, from which the share of wrong
+                labels is learned: read at the start, to be checked, and after each of the last
+                third of the epochs; with several ranks this rank's part of each. None looks for it
+                in the training labels, which show less.
             hooks: "gradients" where the caller ends the epochs, "none" where it adds the prior's
                 gradient, too, by the functions of `marglik.training.algorithm`.
 
         Raises:
-            ValueError: an optimiser, loss terms, shards or a loaded state that do not fit; no data;
-                wrong labels to be learned without held-out data. RankError: ranks that differ.
+            ValueError: an optimiser, loss terms, shards or a loaded state that do not fit; no data.
+            RankError: ranks that differ.
         """
         self.detach()
         options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))

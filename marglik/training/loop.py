@@ -322,15 +322,15 @@ class OnlineTraining:
         start = time.perf_counter()
         self.model.train()
         state, is_alone = self.learner.state, self.ranks.size == 1
-        variance = state.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
+            variance = state.hyperparameters.sigma_noise.square().item()
             self._set_damping(self._own_damping, variance)
         for sampler in samplers_of(self.train_loader):
             if not is_alone and isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and summed and read once at the end: reading a loss waits for its step.
-        # Losses, penalties, hits and labels of each step, and the number of examples.
-        values: list[tuple[Tensor | float, ...]] = []
+        # Losses, hits and labels of each step, and the number of examples.
+        values: list[Tensor] = []
         examples, latest = 0, None
         source = self.train_loader if self.probabilities is None else self.probabilities
         for item in each_batch(source, f"Epoch {epoch}", self.progress):
@@ -351,20 +351,17 @@ class OnlineTraining:
             x, y = latest
             of_step = self._step(x, self._task.targets(self.model, x, y), indices, counts)
             if counts:
-                values.append(of_step)
+                values += of_step
                 examples += len(y)
         self._targets_are_checked = True
         if self.probabilities is not None:
             self.probabilities.end_epoch()
-        totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
-        for total, of_steps in zip(totals, zip(*values, strict=True), strict=False):
-            if isinstance(of_steps[0], Tensor):
-                total += torch.stack(of_steps).double().sum()
-            else:
-                total += math.fsum(of_steps)
-        totals[4] = examples
+        totals = torch.zeros(4, dtype=torch.float64, device=next(self.model.parameters()).device)
+        if values:
+            totals[:3] = torch.stack(values).double().view(-1, 3).sum(0)
+        totals[3] = examples
         self.ranks.sum_([totals])
-        loss, prior, correct, terms, examples = totals.tolist()
+        loss, correct, terms, examples = totals.tolist()
         if not examples:
             raise ValueError("The training data is empty: the loader yielded no batch.")
         if not torch.isfinite(totals).all():
@@ -376,7 +373,6 @@ class OnlineTraining:
             "kind": "epoch",
             "epoch": epoch,
             "loss": loss / examples,
-            "objective": loss / examples / variance + prior / examples,
             "lr": self.optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - start,
         }
@@ -384,10 +380,8 @@ class OnlineTraining:
             record["accuracy"] = correct / terms if terms else 0.0
         return record
 
-    def _step(
-        self, x: Any, y: Tensor, indices: Tensor | None, counts: bool
-    ) -> tuple[Tensor | float, ...]:
-        """Take one step; returns the batch's four sums, see `_take_steps`.
+    def _step(self, x: Any, y: Tensor, indices: Tensor | None, counts: bool) -> list[Tensor]:
+        """Take one step; returns the batch's three sums, see `_take_steps`.
 
         ``indices`` are the examples', if they are known. ``counts`` is False where this rank has no
         example of the batch and runs on others.
@@ -416,15 +410,14 @@ class OnlineTraining:
                 objective.register_hook(lambda factor: scale.insert(0, factor))
             self.fabric.backward(objective)
         problem, state = self.learner.problem, self.learner.state
-        penalty = algorithm.penalty(problem, state, scale[0], with_value=True)
-        assert penalty is not None  # its value is asked for
+        algorithm.penalty(problem, state, scale[0])
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         correct = terms = data_loss = data_loss.detach()
         if (counted := counted_terms(y, likelihood)) is not None:
             correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
-        return data_loss, penalty * len(f), correct, terms
+        return [data_loss, correct, terms]
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""

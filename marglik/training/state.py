@@ -211,14 +211,15 @@ class Problem:
         problem = cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
         )
-        if problem.learns_label_noise:
-            if held_out is None:
-                raise ValueError(
-                    f"Likelihood '{options.likelihood}' learns the share of wrong labels from "
-                    "labels that the network is not trained on. Pass held_out=batches, a tenth of "
-                    "the data, or give the share: 'noisy_classification(noise=0.2)'."
-                )
+        if problem.learns_label_noise and held_out is not None:
             check_read_twice(held_out)
+        elif problem.learns_label_noise and ranks.rank == 0:
+            _logger.warning(
+                "without held-out labels, the share of wrong labels is what the training labels "
+                "show before the network fits them, often too little. Better pass "
+                "held_out=batches, a tenth of the data, that the network is not trained on, or "
+                "give the share: 'noisy_classification(noise=0.2)'."
+            )
         return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
@@ -426,6 +427,8 @@ class LearnerState:
     """The evidence (nats) before each hyperparameter step."""
     best: dict[str, Any] | None = None
     """The update of the highest evidence, with keep="best"."""
+    shown_noise: list[float] = field(default_factory=list)
+    """The ε that the training labels show after each epoch, where there are no held-out ones."""
     decay_history: dict[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
     """Epoch -> δ of each tensor, σ and likelihood from its end on; see `PriorLearner.replay`."""
     record: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,6 @@ from kfac_backend.sharding import (
     is_part,
     local_part,
     local_parts,
-    norms_over_parts,
     part_of_whole,
     with_local_parts,
     without_row,
@@ -38,13 +37,10 @@ def add_penalty(
     weight_decays: Sequence[float],
     scale: Tensor | float,
     padding: Mapping[int, int],
-    *,
-    with_value: bool = False,
-) -> Tensor | float | None:
+) -> None:
     """Add scale · wd · θ to the gradients, which autograd would take many operations for.
 
     ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
-    Returns ½ Σ wd ‖θ‖² if asked, of a GPU as a tensor: the gradients do not need it.
     """
     values = local_parts(parameters)
     for i, row in padding.items():
@@ -69,13 +65,6 @@ def add_penalty(
     # A parameter that the loss does not depend on still has its prior.
     for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
         p.grad = gradient
-    if not with_value:
-        return None
-    norms = norms_over_parts(torch._foreach_norm(values), parameters)
-    if norms[0].device.type == "cpu":
-        return 0.5 * sum(wd * float(n) ** 2 for n, wd in zip(norms, weight_decays, strict=True))
-    weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
-    return 0.5 * torch.stack(weighted).square().sum()
 
 
 class WeightAverage:

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
@@ -63,6 +64,12 @@ def assert_equal(sharded: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
         assert_close(sharded[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
+def assert_all_equal(of_ranks: list[dict[str, Tensor]], alone: dict[str, Tensor]) -> None:
+    """`assert_equal` of each rank."""
+    for of_rank in of_ranks:
+        assert_equal(of_rank, alone)
+
+
 def test_sharded_models_have_the_factors_and_evidence_of_one_process(alone, of_ranks):
     for of_rank in of_ranks:
         assert_equal(of_rank["numbers"], alone["numbers"])
@@ -71,10 +78,12 @@ def test_sharded_models_have_the_factors_and_evidence_of_one_process(alone, of_r
 
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_each_rank_keeps_its_share_of_parameters_and_factors(alone, of_ranks, is_sharded):
-    whole, shares = (
-        [of_rank["at rest"][is_sharded] for of_rank in world] for world in ([alone], of_ranks)
-    )
-    (whole,) = whole
+    shares = [of_rank["at rest"][is_sharded] for of_rank in of_ranks]
+    assert_shares(shares, alone["at rest"][is_sharded], is_sharded)
+
+
+def assert_shares(shares: list[dict[str, int]], whole: dict[str, int], is_sharded: bool) -> None:
+    """Each rank has its share of the bytes, beyond the largest block."""
     for of_rank in shares:
         share = whole["parameters"] / (len(shares) if is_sharded else 1)
         assert share / 1.15 <= of_rank["parameters"] <= 1.15 * share
@@ -153,10 +162,15 @@ def test_replicated_shards_and_four_ranks(worlds, alone):
         assert len(of_rank) > 100
     saved, *_ = worlds.all(4, TRAINING, range(4))
     assert_goes_on(worlds, 2, saved, alone["training"])
-    for use, names in (("of_learner", ["gpt", "vit"]), ("of_kfac", ["vit"])):
-        (whole,) = worlds.all(1, f"tests.kfac_backend.test_sharding:{use}", *names)
-        for of_rank in worlds.all(4, f"tests.kfac_backend.test_sharding:{use}", *names):
-            assert_equal(of_rank, whole)
+    here, names = "tests.kfac_backend.test_sharding", list(MODELS)
+    for use, arguments in {"numbers": [names], "of_learner": names, "of_kfac": names}.items():
+        (whole,) = worlds.all(1, f"{here}:{use}", *arguments)
+        for size in (2, 4):
+            assert_all_equal(worlds.all(size, f"{here}:in_ddp", use, *arguments), whole)
+        assert_all_equal(worlds.all(4, f"{here}:{use}", *arguments), whole)
+    for is_sharded in (True, False):
+        of_ranks = worlds.all(4, f"{here}:at_rest", is_sharded)
+        assert_shares(of_ranks, alone["at rest"][is_sharded], is_sharded)
 
 
 # --- on each rank ---
@@ -227,9 +241,24 @@ def made(name: str) -> nn.Module:
     return MODELS[name]().double()
 
 
+WHOLE: list[str] = []
+"""Not empty where each rank has whole models, in DistributedDataParallel."""
+
+
+def in_ddp(use: str, *arguments: Any) -> Any:
+    """What a function here gives with whole models."""
+    WHOLE.append(use)
+    return globals()[use](*arguments)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """What training steps run."""
+    return DistributedDataParallel(model) if WHOLE and Ranks().size > 1 else model
+
+
 def shard(model: nn.Module, by_block: bool = True, **options: Any) -> nn.Module:
-    """The model under `fully_shard`, unless this process is alone."""
-    if Ranks().size > 1:
+    """The model under `fully_shard`, unless this process is alone, or ranks have whole models."""
+    if Ranks().size > 1 and not WHOLE:
         for block in getattr(model, "blocks", model.children()) if by_block else ():
             if any(p.requires_grad for p in block.parameters()):
                 fully_shard(block, **options)
@@ -281,6 +310,8 @@ def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
         results |= tensors(key, posterior.factors)
         results[f"{key}, evidence"] = posterior.log_marginal_likelihood()
         results[f"{key}, effective parameters"] = posterior.effective_parameters()
+        if WHOLE:
+            posterior.gather()
         last = posterior.output_distribution(x[:2], "last")
         results |= dict(zip((f"{key}, outputs", f"{key}, covariances"), last, strict=True))
     return results
@@ -337,6 +368,13 @@ def of_layers() -> dict[str, Tensor]:
     return results
 
 
+class OwnForward(nn.Linear):
+    """A layer whose rule the proof tries, by a backward pass in mid-forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
 class Tokens(nn.Module):
     """A classifier of the mean token, by the number of which a mask shows; it may trim a batch.
 
@@ -350,7 +388,7 @@ class Tokens(nn.Module):
         self.trims = trims
         self.tokens, self.unused = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
         self.unused.weight = self.tokens.weight
-        self.hidden, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.hidden, self.head = OwnForward(4, 5), nn.Linear(5, 3)
         self.double()
         if Ranks().size > 1:
             fully_shard(self.hidden)
@@ -542,10 +580,11 @@ def of_learner(*names: str) -> dict[str, Tensor]:
             "classification", kfac_approx="reduce", every=1, burn_in=0, mean_over=mean_over
         )
         learner.start(model, optimizer, loader, 3)
+        steps = trained(model)
         for _ in range(3):
             for inputs, labels in loader:
                 optimizer.zero_grad()
-                f = model(inputs)
+                f = steps(inputs)
                 F.cross_entropy(f.flatten(0, -2), labels.flatten()).backward()
                 optimizer.step()
         learner.finish()
@@ -607,14 +646,13 @@ def of_kfac(*names: str) -> dict[str, Tensor]:
             model, "classification", lr=0.05, momentum=0.9, weight_decay=1e-3, kl_clip=None,
             mean_over="terms" if name == "gpt" else "examples", kfac_approx="reduce", fisher=fisher,
         )  # fmt: skip
+        steps = trained(model)
         for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)):
             optimizer.zero_grad()
-            f = model(x[part])
+            f = steps(x[part])
             F.cross_entropy(f.flatten(0, -2), y[part].flatten()).backward()
             optimizer.step()
-        for local, p in model.named_parameters():
-            whole: Any = p.detach()
-            results[f"{name}, {local}"] = whole.full_tensor() if ranks.size > 1 else whole
+        results |= {f"{name}, {n}": p for n, p in gathered_state(parts_of(model)).items()}
     return results
 
 

@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.testing import assert_close
 
 from kfac_backend import CurvatureOptions
+from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import gathered_state, is_sharded
+from marglik.training.random_state import own_random_numbers
 from tests.marglik.callbacks.online import (
     EPOCHS,
     OPTIONS,
@@ -21,6 +25,9 @@ from tests.marglik.callbacks.online import (
 )
 
 transformers = pytest.importorskip("transformers")
+
+from accelerate import Accelerator, PartialState  # noqa: E402
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
 from marglik.callbacks.transformers import MarginalLikelihood  # noqa: E402
 
@@ -49,18 +56,38 @@ class InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, **options):
+class Sharding(InOrder):
+    """Under accelerate's FSDP2, which runs on a CPU, too, but is not offered there."""
+
+    def create_accelerator_and_postprocess(self):
+        state = Accelerator(cpu=True).state
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=20
+        )
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        super().create_accelerator_and_postprocess()
+
+    def create_optimizer(self, model=None):
+        self.optimizer = sgd(self.model)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1.0)
+
+
+def trainer(tmp_path, model, epochs=EPOCHS, evaluated=None, kind=InOrder, **options):
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=8,
+        output_dir=str(tmp_path), num_train_epochs=epochs,
         use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
-        **{"save_strategy": "no", "max_grad_norm": 0.0, **options},
+        **{
+            "save_strategy": "no", "max_grad_norm": 0.0, "per_device_train_batch_size": 8, **options
+        },
     )  # fmt: skip
     examples = [{"x": x, "labels": y} for x, y in dataset()]
     optimizer = sgd(model)
     constant = LambdaLR(optimizer, lambda step: 1.0)
-    return InOrder(
+    return kind(
         model, arguments, train_dataset=examples, eval_dataset=evaluated,
-        optimizers=(optimizer, constant),
+        optimizers=(None, None) if kind is Sharding else (optimizer, constant),
     )  # fmt: skip
 
 
@@ -216,3 +243,55 @@ def test_a_small_language_model(likelihood, tmp_path, recwarn):
     noise = 0.2 * (likelihood != "classification")
     assert found == pytest.approx(-((1 - noise) * log_p.exp() + noise / 11).log().mean().item())
     assert not [w for w in recwarn if "loss" in str(w.message)]
+
+
+def on_ranks(folder):
+    """Called in each rank: what training learns, in DDP and in FSDP2, and what is refused."""
+    results, size = {}, Ranks().size
+    examples = [{"x": x.double(), "labels": y} for x, y in dataset()]
+    group = {"ddp_backend": "gloo"} if size > 1 else {}
+
+    def training(kind, examples, **options):
+        run = trainer(
+            folder, Classifier().double(), kind=kind, per_device_train_batch_size=8 // size,
+            **group, **options,
+        )  # fmt: skip
+        run.train_dataset = examples
+        prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+        run.train()
+        return run.model, prior
+
+    for kind in (InOrder, Sharding)[:size]:
+        model, prior = training(kind, examples[:24])
+        assert is_sharded(model) == (kind is Sharding)
+        numbers = gathered_state({n: p.detach() for n, p in model.named_parameters()})
+        numbers["decays"] = prior.learner.weight_decays()
+        numbers["evidences"] = torch.tensor(prior.learner.evidences).double()
+        results[kind.__name__] = numbers
+        if size > 1:
+            with pytest.raises(ValueError, match="30 examples are no multiple of the 8 of a step"):
+                training(kind, examples)
+    if size > 1:
+        with pytest.raises(NotImplementedError, match='save_strategy="no"'):
+            training(Sharding, examples[:24], save_strategy="epoch")
+        with pytest.raises(NotImplementedError, match="LengthGroupedSampler, draws from torch's"):
+            lengths = {"train_sampling_strategy": "group_by_length"}
+            training(transformers.Trainer, [e | {"input_ids": [0]} for e in examples], **lengths)
+        # Shuffled shards do not overlap where processes draw other numbers.
+        run = trainer(folder, Classifier().double(), kind=transformers.Trainer, **group)
+        loader = run.get_train_dataloader()
+        with own_random_numbers(Ranks()):
+            seen = torch.cat([batch["x"] for batch in loader])
+        seen = torch.cat(Ranks().gather(seen))
+        assert len(seen) == 32 and len(seen.unique(dim=0)) == len(dataset())  # two come again
+    return results
+
+
+def test_ranks_learn_what_one_process_learns(worlds, tmp_path):
+    function = "tests.marglik.callbacks.test_transformers:on_ranks"
+    ((alone,),) = (of_rank.values() for of_rank in worlds.all(1, function, tmp_path))
+    for of_rank in worlds.all(2, function, tmp_path):
+        assert of_rank.keys() == {"InOrder", "Sharding"}
+        for numbers in of_rank.values():
+            for name, tensor in alone.items():
+                assert_close(numbers[name], tensor, rtol=1e-10, atol=1e-12)

@@ -24,7 +24,6 @@ from marglik.report.contents import Predictive, differing, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import (
     differences_table,
-    duration,
     number,
     summary_table,
 )
@@ -72,7 +71,7 @@ def test_what_a_run_went_through(run, two):
     assert curve["y"] == [update.evidence / run.results.num_data for update in run.updates]
     assert curve["marker"]["symbol"] == ["circle", "circle", "star"]  # the last one was kept
     assert evidence.table.rows[0].cells[0] == f"{curve['y'][0]:.4f}".replace("-", "−")
-    assert [*named(loss)] == ["loss", "with weight decay"] and len(loss.table.columns) == 4
+    assert [*named(loss)] == ["loss"]
     (decays,) = charts([run], "weight-decay")
     for name, tensor in run.results.weight_decay.items():
         of = named(decays)[name]
@@ -81,10 +80,6 @@ def test_what_a_run_went_through(run, two):
     (table,) = [b for b in SECTIONS["weight-decay"]([run]) if not isinstance(b, list)]
     first = next(iter(run.results.weight_decay.values()))
     assert table.rows[0].cells[1] == number(first.effective_parameters)
-    (times,) = SECTIONS["time"]([run])
-    total = duration(sum(record.seconds for record in run.epochs))
-    assert (times.rows[0].header, times.rows[0].cells) == ("training steps", [total])
-    assert times.rows[-1].header == "the plain network and everything else"
     for chart in charts(two, "curves"):  # overlaid, in colours of their own
         assert [*named(chart)] == ["expand", "reduce"]
         assert [trace["line"]["color"] for trace in chart.traces] == [*SERIES[:2]]
@@ -272,7 +267,7 @@ def test_the_page_is_small_and_fetches_nothing(page, evaluated, tmp_path):
     assert write_report([evaluated], tmp_path / "page.html").stat().st_size < 0.75 * 2**20
     with_address = {"src", "href", "action", "data", "poster", "srcset", "formaction"}
     addresses = [v for _, a in page.elements for k, v in a.items() if k in with_address and v]
-    assert len(addresses) > 30 and all(a.startswith(("#", "data:")) for a in addresses)
+    assert len(addresses) >= 30 and all(a.startswith(("#", "data:")) for a in addresses)
     policies = [a["content"] for a in page.having("meta") if "http-equiv" in a]
     policy = dict(part.split(" ", 1) for part in policies[0].split("; "))
     assert (policy["default-src"], policy["img-src"]) == ("'none'", "data: blob:")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -86,15 +87,38 @@ class Net(MLP):
 """
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+
+
+@pytest.mark.slow
+def test_two_nodes_do_to_the_bit_what_two_ranks_of_one_do(worlds, tmp_path):
+    """As users call it: each node's torchrun starts one rank, and they meet at an address."""
+    on_ranks(worlds, 2, *OPTIONS, "--output", str(tmp_path / "one"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"]
+    torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *meeting]
+    command = [*torchrun, "-m", "--", "marglik", *OPTIONS, "--output", str(tmp_path / "two")]
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=os.environ | OWN) for _ in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0]
+    one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
+    assert_near(two, one, tolerance=0)
+    found, expected = (to_json(results_of(tmp_path / run)) for run in ("two", "one"))
+    assert [found[key] for key in ("evidence", "weight_decay")] == [
+        expected[key] for key in ("evidence", "weight_decay")
+    ]
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_which_resumes(alone, tmp_path):
     """As users call it: torchrun ends the other rank."""
     (tmp_path / "net.py").write_text(NET)
     options = ["net.Net" if option == "marglik.models.MLP" else option for option in OPTIONS]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "--", "marglik", *options, "--output", str(tmp_path / "run")]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    start = {"cwd": tmp_path, "env": os.environ | own, "capture_output": True, "text": True}
+    start = {"cwd": tmp_path, "env": os.environ | OWN, "capture_output": True, "text": True}
     failed = subprocess.run(command, **start)
     assert failed.returncode != 0 and "Signal 9 (SIGKILL)" in failed.stderr, failed.stderr
     (tmp_path / "mended").touch()

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend.likelihoods import likelihood_of
-from marglik import OnlineTraining, PriorLearner, marglik_training
+from marglik import OnlineTraining, PriorLearner
 from marglik.prediction.calibration import HeldOut, fit_map
 from marglik.prediction.ensemble import Ensemble
 from marglik.storage.checkpoint import Checkpoints
@@ -29,12 +29,16 @@ def data(N=300, wrong=0.2, seed=0):
     return x, torch.where(change, (y + shift) % 3, y)
 
 
-def trained(wrong=0.2, on_record=None, checkpoints=None, likelihood=NOISY, every=4):
+OWN = object()
+"""Held-out labels as wrong as those of training."""
+
+
+def trained(wrong=0.2, on_record=None, checkpoints=None, likelihood=NOISY, every=4, held_out=OWN):
     torch.manual_seed(0)
     model = nn.Linear(3, 3).double()
     loader = DataLoader(TensorDataset(*data(wrong=wrong)), 50)
     learner = PriorLearner(likelihood, epochs=12, every=every, steps=2)
-    held_out = [data(300, wrong, seed=1)]
+    held_out = [data(300, wrong, seed=1)] if held_out is OWN else held_out
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     training = OnlineTraining(
         model, optimizer, loader, learner, held_out=held_out, on_record=on_record
@@ -74,20 +78,24 @@ def noise_of(entry):
     return float(likelihood_of(entry[2]).parameters["noise"])
 
 
-def test_a_resumed_run_and_a_replay_have_the_same_noise(tmp_path):
-    whole = trained()
+@pytest.mark.parametrize("held_out", [OWN, None], ids=["held out", "training labels"])
+def test_a_resumed_run_and_a_replay_have_the_same_noise(tmp_path, held_out):
+    whole = trained(held_out=held_out)
 
     def stop(record):
-        if record["kind"] == "epoch" and record["epoch"] == 10:
+        if record["kind"] == "epoch" and record["epoch"] == (6 if held_out is None else 10):
             raise KeyboardInterrupt
 
     for on_record in (stop, None):
         try:
-            resumed = trained(on_record=on_record, checkpoints=Checkpoints(tmp_path, minutes=0))
+            checkpoints = Checkpoints(tmp_path, minutes=0)
+            resumed = trained(on_record=on_record, checkpoints=checkpoints, held_out=held_out)
         except KeyboardInterrupt:
             pass
     assert resumed.laplace.likelihood == whole.laplace.likelihood
     assert_close(resumed.laplace.mean, whole.laplace.mean, rtol=0, atol=0)
+    if held_out is None:
+        return
     history = whole.learner.state.decay_history
     shares = {text for *_, text in history.values()}
     assert len(shares) > 3  # it moved in the last third of the epochs, and a replay moves with it
@@ -96,11 +104,40 @@ def test_a_resumed_run_and_a_replay_have_the_same_noise(tmp_path):
     assert replayed._replayed[0][10][2] == history[10][2]
 
 
-def test_it_needs_held_out_labels_unless_it_is_given():
+def test_without_held_out_labels_the_training_labels_show_it(caplog):
+    """The largest ε that three epochs in a row show, from the last third on; and a line says so."""
+    result = trained(held_out=None)
+    assert "without held-out labels" in caplog.text
+    shown = result.learner.state.shown_noise
+    assert len(shown) == 7  # before the last third begins
+    noise = result.laplace.likelihood.parameters["noise"].item()
+    assert noise == max(map(min, shown, shown[1:], shown[2:]))
+    assert noise == pytest.approx(0.3, abs=0.08)
+    history = result.learner.state.decay_history
+    assert all((noise_of(entry) > 0) == (epoch >= 8) for epoch, entry in history.items())
+    # Two epochs of odd errors, as before a network fits, are no sign.
+    learner, state = result.learner, result.learner.state
+    for shown, expected in (
+        ([0.6, 0.6, 0.1, 0.2, 0.0, 0.3], 0.1),
+        ([0.6, 0.6, 0.0], 0.0),
+        ([0.6], 0.0),
+    ):
+        state.shown_noise = shown
+        learn_label_noise(learner.problem, state)
+        assert state.likelihood.parameters["noise"].item() == pytest.approx(expected)
+    # Negative control: right labels are trained on as without noise, to the bit.
+    clean, plain = (
+        trained(0.0, likelihood=name, every=None, held_out=None)
+        for name in (NOISY, "classification")
+    )
+    assert clean.laplace.likelihood.parameters["noise"] == 0
+    assert_close(clean.laplace.mean, plain.laplace.mean, rtol=0, atol=0)
+    given = trained(likelihood="noisy_classification(noise=0.25)", held_out=None)
+    assert given.laplace.likelihood.parameters["noise"] == 0.25
+
+
+def test_held_out_labels_that_cannot_serve_are_named_before_the_first_step():
     model, loader = nn.Linear(3, 3).double(), DataLoader(TensorDataset(*data()), 50)
-    with pytest.raises(ValueError, match=r"Pass held_out=batches.*noise=0.2"):
-        marglik_training(model, loader, NOISY, n_epochs=1)
-    # What cannot be read, or does not fit, is named before the first step.
     x, y = data(20)
     cases = [
         (TypeError, "a list_iterator, which can be read only once", iter([(x, y)])),
@@ -114,8 +151,6 @@ def test_it_needs_held_out_labels_unless_it_is_given():
             learner.start(model, optimizer, loader, 1, held_out=held_out)
     with pytest.raises(ValueError, match=r"would keep 0 .*updates=0.*noise=0.2"):
         PriorLearner(NOISY, updates=0)
-    given = trained(likelihood="noisy_classification(noise=0.25)")
-    assert given.laplace.likelihood.parameters["noise"] == 0.25
 
 
 def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for():
