@@ -76,6 +76,8 @@ class ModelPredictive:
     likelihood: Likelihood
     calibration: Calibration | None = field(default=None, kw_only=True)
     """s, τ and σ, if it is calibrated."""
+    targets: TargetOptions = field(default=TargetOptions(), kw_only=True, repr=False)
+    """How batches give their targets; those of a posterior are the options of its fit."""
     make_module: Callable[[Any], PredictiveModule] = field(
         default=_no_module, kw_only=True, repr=False
     )
@@ -294,7 +296,11 @@ def laplace_predictive(
             return of_map.module(x)
 
         return replace(
-            of_map, predict=at_weights, calibration=calibration, make_module=module_at_weights
+            of_map,
+            predict=at_weights,
+            calibration=calibration,
+            targets=laplace.options,
+            make_module=module_at_weights,
         )
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
@@ -317,7 +323,14 @@ def laplace_predictive(
     predict = eval_mode(model)(torch.no_grad()(predict))
     assert config.layers != "auto"
     module = module_maker(laplace, config.method, config.layers, used, label_noise)
-    return ModelPredictive(predict, model, likelihood, calibration=calibration, make_module=module)
+    return ModelPredictive(
+        predict,
+        model,
+        likelihood,
+        calibration=calibration,
+        targets=laplace.options,
+        make_module=module,
+    )
 
 
 def _from_covariances(
@@ -366,7 +379,7 @@ def predict_all(
     predict: Predictive,
     batches: Iterable[Any],
     *,
-    targets: TargetOptions = TargetOptions(),  # noqa: B008
+    targets: TargetOptions | None = None,
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
     **keywords: Any,
@@ -379,7 +392,8 @@ def predict_all(
     Args:
         predict: the predictive.
         batches: (x, y), or mappings.
-        targets: how batches give their targets. ``shift_labels="auto"`` asks the network of
+        targets: how batches give their targets; None takes the predictive's own, which of a
+            posterior are those of its fit. ``shift_labels="auto"`` asks the network of
             `map_predictive` and `laplace_predictive`; with other predictives, targets are not
             shifted.
         progress: whether to show a bar.
@@ -391,7 +405,8 @@ def predict_all(
     Raises:
         ValueError: no batch, or no target that counts.
     """
-    targets = targets.replace(**keywords)
+    own: TargetOptions = getattr(predict, "targets", TargetOptions())
+    targets = (targets or own).replace(**keywords)
     model = getattr(predict, "model", None)
     if model is None and targets.shift_labels == "auto":
         targets = targets.replace(shift_labels=False)

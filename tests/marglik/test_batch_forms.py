@@ -90,7 +90,7 @@ def of_posterior(model, batches, options):
     posterior.fit(batches)
     predict = laplace_predictive(posterior)
     fit = calibrate(posterior, batches).fit
-    prediction, y = predict_all(predict, batches, **options)
+    prediction, y = predict_all(predict, batches)  # of the options of the fit
     return [posterior.log_marginal_likelihood(), fit.nll, prediction.mean, y]
 
 
