@@ -263,7 +263,7 @@ def _check_shard(loader: Any, size: int) -> None:
             'train_sampling_strategy="random" or "sequential", or a sampler with a generator.'
         )
     N = len(sampler)
-    together = shard.batch_size * (1 if shard.split_batches else size)
+    together = shard.batch_sampler.batch_size * (1 if shard.split_batches else size)
     if N % together and not shard.drop_last:
         raise ValueError(
             f"{N} examples are no multiple of the {together} of a step of {size} processes, whose "
