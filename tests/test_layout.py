@@ -127,7 +127,15 @@ def test_dependencies_are_those_that_are_imported():
     declared = distributions([*PYPROJECT["project"]["dependencies"], "marglik[all]"])
     used = {m.split(".")[0] for package in PACKAGES for _, m in imports(package)}
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
-    optional = {"transformers", "asdl", "singd", "pytorch_optimizer", "ivon", "cleanlab"}
+    optional = {
+        "accelerate",
+        "transformers",
+        "asdl",
+        "singd",
+        "pytorch_optimizer",
+        "ivon",
+        "cleanlab",
+    }
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
     optional |= {"matplotlib", "peft"}
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
