@@ -276,7 +276,7 @@ class Failing:
 
 
 def test_an_update_whose_data_fails_is_made_by_the_second_call():
-    """In the pass, in that of its derivative, in that of the outputs; to the bit."""
+    """In the pass, or in that of its derivative, which has the outputs, too; to the bit."""
 
     def run(call, reading):
         torch.manual_seed(0)
@@ -306,7 +306,7 @@ def test_an_update_whose_data_fails_is_made_by_the_second_call():
 
     whole = run(None, 0)
     assert len(whole.evidences) == 2 and whole.likelihood != StudentT(df=4, scale=1)
-    for call, reading in product(FUNCTIONS, (1, 2, 3)):
+    for call, reading in product(FUNCTIONS, (1, 2)):
         resumed = run(call, reading)
         assert resumed.evidences == whole.evidences, (call, reading)
         assert resumed.likelihood == whole.likelihood
