@@ -151,8 +151,8 @@ class CurvaturePass:
         A pass that is used again proves again, on two examples, only what other values of the
         parameters can change, as long as the model's structure is the same. Without
         ``proves_again`` it proves nothing then, for passes whose numbers a later one replaces that
-        proves all. ``likelihood`` is the same with other options, such as noises; ``kfac_approx``
-        takes the place of the options' own.
+        proves all. ``likelihood`` is the same with other options, such as noises, and
+        ``kfac_approx`` another mode; both hold from now on.
         """
         driver, preparation = self.driver, self.driver.preparation
         if likelihood is not None:

@@ -263,8 +263,9 @@ class PairedVectors(PairedRows):
     """The same of the likelihood's parameters, by vectors on both sides of each, see the module."""
 
     differentiable = False
-    _moved = 0, 0, 1
-    """Of the present vector: the tensor, the number's place in it, and the sign."""
+    _moved = 0, 0, 1.0
+    """Of the present vector: the tensor, the number's place in it, and what its q counts, ±1/size
+    for v' times size."""
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -285,16 +286,20 @@ class PairedVectors(PairedRows):
                 (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
                 for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
                     (step,) = torch.autograd.grad(slope, u, retain_graph=True)
-                    for sign in (1, -1) if step.any() else ():
-                        self._moved = which, entry, sign
+                    if not step.any() or not v.any():
+                        continue
+                    # As long as v, or q(v + v') and q(v − v') would share most of their digits.
+                    size = float(v.norm() / step.norm())
+                    for sign in (size, -size):
+                        self._moved = which, entry, 1 / sign
                         yield v.detach() + sign * step
 
     def vector_done(self) -> None:
         """Add half of a vector's quadratic form q to a number's derivative, or take it away."""
         super().vector_done()
         for scalar in self._scalars:
-            which, entry, sign = self._moved
-            self._gradients[which].view(-1)[entry] += 0.5 * sign * scalar
+            which, entry, weight = self._moved
+            self._gradients[which].view(-1)[entry] += 0.5 * weight * scalar
         self._scalars.clear()
 
     def part_done(self, f: Tensor, y: Tensor) -> None:

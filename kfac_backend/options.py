@@ -37,7 +37,7 @@ class Options:
         unknown = [name for name in changes if name not in names]
         if unknown:
             raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
-        is_new = any(getattr(self, name) != value for name, value in changes.items())
+        is_new = any(getattr(self, name) is not value for name, value in changes.items())
         return replace(self, **changes) if is_new else self
 
 

@@ -195,7 +195,7 @@ class KroneckerFactors:
             rows = None
             if isinstance(block, CorrectedBlock):
                 parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
-                entry["eigen"] = {k: add(f"{name}/eigen.{k}", v) for k, v in parts.items()}
+                entry["eigen"] = {k: add(f"{name}/{k}.eigen", v) for k, v in parts.items()}
             else:
                 rows = block.rows_of_A
             for which, F in (("B", block.B), ("A", block.A)):
@@ -310,7 +310,9 @@ def _block(
 
 def _pack(F: Float[Tensor, "*G d d"]) -> tuple[str, Tensor]:
     """("triangle", its entries (..., d (d + 1) / 2)), or ("whole", F) if F is not symmetric."""
-    return ("triangle", F[..., _upper(F)]) if torch.equal(F, F.mT) else ("whole", F)
+    if not torch.equal(F, F.mT):
+        return "whole", F
+    return "triangle", torch.cat([row[..., i:] for i, row in enumerate(F.unbind(-2))], -1)
 
 
 def _unpack(form: str, entries: Tensor) -> Float[Tensor, "*G d d"]:
@@ -322,10 +324,6 @@ def _unpack(form: str, entries: Tensor) -> Float[Tensor, "*G d d"]:
     if form != "triangle" or d * (d + 1) // 2 != count:
         raise ValueError(f"{count} entries are no matrix of form '{form}'")
     F = entries.new_empty(*entries.shape[:-1], d, d)
-    F[..., _upper(F)] = F.mT[..., _upper(F)] = entries
+    for i, row in enumerate(entries.split([*range(d, 0, -1)], -1)):
+        F[..., i, i:] = F[..., i:, i] = row
     return F
-
-
-def _upper(F: Tensor) -> Tensor:
-    """Which entries of a square matrix are on the diagonal or above it."""
-    return torch.ones(F.shape[-2:], dtype=torch.bool, device=F.device).triu()

@@ -82,7 +82,8 @@ class Sink:
         self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
     ) -> Iterator[Tensor]:
         """The vectors to propagate back at outputs and targets; those of the Fisher by default."""
-        return of_fisher(f if self.differentiable else f.detach(), y)
+        # A view: its own gradients, as of a loss, are no vectors, and come to no layer's hook.
+        return of_fisher(f.view_as(f) if self.differentiable else f.detach(), y)
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """A vector has reached a use's output, as the gradient b in the output's shape.

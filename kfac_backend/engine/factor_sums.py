@@ -80,7 +80,8 @@ class FactorSums(Sink):
             for local, sums in rule.block_sums().items():
                 of_slot = sums._replace(slot=tracked.slots.get(local, (0, 1)))
                 by_name.setdefault(tracked.parameters[local], []).append(of_slot)
-        return by_name, self._diagonal
+        diagonal, self._diagonal = self._diagonal, {}
+        return by_name, diagonal
 
 
 def make_rules(

@@ -125,10 +125,12 @@ class TrainingPass:
 
     def detach(self) -> None:
         """Take all hooks off the model."""
-        self.reset()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._now is not None:
+            self._now.forget()
+        self._now = None
 
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
@@ -163,6 +165,7 @@ class TrainingPass:
         # Ranks without a batch take part too, or the others would wait for them.
         sums = None if self._now is not None else self.driver.finish(by_owners=True)
         if sums is None or not sums.num_data:
+            self.reset()
             raise RuntimeError(
                 "No backward pass through the model's output was seen since the last step, so that "
                 "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "

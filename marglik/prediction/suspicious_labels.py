@@ -209,7 +209,8 @@ class TrainingProbabilities:
         elif len(self._loader.dataset) * (f.shape[1] + 1) > LARGEST_RECORD:
             self.unknown = f"examples times classes exceed {LARGEST_RECORD:,}, too much memory"
         else:
-            self._steps.append((indices, f.detach()))  # added up once: steps shall be quick
+            # Added up once: steps shall be quick. Copies, as outputs may be views of more.
+            self._steps.append((indices, f.detach().clone()))
 
     def end_epoch(self) -> None:
         """Add the epoch's sums to those of the earlier ones; collective."""

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.extras import extra
 from kfac_backend.sharding import is_sharded, local_parts
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
@@ -75,8 +76,11 @@ def start(
     state.set_decays(problem)
     if problem.learned_by_evidence or state.ranges is not None:
         check_derivatives(problem, state, first_batch)  # now, before any work is lost
-    if problem.learns_label_noise and problem.held_out is not None:
-        outputs_and_labels(problem, state, problem.held_out)  # likewise
+    if problem.learns_label_noise:  # likewise
+        with extra("statistics"):
+            import scipy.optimize  # noqa: F401  # by which noise is fitted
+        if problem.held_out is not None:
+            outputs_and_labels(problem, state, problem.held_out)
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -191,7 +195,8 @@ def fit(
         # used yet: 5 ms, and as much memory as there are updates.
         torch.default_generator.manual_seed(state.epoch)
         if device.type != "cpu":
-            torch.get_device_module(device).manual_seed(state.epoch)
+            module = torch.get_device_module(device)
+            getattr(module, "manual_seed_all", module.manual_seed)(state.epoch)
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress

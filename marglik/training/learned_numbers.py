@@ -39,7 +39,7 @@ from marglik.prediction.predictive import outputs_of
 from marglik.training.loaders import Loader, WithExamples
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.sampled_data import own_iteration, sampled
-from marglik.training.state import LearnerState, Problem
+from marglik.training.state import EPOCHS_THAT_SHOW, LearnerState, Problem
 
 
 def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
@@ -159,7 +159,7 @@ def outputs_and_labels(
 
     # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
     # own keep their order: other roundings would move ε where the fit of it stops.
-    with random_numbers_restored(batches):
+    with random_numbers_restored(problem.loader, batches):
         return collected(
             outputs_and_spread, batches, model, state.likelihood, problem.options.curvature, 1,
             problem.ranks,
@@ -178,8 +178,8 @@ def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = 
         shown.append(_noise_of(problem, state, own_iteration(loader)))
     if not is_late:
         return
-    # Fewer epochs are no sign: a network that is about to fit may be sure of much that is wrong.
-    noise = max(map(min, zip(shown, shown[1:], shown[2:], strict=False)), default=0.0)
+    in_a_row = (shown[i : i + EPOCHS_THAT_SHOW] for i in range(len(shown) + 1 - EPOCHS_THAT_SHOW))
+    noise = max(map(min, in_a_row), default=0.0)
     if problem.held_out is not None:
         noise = _noise_of(problem, state, problem.held_out)
     state.likelihood = state.likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)

@@ -49,10 +49,10 @@ def sampled(loader: Loader, number: int, num_data: int, ranks: Ranks, seed: int)
     numbers that it would draw.
 
     Args:
-        loader: a loader with a method ``sample``, as `marglik.data.Batches`; a DataLoader of a
-            map-style dataset, of whose sampler's examples these are some, collated anew; or any
+        loader: a loader with a method ``sample``, as `marglik.data.Batches`; a plain DataLoader of
+            a map-style dataset, of whose sampler's examples these are some, collated anew; or any
             other with a length, of which these are whole batches. Data without a length is returned
-            as it is.
+            as it is, and so is the latter if all of it is asked for.
         number: M, of all ranks together.
         num_data: N, of all ranks together.
         ranks: each samples its own shard.
@@ -71,7 +71,7 @@ def sampled(loader: Loader, number: int, num_data: int, ranks: Ranks, seed: int)
         parts = [chosen[i : i + BATCH_SIZE] for i in starts]
         return _with_batches(loader, parts, generator)  # pyright: ignore[reportArgumentType]
     total = length(loader)
-    if total is None:
+    if total is None or number >= num_data:
         return own_iteration(loader)
     M = max(1, math.ceil(total * number / num_data))
     numbers = set(torch.randperm(total, generator=generator)[:M].tolist())
@@ -88,11 +88,15 @@ def own_iteration(loader: Loader) -> Loader:
 
 
 def _is_of_examples(loader: Loader) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
+    """Whether batches of any examples may take the place of the loader's own.
+
+    A sampler of batches of the user's may group examples that fit together, and an ``__iter__`` may
+    change them: of such loaders whole batches are taken.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    origins = (type(loader).__iter__.__module__, type(loader.batch_sampler).__module__)
+    return all(origin.split(".")[0] in ("torch", "accelerate") for origin in origins)
 
 
 def _with_batches(

@@ -9,6 +9,7 @@ changes nothing.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Literal
 
 import torch
@@ -97,6 +98,11 @@ class Schedule:
         if self.epochs is None:
             return epoch >= self.updates
         return epoch >= self.epochs - round(AVERAGED_SHARE * self.epochs)
+
+    @property
+    def num_early(self) -> int:
+        """How many epochs come before the first late one."""
+        return next(epoch for epoch in count(1) if self.is_late(epoch)) - 1
 
     @property
     def averages(self) -> bool:

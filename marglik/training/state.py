@@ -47,6 +47,11 @@ FEW_VECTORS = 3_000
 """Backward passes of one example each, of an exact pass over all of the data."""
 
 
+EPOCHS_THAT_SHOW = 3
+"""Epochs in a row that must show label noise, where there are no held-out labels: fewer are no
+sign, since a network that is about to fit may be sure of much that is wrong."""
+
+
 @dataclass(frozen=True)
 class LearnerOptions:
     """How the decays are learned.
@@ -213,6 +218,13 @@ class Problem:
         )
         if problem.learns_label_noise and held_out is not None:
             check_read_twice(held_out)
+        elif problem.learns_label_noise and options.schedule.num_early < EPOCHS_THAT_SHOW:
+            raise ValueError(
+                f"Training labels show the share of wrong ones in {EPOCHS_THAT_SHOW} epochs in a "
+                f"row before the last third, and here come {options.schedule.num_early}. Pass "
+                "held_out=batches, a tenth of the data, that the network is not trained on, give "
+                "the share: 'noisy_classification(noise=0.2)', or train longer."
+            )
         elif problem.learns_label_noise and ranks.rank == 0:
             _logger.warning(
                 "without held-out labels, the share of wrong labels is what the training labels "
@@ -283,7 +295,7 @@ class Problem:
 
     @cached_property
     def learns_label_noise(self) -> bool:
-        """Whether the share of wrong labels is learned, from held-out labels."""
+        """Whether the share of wrong labels is learned, from held-out or from training labels."""
         likelihood = self.options.likelihood
         return self.options.learns and likelihood.has_label_noise and bool(likelihood.to_learn())
 
@@ -382,6 +394,7 @@ class Problem:
             "num_data": self.num_data,
             "steps_per_epoch": self.steps_per_epoch,
             "optimisers": [part.names for part in self.parts],
+            "held-out labels": self.learns_label_noise and self.held_out is not None,
             **{f"parameter '{n}'": f"{[*p.shape]}, {p.dtype}" for n, p in self.named.items()},
             **{k: v for k, v in asdict(options.schedule).items() if k != "epochs"},
             **asdict(options.policy),
@@ -463,7 +476,8 @@ class LearnerState:
     def data_of_update(self, problem: Problem, number: int) -> Iterable[Any]:
         """The batches of the curvature pass: of all N examples, or a sample of M of them.
 
-        Both come in large batches, unless ``curvature_from`` and ``keep`` ask for the loader's own.
+        Of a plain DataLoader both come in large batches, see `sampled`, unless ``curvature_from``
+        and ``keep`` ask for the loader's own.
         """
         data, N = own_iteration(problem.loader), problem.num_data
         if not takes_all(problem.options):

@@ -54,12 +54,15 @@ def add_penalty(
         # As torch's SGD adds a weight decay: a quarter of the time of its foreach functions, which
         # are loops here. In place unless two parameters share a gradient, as after a compiled
         # backward pass.
-        addresses = [g.data_ptr() for g in present if g is not None]
+        addresses = [g.data_ptr() for g in present if g is not None and not g.is_sparse]
         out = torch.Tensor.add_ if len({*addresses}) == len(addresses) else torch.Tensor.add
-        pulls = [
-            value * (wd * float(scale)) if g is None else out(g, value, alpha=wd * float(scale))
-            for g, value, wd in zip(present, values, weight_decays, strict=True)
-        ]
+        pulls = []
+        for g, value, wd in zip(present, values, weight_decays, strict=True):
+            if g is None or g.is_sparse:  # an embedding's, which the prior makes dense
+                pull = value * (wd * float(scale))
+                pulls.append(pull if g is None else pull + g)
+            else:
+                pulls.append(out(g, value, alpha=wd * float(scale)))
     else:
         pulls = torch._foreach_mul(values, list(weight_decays))
         torch._foreach_mul_(pulls, scale)

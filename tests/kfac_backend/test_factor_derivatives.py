@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
+from kfac_backend.likelihoods import NegativeBinomial
 from tests.kfac_backend.block_checks import MODES, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case
-from tests.random_numbers import error
+from tests.random_numbers import error, normal
 
 DELTA = 0.7
 
@@ -150,6 +153,24 @@ def test_draws_are_unbiased(likelihood):
     mean, spread = torch.stack(draws).mean(0), torch.stack(draws).std(0) / math.sqrt(len(draws))
     assert ((mean - exact).abs() < 4 * spread).all()
     assert (spread < 0.1 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_likelihoods_number(fisher):
+    """Gradients of the loss are made while hooks listen, which must not hear them."""
+    model, r = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), 2.0
+    data = [(normal(6, 3), torch.arange(6, dtype=torch.float64)[:, None])]
+
+    def factors_at(r):
+        return kronecker_factors(model, data, NegativeBinomial(r=r), fisher=fisher)
+
+    factors, leaf = factors_at(r), torch.tensor(r, dtype=torch.float64)
+    likelihood = factors.likelihood.with_parameters({"r": leaf})
+    (found,) = factor_gradients(
+        replace(factors, likelihood=likelihood), model, data, [leaf], derivatives(factors)
+    )
+    of_det = [-0.5 * factors_at(r + step).log_det(DELTA) for step in (1e-4, -1e-4)]
+    assert_close(found, (of_det[0] - of_det[1]) / 2e-4, rtol=1e-6, atol=0)
 
 
 def test_two_uses_of_a_tensor_are_refused():

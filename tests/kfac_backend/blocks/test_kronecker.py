@@ -226,6 +226,14 @@ def test_a_file_has_half_of_each_factor_and_equal_ones_once(model, tmp_path):
         same = zip(loaded.blocks[saved.name].named_factors(), saved.named_factors(), strict=True)
         assert all(torch.equal(after, before) for (after, _), (before, _) in same)
     assert loaded.blocks["b"].B is loaded.blocks["w"].B  # solved once
+    # Eigenvectors that two factors share are saved, too.
+    eigen = KroneckerBlock("w", A, A, 9).decompose()
+    eigen = replace(eigen, corrected=eigen.spectrum(), Q_A=eigen.Q_B, alpha=eigen.beta)
+    corrected = CorrectedBlock("w", A, A, 9, eigen=eigen)
+    other = replace(factors, blocks={"w": corrected})
+    other.save(path)
+    loaded = KroneckerFactors.load(path).blocks["w"]
+    assert_close(loaded.to_dense(), corrected.to_dense(), rtol=0, atol=0)
     for forged in ({"w/B.triangle": B[..., 0, :17]}, {"w/A.triangle": A[0, 0]}, {}):
         state = factors.state_dict()
         state["tensors"] = (state["tensors"] | forged) if forged else {}

@@ -407,5 +407,7 @@ def test_detach_and_copies():
         loss_of(other(x), y).backward()
         with pytest.raises(RuntimeError, match="No backward pass"):
             curvature.mean_blocks()
+    loss_of(model(x), y).backward()  # after the error a right step is one
+    assert curvature.mean_blocks()
     curvature.detach()
     assert not model._forward_hooks and not model._forward_pre_hooks

@@ -151,6 +151,17 @@ def test_held_out_labels_that_cannot_serve_are_named_before_the_first_step():
             learner.start(model, optimizer, loader, 1, held_out=held_out)
     with pytest.raises(ValueError, match=r"would keep 0 .*updates=0.*noise=0.2"):
         PriorLearner(NOISY, updates=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="in 3 epochs in a row before the last third.* come 2"):
+        PriorLearner(NOISY).start(model, optimizer, loader, 5)
+    learner = PriorLearner(NOISY)
+    learner.start(model, optimizer, loader, 6, held_out=[(x, y)])
+    state = learner.state_dict()
+    learner.detach()
+    resumed = PriorLearner(NOISY)
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="held-out labels"):  # it would go on with another noise
+        resumed.start(model, optimizer, loader, 6)
 
 
 def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for():

@@ -169,6 +169,10 @@ def test_the_penalty_is_added_once_to_each_gradient(shares):
     gradients = torch.stack([p.grad[0] for p in parameters])
     assert_close(gradients, torch.tensor([1.1, 1.4, 1.2], dtype=torch.float64))
     assert value == pytest.approx(0.5 * 3 * (0.1 + 0.2 * 4 + 0.3 * 16))
+    weight = nn.Parameter(torch.ones(2, 3))  # an embedding's sparse gradient
+    weight.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 3), (2, 3))
+    add_penalty([weight], [0.5], 1.0, {})
+    assert_close(weight.grad, torch.tensor([[0.5] * 3, [1.5] * 3]))
 
 
 def test_float16_with_a_scaler_follows_float32():

@@ -69,6 +69,21 @@ def test_the_loaders_own_random_numbers_stay(name):
     assert order(True) == order(False)
 
 
+class Scaled(DataLoader):
+    def __iter__(self):
+        return ((x / 255, y) for x, y in super().__iter__())
+
+
+@pytest.mark.parametrize("kind", ["batches changed by the loader", "batches of the user's sampler"])
+def test_batches_that_others_cannot_replace_stay_as_they_are(kind):
+    data, groups = TensorDataset(X, Y), [[i, (i + 7) % N, i // 2] for i in range(0, N, 2)]
+    loader = DataLoader(data, batch_sampler=groups) if "user" in kind else Scaled(data, 3)
+    whole = [tuple(x[:, 0].tolist()) for x, _ in loader]
+    some = [tuple(x[:, 0].tolist()) for x, _ in sampled(loader, 300, N, ALONE, 1)]
+    assert len(some) < len(whole) and set(whole).issuperset(some)
+    assert sampled(loader, N, N, ALONE, 1) is loader
+
+
 def test_data_without_a_length_is_read_whole():
     loader = DataLoader(Stream(), 16)
     assert examples_of(sampled(loader, 100, N, ALONE, 1)) == list(range(N))
