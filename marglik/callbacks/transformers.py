@@ -76,8 +76,8 @@ class MarginalLikelihood(TrainerCallback):
         curvature: all options of the curvature pass; for language models use fisher="mc" and
             -100 as the label that does not count, see `TargetOptions` and docs/callbacks.md.
         held_out: batches that the model is not trained on, from which "noisy_classification" learns
-            the share of wrong labels; None looks for it in the training labels. The trainer must compute that likelihood's loss: `attached`
-            makes it call `loss`.
+            the share of wrong labels; None looks for it in the training labels. The trainer must
+            compute that likelihood's loss: `attached` makes it call `loss`.
         options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:
