@@ -33,18 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_backend.engine.calls import forked_random_numbers
-from kfac_backend.extras import extra
 from kfac_backend.sharding import is_sharded, local_parts
 from marglik.posterior.posterior import Posterior, parameter_vector
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import (
-    check_derivatives,
+    check_learned_numbers,
     learn_label_noise,
     likelihood_step,
-    outputs_and_labels,
 )
-from marglik.training.random_state import own_random_numbers
+from marglik.training.random_state import own_random_numbers, seeded_random_numbers
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import add_penalty
 
@@ -74,13 +71,7 @@ def start(
     state = LearnerState.initial(problem, hyperparameters, likelihood)
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state.set_decays(problem)
-    if problem.learned_by_evidence or state.ranges is not None:
-        check_derivatives(problem, state, first_batch)  # now, before any work is lost
-    if problem.learns_label_noise:  # likewise
-        with extra("statistics"):
-            import scipy.optimize  # noqa: F401  # by which noise is fitted
-        if problem.held_out is not None:
-            outputs_and_labels(problem, state, problem.held_out)
+    check_learned_numbers(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
         state.load_state_dict(saved, problem)
     return state
@@ -189,14 +180,7 @@ def fit(
                 curvature_pass.driver.preparation.proof.renew()
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
     # on what the loop has drawn.
-    device = next(problem.model.parameters()).device
-    with forked_random_numbers(problem.model):
-        # Not torch.manual_seed, which keeps a stack trace for each kind of device that has not been
-        # used yet: 5 ms, and as much memory as there are updates.
-        torch.default_generator.manual_seed(state.epoch)
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            getattr(module, "manual_seed_all", module.manual_seed)(state.epoch)
+    with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress

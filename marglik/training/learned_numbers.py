@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
@@ -42,14 +43,25 @@ from marglik.training.sampled_data import own_iteration, sampled
 from marglik.training.state import EPOCHS_THAT_SHOW, LearnerState, Problem
 
 
-def check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
-    """Raise an error if the evidence of a batch has no derivative in what it is to learn.
-
-    Collective.
+def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> None:
+    """Raise an error if what is to be learned cannot be learned from this data; collective.
 
     Raises:
+        ModuleNotFoundError: scipy, by which label noise is fitted.
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
+        ValueError, TypeError: held-out batches that do not fit the network.
     """
+    if problem.learned_by_evidence or state.ranges is not None:
+        _check_derivatives(problem, state, batch)
+    if problem.learns_label_noise:
+        with extra("statistics"):
+            import scipy.optimize  # noqa: F401  # here, since it takes long to import
+        if problem.held_out is not None:
+            outputs_and_labels(problem, state, problem.held_out)
+
+
+def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
+    """Raise an error if the evidence of a batch has no derivative in what it is to learn."""
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
     if modules:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.ranks import Ranks
 from marglik.training.loaders import samplers_of
 
@@ -69,6 +71,20 @@ def random_numbers_restored(*loaders: Any) -> Iterator[None]:
         yield
     finally:
         set_random_state(before, generators)
+
+
+@contextmanager
+def seeded_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """A context in which torch's random numbers begin at a seed; before and after, they go on."""
+    device = next(model.parameters()).device
+    with forked_random_numbers(model):
+        # Not torch.manual_seed, which keeps a stack trace for each kind of device that has not been
+        # used yet: 5 ms, and as much memory as there are calls.
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        yield
 
 
 @contextmanager
