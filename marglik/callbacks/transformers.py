@@ -259,8 +259,8 @@ def _check_shard(loader: Any, size: int) -> None:
     if not in_common and getattr(sampler, "generator", None) is None:
         raise NotImplementedError(
             f"The sampler, {type(sampler).__name__}, draws from torch's own generator, from which "
-            "processes draw different numbers in an update: their shards would overlap. Use "
-            'train_sampling_strategy="random" or "sequential", or a sampler with a generator.'
+            "processes draw different numbers in an update: their shards would overlap. Do not "
+            "group examples by length, or take a sampler with a generator."
         )
     N = len(sampler)
     together = shard.batch_sampler.batch_size * (1 if shard.split_batches else size)
