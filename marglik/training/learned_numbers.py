@@ -183,14 +183,14 @@ def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = 
 
     Collective. With several ranks each has a part of the data; all get the same, to the bit.
     """
-    loader, N, shown = problem.loader, problem.num_data, state.shown_noise
+    loader, N, shares = problem.loader, problem.num_data, state.shown_noise
     if problem.held_out is None and not is_late:
         if N > MOST_LABELS and problem.ranks.size == 1:  # several ranks read batches in step
             loader = sampled(loader, MOST_LABELS, N, problem.ranks, state.epoch)
-        shown.append(_noise_of(problem, state, own_iteration(loader)))
+        shares.append(_noise_of(problem, state, own_iteration(loader)))
     if not is_late:
         return
-    in_a_row = (shown[i : i + EPOCHS_THAT_SHOW] for i in range(len(shown) + 1 - EPOCHS_THAT_SHOW))
+    in_a_row = (shares[i : i + EPOCHS_THAT_SHOW] for i in range(len(shares) + 1 - EPOCHS_THAT_SHOW))
     noise = max(map(min, in_a_row), default=0.0)
     if problem.held_out is not None:
         noise = _noise_of(problem, state, problem.held_out)
