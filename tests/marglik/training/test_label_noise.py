@@ -11,6 +11,7 @@ from marglik import OnlineTraining, PriorLearner
 from marglik.prediction.calibration import HeldOut, fit_map
 from marglik.prediction.ensemble import Ensemble
 from marglik.storage.checkpoint import Checkpoints
+from marglik.training import learned_numbers
 from marglik.training.learned_numbers import learn_label_noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,6 +135,44 @@ def test_without_held_out_labels_the_training_labels_show_it(caplog):
     assert_close(clean.laplace.mean, plain.laplace.mean, rtol=0, atol=0)
     given = trained(likelihood="noisy_classification(noise=0.25)", held_out=None)
     assert given.laplace.likelihood.parameters["noise"] == 0.25
+
+
+class Shuffled:
+    """A loader of a user's own, with a generator of its own."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.generator = x, y, torch.Generator().manual_seed(0)
+        self.orders = []
+
+    def __len__(self):
+        return len(self.y) // 50
+
+    def __iter__(self):
+        order = torch.randperm(len(self.y), generator=self.generator)
+        self.orders.append(order)
+        return iter([(self.x[i], self.y[i]) for i in order.split(50)])
+
+
+def test_looking_for_noise_does_not_move_a_loaders_own_random_numbers(monkeypatch):
+    monkeypatch.setattr(learned_numbers, "MOST_LABELS", 100)  # so that a part of the data is read
+
+    def orders(likelihood):
+        torch.manual_seed(0)
+        model, loader = nn.Linear(3, 3).double(), Shuffled(*data())
+        learner = PriorLearner(likelihood, epochs=6, every=100)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        learner.start(model, optimizer, loader, 6)
+        epochs = []
+        for _ in range(6):
+            for number, (x, y) in enumerate(loader):
+                epochs += [] if number else [loader.orders[-1]]
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        learner.detach()
+        return torch.stack(epochs[:5])
+
+    assert torch.equal(orders(NOISY), orders("classification"))
 
 
 def test_held_out_labels_that_cannot_serve_are_named_before_the_first_step():
