@@ -215,12 +215,3 @@ class SecondMoments(Sink):
         for _, g in self._gradients.by_parameter(held_uses(), self._uses, self._at_once):
             add_second_moments(g, self._product_bytes)
         self._held_bytes = self._vector = 0
-
-
-def check_read_twice(data: Iterable[Any]) -> None:
-    """Raise a TypeError for an iterator, from which a second pass would get no batch."""
-    if isinstance(data, Iterator):  # which, unlike iter(data), draws no random numbers
-        raise TypeError(
-            f"The data is a {type(data).__name__}, which can be read only once, and it is read "
-            "several times; pass a DataLoader or a list of batches."
-        )

@@ -175,8 +175,7 @@ def marglik_training(
         temperature=temperature,
         enable_backprop=enable_backprop,
     )
-    laplace.restore(posterior.fitted_factors())
-    laplace.sample_size = posterior.sample_size
+    laplace.restore(posterior.fitted_factors(), posterior.sample_size)
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return laplace, model, [-evidence for evidence in result.evidences], losses

@@ -631,7 +631,7 @@ class ParametricLaplace(Posterior):
 
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
-        names = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure"
+        names = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "sample_size"
         fit = self.fitted_curvature().state_dict()
         return {name: getattr(self, name) for name in names} | {"fit": fit}
 
@@ -643,8 +643,8 @@ class ParametricLaplace(Posterior):
                 in another precision; a state of another structure, or that lacks entries. Nothing
                 is changed then.
         """
-        keys = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "fit"
-        check_keys("Laplace", state, keys)
+        keys = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "sample_size"
+        check_keys("Laplace", state, (*keys, "fit"))
         if state["structure"] != self.structure:
             raise ValueError(
                 f"The state has hessian_structure={state['structure']!r}, and this Laplace "
@@ -662,7 +662,7 @@ class ParametricLaplace(Posterior):
             )
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
-        self.restore(curvature)
+        self.restore(curvature, state["sample_size"])
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, state[name])
 

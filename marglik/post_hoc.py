@@ -187,7 +187,7 @@ def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
     """The NLL of the posterior's predictive (nats, mean over loss terms), by the same noise."""
     generator = torch.Generator(laplace.mean.device).manual_seed(0)
     predict = laplace_predictive(laplace, generator=generator)
-    prediction, targets = predict_all(predict, batches, targets=laplace.options)
+    prediction, targets = predict_all(predict, batches)
     nll = compute_metrics(prediction, targets, laplace.likelihood).nll
     assert nll is not None  # each likelihood has one
     return nll

@@ -97,10 +97,11 @@ class KroneckerFactors:
         moved = {name: block.to(device, dtype) for name, block in self.blocks.items()}
         return replace(self, blocks=moved)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all blocks are here, and none is kept by another rank."""
-        return not any(F.is_meta for b in self.blocks.values() for F, _ in b.named_factors())
+    def check_are_here(self) -> None:
+        """Raise a RuntimeError that names a block which another rank keeps."""
+        for name, block in self.blocks.items():
+            if block.B.is_meta:
+                raise kept_elsewhere(name)
 
     def gathered(
         self, ranks: Ranks, device: torch.device | str | None = None
@@ -178,8 +179,7 @@ class KroneckerFactors:
         Raises:
             RuntimeError: blocks that another rank keeps.
         """
-        if not self.is_whole:
-            raise kept_elsewhere(next(n for n, b in self.blocks.items() if b.B.is_meta))
+        self.check_are_here()
         tensors, keys = dict[str, Tensor](), dict[object, str]()
 
         def add(key: str, tensor: Tensor) -> str:

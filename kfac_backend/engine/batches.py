@@ -177,3 +177,12 @@ def make_plan(model: nn.Module, x: Any, N: int | None, device: torch.device) -> 
     plan = attempt(trial)
     # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.
     return Plan() if isinstance(plan, Exception) else plan
+
+
+def check_read_twice(data: Iterable[Any]) -> None:
+    """Raise a TypeError for an iterator, from which a second pass would get no batch."""
+    if isinstance(data, Iterator):  # which, unlike iter(data), draws no random numbers
+        raise TypeError(
+            f"The data is a {type(data).__name__}, which can be read only once, and it is read "
+            "several times; pass a DataLoader or a list of batches."
+        )

@@ -128,6 +128,7 @@ class TrainingPass:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        # No `reset`: its new pass would fail where the process group of a sharded model is gone.
         if self._now is not None:
             self._now.forget()
         self._now = None

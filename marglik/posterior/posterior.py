@@ -28,8 +28,8 @@ from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.eigenvalue_correction import check_read_twice, corrected_factors
-from kfac_backend.engine.batches import to_device
+from kfac_backend.eigenvalue_correction import corrected_factors
+from kfac_backend.engine.batches import check_read_twice, to_device
 from kfac_backend.engine.calls import call_with
 from kfac_backend.engine.checks import check_finite, check_module
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -391,8 +391,7 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
-        self.restore(curvature)
-        self.sample_size = None if stands_for is None else seen
+        self.restore(curvature, None if stands_for is None else seen)
 
     def gather(self) -> None:
         """Bring all factors to all ranks, for what one of them does alone; collective.
@@ -433,8 +432,14 @@ class Posterior:
             data, progress, self.likelihood, self.options.kfac_approx, proves_again=proves_again
         )
 
-    def restore(self, curvature: KroneckerFactors | JacobianGGN) -> None:
+    def restore(
+        self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None = None
+    ) -> None:
         """Take this as the curvature at the model's current parameters.
+
+        Args:
+            curvature: of all the data, or of a sample, scaled to all.
+            sample_size: the number of examples of that sample.
 
         Raises:
             TypeError: what is not the curvature of this structure.
@@ -462,7 +467,7 @@ class Posterior:
                 f"'{self.likelihood}'; create it with the same."
             )
         self._take_weights(curvature)
-        self.sample_size, self._likelihood = None, likelihood  # with the numbers of the fit
+        self.sample_size, self._likelihood = sample_size, likelihood  # with the fit's numbers
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()

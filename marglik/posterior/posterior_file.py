@@ -64,15 +64,12 @@ def save_posterior(
         AttributeError: a posterior that is not fitted.
         ValueError: a network that changed since the fit.
         TypeError: a ``model`` or ``data`` that is not plain data.
+        RuntimeError: blocks that another rank keeps.
     """
     check_whole(laplace.model, "A saved posterior")
     folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
     laplace.check_weights()
-    if not factors.is_whole:
-        raise ValueError(
-            "Some blocks are kept by other ranks; call posterior.gather() on all ranks before one "
-            "of them saves."
-        )
+    factors.check_are_here()  # before the folder of an earlier one is removed
     names = list(factors.blocks)
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {
@@ -161,8 +158,7 @@ def load_posterior(
         sigma_noise=record["sigma_noise"],
         temperature=record["temperature"],
     )
-    laplace.restore(factors)
-    laplace.sample_size = record["sample_size"]
+    laplace.restore(factors, record["sample_size"])
     laplace.calibrations = record["calibrations"]
     return laplace
 

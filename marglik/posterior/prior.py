@@ -162,9 +162,8 @@ class Hyperparameters:
         self.groups = groups
         self.method = method
         self.learn_sigma_noise = learn_sigma_noise
-        self._log_delta = delta.expand(len(groups.names)).log().requires_grad_()
+        self._log_delta = delta.expand(len(groups.names)).log()
         self._log_sigma = torch.tensor(sigma_noise, dtype=torch.float64).log()
-        self._log_sigma.requires_grad_(learn_sigma_noise)
         learned = [self._log_delta] + [self._log_sigma] * learn_sigma_noise
         self._adam = torch.optim.Adam(learned, lr=lr)
         self.lr = lr
@@ -256,7 +255,6 @@ class Hyperparameters:
         if self.learn_sigma_noise:
             posterior.sigma_noise = self.sigma_noise
 
-    @torch.no_grad()
     def _fixed_point_step(self, posterior: Posterior) -> None:
         self.give_to(posterior)
         terms, gamma = posterior.evidence_terms, posterior.effective_parameters()

@@ -173,7 +173,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
     model = deepcopy(laplace.model, {id(layer): _WithVariances(deepcopy(layer), precision)})
     f, variance = laplace.output_distribution(x, "last", variance_only=True)
     refusal = NotImplementedError(
-        f"The outputs of {what} are not those of its last layer '{name}', up to the order of axes, "
+        f"The outputs of {what} are not those of its last layer '{name}', or some of them, "
         f"and so their variances have no module to serve. {WAY_OUT}"
     )
     args, kwargs = arguments(model, detached(x, f.device))
@@ -191,7 +191,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
 
 @torch.no_grad()
 def _passes_on(model: nn.Module, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the model's outputs are some of a layer's, whatever these are.
+    """Whether the model's outputs are some of a layer's, chosen by their places alone.
 
     At some inputs they may be by chance, as of a ReLU that cuts nothing off there.
     """
@@ -200,17 +200,20 @@ def _passes_on(model: nn.Module, name: str, args: Any, kwargs: Any) -> bool:
 
     def random_numbers(_: nn.Module, inputs: Any, z: Tensor) -> Tensor:
         generator = torch.Generator(z.device).manual_seed(len(numbers))
-        numbers.append(1e3 * torch.randn(z.shape, generator=generator, device=z.device).to(z))
-        return numbers[-1]
+        half = z.chunk(2, layer.axis)[0]
+        r = 1e3 * torch.randn(half.shape, generator=generator, device=z.device).to(z)
+        numbers.append(r)
+        # In the variances' place −r: a choice by value, such as a maximum, takes others there.
+        return torch.cat([r, -r], layer.axis)
 
     handle = layer.register_forward_hook(random_numbers)
     try:
         outputs = at_least_float32(cast("Tensor", logits_of(model(*args, **kwargs))))
     finally:
         handle.remove()
-    expected = numbers[-1].movedim(layer.axis, -1)
-    pairs = zip(expected.chunk(2, -1), outputs.chunk(2, -1), strict=True)
-    return all(bool(torch.isin(own.flatten(), z.to(own).flatten()).all()) for z, own in pairs)
+    first, second = outputs.chunk(2, -1)
+    is_own = torch.isin(first.flatten(), numbers[-1].to(first).flatten()).all()
+    return bool(is_own) and torch.equal(second, -first)
 
 
 def module_maker(

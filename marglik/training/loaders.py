@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.eigenvalue_correction import check_read_twice
+from kfac_backend.engine.batches import check_read_twice
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.eigenvalue_correction import check_read_twice
-from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.batches import check_read_twice, to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.checks import check_module
 from kfac_backend.engine.operations.padding import padding_rows

@@ -144,6 +144,16 @@ def test_a_network_that_takes_one_position_of_its_last_layer():
     predict = laplace_predictive(la, LAST, calibration=CALIBRATION)
     assert_close(predict.module(data()[0])(NEW)[0], predict(NEW).mean, rtol=0, atol=1e-10)
 
+    class Largest(First):
+        def forward(self, x):  # whose variance is not the largest one
+            return self.last(self.first(x.flatten(1, 2)).tanh()).amax(1)
+
+    for seed in range(10):  # also where a single example has the largest variances there
+        torch.manual_seed(seed)
+        la = posterior(Largest().double(), "classification", data()[1])
+        with pytest.raises(NotImplementedError, match="not those of its last layer"):
+            laplace_predictive(la, LAST, calibration=CALIBRATION).module(NEW[:1])
+
 
 def test_of_the_network_itself():
     la = of_likelihood("regression")

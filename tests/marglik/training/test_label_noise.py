@@ -1,4 +1,4 @@
-"""The share of wrong labels is learned from held-out labels, and kept: resumed, replayed, saved."""
+"""The share of wrong labels is learned, from held-out labels or the training's own, and kept."""
 
 import pytest
 import torch
