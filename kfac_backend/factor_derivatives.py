@@ -289,7 +289,7 @@ class PairedVectors(PairedRows):
                     if not step.any() or not v.any():
                         continue
                     # As long as v, or q(v + v') and q(v − v') would share most of their digits.
-                    size = float(v.norm() / step.norm())
+                    size = float(v.detach().norm() / step.norm())
                     for sign in (size, -size):
                         self._moved = which, entry, 1 / sign
                         yield v.detach() + sign * step

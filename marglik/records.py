@@ -391,6 +391,8 @@ class UpdateRecord:
     """By group."""
     effective_parameters: dict[str, float]
     """By tensor."""
+    clipped_eigenvalues: int
+    """How many of the factors' eigenvalues rounding made negative; they count as 0."""
     seconds: dict[str, float]
     """Of the pass, of the eigenvalues and of the steps."""
     num_examples: int

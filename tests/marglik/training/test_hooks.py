@@ -10,6 +10,7 @@ from math import inf
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
@@ -106,10 +107,11 @@ class Scaled:
 
 
 class Accelerated:
-    """Accelerate's own accumulation."""
+    """Accelerate's own accumulation, whatever loaders of other tests are still in its state."""
 
     def __init__(self, optimizer):
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        every_second = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=every_second)
         self.prepared = self.accelerator.prepare_optimizer(optimizer)
 
     def __call__(self, model, optimizer, add, x, y, step):
