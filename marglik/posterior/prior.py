@@ -335,7 +335,7 @@ def update_prior(
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
         "effective_parameters": dict(zip(names, gamma, strict=True)),
-        "clipped_eigenvalues": posterior.fitted_factors().num_clipped(),
+        "clipped_eigenvalues": 0 if posterior.factors is None else posterior.factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,
             "eigenvalues": decomposed - fitted,
