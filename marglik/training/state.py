@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import check_read_twice, to_device
+from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
 from kfac_backend.engine.checks import check_module
 from kfac_backend.engine.operations.padding import padding_rows
@@ -44,11 +44,6 @@ _logger = logging.getLogger(__name__)
 
 FEW_VECTORS = 3_000
 """Backward passes of one example each, of an exact pass over all of the data."""
-
-
-EPOCHS_THAT_SHOW = 3
-"""Epochs in a row that must show label noise, where there are no held-out labels: fewer are no
-sign, since a network that is about to fit may be sure of much that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -212,26 +207,9 @@ class Problem:
                 stacklevel=4,
             )
         N = count_on_ranks(loader, ranks, options.curvature)
-        problem = cls(
+        return cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
         )
-        if problem.learns_label_noise and held_out is not None:
-            check_read_twice(held_out)
-        elif problem.learns_label_noise and options.schedule.num_early < EPOCHS_THAT_SHOW:
-            raise ValueError(
-                f"Training labels show the share of wrong ones in {EPOCHS_THAT_SHOW} epochs in a "
-                f"row before the last third, and here come {options.schedule.num_early}. Pass "
-                "held_out=batches, a tenth of the data, that the network is not trained on, give "
-                "the share: 'noisy_classification(noise=0.2)', or train longer."
-            )
-        elif problem.learns_label_noise and ranks.rank == 0:
-            _logger.warning(
-                "without held-out labels, the share of wrong labels is what the training labels "
-                "show before the network fits them, often too little. Better pass "
-                "held_out=batches, a tenth of the data, that the network is not trained on, or "
-                "give the share: 'noisy_classification(noise=0.2)'."
-            )
-        return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
         """The hyperparameters that learning begins with."""
