@@ -53,12 +53,13 @@ from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader, check_shards, samplers_of
+from marglik.training.loaders import Loader, check_shards
 from marglik.training.random_state import (
     check_workers,
     generators_of,
     own_random_numbers,
     random_state,
+    samplers_of,
     set_random_state,
 )
 

@@ -33,10 +33,17 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
-from marglik.training.loaders import Loader, WithExamples, check_shards, count_on_ranks
+from marglik.training.loaders import (
+    Loader,
+    WithExamples,
+    check_shards,
+    count_on_ranks,
+    own_iteration,
+    sample_size,
+    sampled,
+)
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.random_state import random_numbers_restored
-from marglik.training.sampled_data import own_iteration, sample_size, sampled
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
 
