@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import EigenDecomposition, Factor, eigendecompositions
+from kfac_backend.blocks.eigen import Factor, eigendecompositions
 from kfac_backend.layers.gram import FEW_ROWS, gram_matrix
 from kfac_backend.ranks import Ranks
 
@@ -350,22 +350,30 @@ def _solved(
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     # By memory, so that a factor which a weight and its bias share is solved once.
-    factors = {_identity(F): Factor(F, name) for b in blocks for F, name in b.named_factors()}
+    factors, keys_of_blocks = dict[object, Factor](), list[list[object]]()
     for block in blocks:
+        named = block.named_factors()
+        keys_of_blocks.append([_identity(F) for F, _ in named])
+        factors |= {key: Factor(*one) for key, one in zip(keys_of_blocks[-1], named, strict=True)}
         if block.A is not None and (rows := block.rows_of_A) is not None:
-            key = _identity(block.A)
+            key = keys_of_blocks[-1][1]
             factors[key] = factors[key]._replace(rows=rows)
     # Each rank solves its own factors, the largest first, and receives those of the others.
     ranks = ranks or Ranks(None)
-    keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
+    costs = {key: _cost(F.matrix) for key, F in factors.items()}
+    keys = sorted(factors, key=lambda key: -costs[key])
     holders = ranks.holders([not factors[key].matrix.is_meta for key in keys])
     if not all(holders):
         raise kept_elsewhere(factors[keys[holders.index([])]].name)
     there = device or _device_of(F.matrix for F in factors.values())
-    owners = ranks.owners([_cost(factors[key].matrix) for key in keys], holders)
-    own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
+    owners = ranks.owners([costs[key] for key in keys], holders)
+    this = ranks.rank
+    own = [key for key, owner in zip(keys, owners, strict=True) if owner == this]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
-    solved = {key: _parts(one, vectors) for key, one in zip(own, solutions, strict=True)}
+    solved = {
+        key: (one.values, one.vectors if vectors else one.clipped)
+        for key, one in zip(own, solutions, strict=True)
+    }
     for key in keys:
         if key not in solved:
             F = factors[key].matrix
@@ -376,7 +384,7 @@ def _solved(
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
-    return [[solved[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
+    return [[solved[key] for key in keys] for keys in keys_of_blocks]
 
 
 def kept_elsewhere(name: str) -> RuntimeError:
@@ -391,10 +399,6 @@ def _device_of(factors: Iterable[Tensor]) -> torch.device:
     """The device of the first factor with values; the CPU where this rank has none."""
     devices = (F.device for F in factors if not F.is_meta)
     return next(devices, torch.device("cpu"))
-
-
-def _parts(one: EigenDecomposition, vectors: bool) -> tuple[Tensor, Tensor]:
-    return one.values, one.vectors if vectors else one.clipped
 
 
 def _identity(factor: Tensor) -> object:

@@ -420,7 +420,7 @@ class Posterior:
             )
             parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
             return reduce(add, [part.to(self._device) for part in parts])
-        key = repr(self.options.replace(kfac_approx="auto")), self.generator
+        key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
                 self.model,

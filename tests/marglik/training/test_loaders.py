@@ -14,7 +14,7 @@ from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.algorithm import end_of_epoch, finish
-from marglik.training.sampled_data import own_iteration, sample_size, sampled
+from marglik.training.loaders import own_iteration, sample_size, sampled
 from marglik.training.schedule import Schedule
 from marglik.training.state import LearnerState
 
