@@ -31,7 +31,8 @@ from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.engine.batches import check_read_twice, to_device
 from kfac_backend.engine.calls import call_with
-from kfac_backend.engine.checks import check_finite, check_module
+from kfac_backend.engine.rule_assignment import check_module
+from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -422,7 +423,7 @@ class Posterior:
             )
             parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
             return reduce(add, [part.to(self._device) for part in parts])
-        key = repr(self.options.replace(kfac_approx="auto")), self.generator
+        key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
                 self.model,

@@ -103,8 +103,8 @@ def penalty(
     state.steps[part] += 1
     policy.observe(problem, state, own)
     decays = policy.stable_decays(state, own)
-    scale_of_prior, padding = state.gradient_scale * scale, problem.padding_of(own)
-    value = add_penalty(own.parameters, decays, scale_of_prior, padding, with_value=with_value)
+    scale_of_prior = state.gradient_scale * scale
+    value = add_penalty(own.parameters, decays, scale_of_prior, own.padding, with_value=with_value)
     policy.limit_gradients(state, own, scale)
     return value
 
@@ -168,7 +168,6 @@ def fit(
         problem.model,
         state.likelihood,
         curvature,
-        prior_precision=hyper.groups.of_tensors(hyper.prior_precision),
         sigma_noise=hyper.sigma_noise,
         temperature=options.temperature,
         structure=options.hessian_structure,
