@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import EigenDecomposition, Factor, eigendecompositions
+from kfac_backend.blocks.eigen import Factor, eigendecompositions
 from kfac_backend.layers.gram import FEW_ROWS, gram_matrix
 from kfac_backend.ranks import Ranks
 
@@ -32,9 +32,10 @@ class KroneckerBlock:
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
     A: Tensor | None = None
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
-    num_terms: float | tuple[float, ...] = 0
+    num_terms: float | tuple[float, ...] | None = None
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
-    weight c counts c times. One number for all groups, or one for each."""
+    weight c counts c times. One number for all groups, or one for each. None without A, and where
+    it is not known: such a block can't be added."""
     constants: tuple[int, int] = (0, 0)
     """(first, last + 1) of the flattened entries that are constants, such as an embedding's
     padding: the block is zero there, and they have no prior."""
@@ -54,7 +55,12 @@ class KroneckerBlock:
 
     @classmethod
     def of_rows(
-        cls, name: str, B: Tensor, rows: Tensor, num_terms: float | tuple[float, ...], **fields: Any
+        cls,
+        name: str,
+        B: Tensor,
+        rows: Tensor,
+        num_terms: float | tuple[float, ...] | None,
+        **fields: Any,
     ) -> Self:
         """A block whose A is the Gram matrix of few rows (..., M, d_in), which it keeps.
 
@@ -118,8 +124,10 @@ class KroneckerBlock:
 
     def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
-        terms = tuple(number * weight for number in self._terms)
-        scaled = replace(self, B=self.B * weight, num_terms=_one_or_all(terms))
+        terms = self.num_terms
+        if terms is not None:
+            terms = _one_or_all(tuple(number * weight for number in self._terms))
+        scaled = replace(self, B=self.B * weight, num_terms=terms)
         if (rows := self.rows_of_A) is not None:
             scaled._remember("_rows", rows)
         return scaled
@@ -171,14 +179,12 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
                 "only factors of the same model can be added."
             )
-        for block in (self, other):
-            if block.A is None or any(block._terms):
-                continue
-            if block.B.is_meta or (block.B.any() and block.A.any()):
-                raise ValueError(
-                    f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
-                    "of a tensor used in two ways has none: pass all the data at once."
-                )
+        # Not by values, which only the owner of a block has: all ranks add, or none.
+        if self.A is not None and None in (self.num_terms, other.num_terms):
+            raise ValueError(
+                f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
+                "tensor used in two ways has none: pass all the data at once."
+            )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -217,6 +223,7 @@ class KroneckerBlock:
     @property
     def _terms(self) -> tuple[float, ...]:
         """The numbers of terms as a tuple: one for all groups, or one for each."""
+        assert self.num_terms is not None
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
     def _remember(self, key: str, value: Any) -> None:
@@ -343,22 +350,30 @@ def _solved(
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
     # By memory, so that a factor which a weight and its bias share is solved once.
-    factors = {_identity(F): Factor(F, name) for b in blocks for F, name in b.named_factors()}
+    factors, keys_of_blocks = dict[object, Factor](), list[list[object]]()
     for block in blocks:
+        named = block.named_factors()
+        keys_of_blocks.append([_identity(F) for F, _ in named])
+        factors |= {key: Factor(*one) for key, one in zip(keys_of_blocks[-1], named, strict=True)}
         if block.A is not None and (rows := block.rows_of_A) is not None:
-            key = _identity(block.A)
+            key = keys_of_blocks[-1][1]
             factors[key] = factors[key]._replace(rows=rows)
     # Each rank solves its own factors, the largest first, and receives those of the others.
     ranks = ranks or Ranks(None)
-    keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
+    costs = {key: _cost(F.matrix) for key, F in factors.items()}
+    keys = sorted(factors, key=lambda key: -costs[key])
     holders = ranks.holders([not factors[key].matrix.is_meta for key in keys])
     if not all(holders):
         raise kept_elsewhere(factors[keys[holders.index([])]].name)
     there = device or _device_of(F.matrix for F in factors.values())
-    owners = ranks.owners([_cost(factors[key].matrix) for key in keys], holders)
-    own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
+    owners = ranks.owners([costs[key] for key in keys], holders)
+    this = ranks.rank
+    own = [key for key, owner in zip(keys, owners, strict=True) if owner == this]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
-    solved = {key: _parts(one, vectors) for key, one in zip(own, solutions, strict=True)}
+    solved = {
+        key: (one.values, one.vectors if vectors else one.clipped)
+        for key, one in zip(own, solutions, strict=True)
+    }
     for key in keys:
         if key not in solved:
             F = factors[key].matrix
@@ -369,7 +384,7 @@ def _solved(
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
-    return [[solved[_identity(F)] for F, _ in block.named_factors()] for block in blocks]
+    return [[solved[key] for key in keys] for keys in keys_of_blocks]
 
 
 def kept_elsewhere(name: str) -> RuntimeError:
@@ -384,10 +399,6 @@ def _device_of(factors: Iterable[Tensor]) -> torch.device:
     """The device of the first factor with values; the CPU where this rank has none."""
     devices = (F.device for F in factors if not F.is_meta)
     return next(devices, torch.device("cpu"))
-
-
-def _parts(one: EigenDecomposition, vectors: bool) -> tuple[Tensor, Tensor]:
-    return one.values, one.vectors if vectors else one.clipped
 
 
 def _identity(factor: Tensor) -> object:

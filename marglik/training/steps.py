@@ -49,7 +49,8 @@ def add_penalty(
     values = local_parts(parameters)
     for i, row in padding.items():
         values[i] = without_row(parameters[i], row)
-    present = [None if p.grad is None else local_part(p.grad) for p in parameters]
+    own = iter(local_parts(p.grad for p in parameters if p.grad is not None))
+    present = [None if p.grad is None else next(own) for p in parameters]
     if values[0].device.type == "cpu":
         # As torch's SGD adds a weight decay: a quarter of the time of its foreach functions, which
         # are loops here. In place unless two parameters share a gradient, as after a compiled
