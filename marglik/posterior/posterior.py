@@ -298,7 +298,7 @@ class Posterior:
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
                 "finite number per trainable parameter."
             )
-        if is_sharded(self.model) and (self._fitted or mean.numel() > 1):
+        if (self._fitted or mean.numel() > 1) and is_sharded(self.model):
             raise NotImplementedError(
                 "The prior of a network under fully_shard has one mean for all parameters, which "
                 "is set before the fit: Posterior(..., prior_mean=0.1)."
@@ -391,7 +391,7 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
-        self.restore(curvature, None if stands_for is None else seen)
+        self._take(curvature, None if stands_for is None else seen)
 
     def gather(self) -> None:
         """Bring all factors to all ranks, for what one of them does alone; collective.
@@ -466,8 +466,13 @@ class Posterior:
                 f"The curvature is of likelihood '{likelihood}', and the posterior of "
                 f"'{self.likelihood}'; create it with the same."
             )
+        self._take(curvature, sample_size)
+
+    def _take(self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None) -> None:
+        """Make this the curvature at the model's parameters, for which it is known to be right."""
         self._take_weights(curvature)
-        self.sample_size, self._likelihood = sample_size, likelihood  # with the fit's numbers
+        self.sample_size = sample_size
+        self._likelihood = curvature.likelihood  # with the fit's numbers
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
@@ -524,9 +529,10 @@ class Posterior:
 
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
-        trainable: dict[str, Any] = self._named_params()
-        if is_sharded(self.model):
-            trainable = {name: local_part(p) for name, p in trainable.items()}
+        trainable = {
+            name: local_part(p) if hasattr(p, "to_local") else p
+            for name, p in self._named_params().items()
+        }
         return running_statistics(self.model) | trainable
 
     def fitted_weights(self) -> dict[str, Tensor]:

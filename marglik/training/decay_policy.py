@@ -411,7 +411,9 @@ def clip_gradients(
             running = torch.as_tensor(running, device=norm.device)
     norm = norm / scale
     mean: Any = norm if running is None else running
-    where: Any = torch.where if isinstance(norm, Tensor) else _where
+    where: Any = torch.where
+    if not isinstance(norm, Tensor):
+        where = lambda is_so, yes, no: yes if is_so else no  # noqa: E731
     # A scaler's first step may be skipped, and a first gradient be zero: the mean starts later.
     mean = where((mean > 0) & (mean < torch.inf), mean, norm)
     # A gradient scaler skips a step whose gradients are not finite; so does the mean.
@@ -422,10 +424,6 @@ def clip_gradients(
         torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=gradients[0].dtype))
         norm = norm * factor
     return mean + NEW_NORM * (where(is_finite, norm, mean) - mean)
-
-
-def _where(condition: bool, yes: float, no: float) -> float:
-    return yes if condition else no
 
 
 def half_time(losses: Sequence[tuple[int, float]]) -> float:
