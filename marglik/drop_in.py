@@ -169,7 +169,7 @@ def marglik_training(
     laplace = KronLaplace(
         model,
         posterior.likelihood,  # with the parameters that were learned
-        curvature,
+        options=curvature,
         prior_precision=posterior.prior_precision,
         sigma_noise=posterior.sigma_noise,
         temperature=temperature,

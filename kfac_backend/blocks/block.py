@@ -33,9 +33,10 @@ class KroneckerBlock:
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
     A: Tensor | None = None
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
-    num_terms: float | tuple[float, ...] = 0
+    num_terms: float | tuple[float, ...] | None = None
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
-    weight c counts c times. One number for all groups, or one for each."""
+    weight c counts c times. One number for all groups, or one for each. None without A, and where
+    it is not known: such a block can't be added."""
     constants: tuple[int, int] = (0, 0)
     """(first, last + 1) of the flattened entries that are constants, such as an embedding's
     padding: the block is zero there, and they have no prior."""
@@ -55,7 +56,12 @@ class KroneckerBlock:
 
     @classmethod
     def of_rows(
-        cls, name: str, B: Tensor, rows: Tensor, num_terms: float | tuple[float, ...], **fields: Any
+        cls,
+        name: str,
+        B: Tensor,
+        rows: Tensor,
+        num_terms: float | tuple[float, ...] | None,
+        **fields: Any,
     ) -> Self:
         """A block whose A is the Gram matrix of few rows (..., M, d_in), which it keeps.
 
@@ -119,8 +125,10 @@ class KroneckerBlock:
 
     def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
-        terms = tuple(number * weight for number in self._terms)
-        scaled = replace(self, B=self.B * weight, num_terms=_one_or_all(terms))
+        terms = self.num_terms
+        if terms is not None:
+            terms = _one_or_all(tuple(number * weight for number in self._terms))
+        scaled = replace(self, B=self.B * weight, num_terms=terms)
         if (rows := self.rows_of_A) is not None:
             scaled._remember("_rows", rows)
         return scaled
@@ -172,14 +180,12 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
                 "only factors of the same model can be added."
             )
-        for block in (self, other):
-            if block.A is None or any(block._terms):
-                continue
-            if block.B.is_meta or (block.B.any() and block.A.any()):
-                raise ValueError(
-                    f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
-                    "of a tensor used in two ways has none: pass all the data at once."
-                )
+        # Not by values, which only the owner of a block has: all ranks add, or none.
+        if self.A is not None and None in (self.num_terms, other.num_terms):
+            raise ValueError(
+                f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
+                "tensor used in two ways has none: pass all the data at once."
+            )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -218,6 +224,7 @@ class KroneckerBlock:
     @property
     def _terms(self) -> tuple[float, ...]:
         """The numbers of terms as a tuple: one for all groups, or one for each."""
+        assert self.num_terms is not None
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
     def _remember(self, key: str, value: Any) -> None:

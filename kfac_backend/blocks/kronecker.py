@@ -24,7 +24,7 @@ from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 8
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 9
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.checks import check_module
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.options import check_keys, check_option, check_positive
 from marglik.posterior.posterior import Posterior
 

@@ -40,8 +40,8 @@ from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
 from kfac_backend.engine.batches import each_batch, to_device
-from kfac_backend.engine.calls import arguments, logits_of
-from kfac_backend.engine.checks import check_module, check_output
+from kfac_backend.engine.calls import arguments, check_output, logits_of
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import counted_terms, loss_sum
 from kfac_backend.optimizer import KFAC

@@ -128,7 +128,8 @@ def tensors(name: str, factors) -> dict[str, Tensor]:
         found[f"{name}, {n}, B"] = block.B
         if block.A is not None:
             found[f"{name}, {n}, A"] = block.A
-        found[f"{name}, {n}, terms"] = torch.tensor(block.num_terms, dtype=torch.float64)
+        terms = -1 if block.num_terms is None else block.num_terms
+        found[f"{name}, {n}, terms"] = torch.tensor(terms, dtype=torch.float64)
         found[f"{name}, {n}, constants"] = torch.tensor(block.constants, dtype=torch.float64)
     return found
 

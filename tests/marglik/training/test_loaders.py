@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.engine.preparation import Preparation
+from kfac_backend.engine.driver import Preparation
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
