@@ -131,7 +131,7 @@ class Posterior:
     ) -> None:
         check_module(model)
         check_option("structure", structure, Structure)
-        options = options.replace(**keywords)
+        options = options.replace(**keywords) if keywords else options
         if structure != "kron":
             check_whole(model, f"structure {structure!r}")
             _check_of_jacobians(options, structure)
@@ -260,7 +260,8 @@ class Posterior:
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
         check_positive("prior_precision", prior_precision)
-        delta, numbers = as_tensor(prior_precision), [1, self.n_layers]
+        delta = torch.as_tensor(prior_precision, dtype=torch.float64)
+        numbers = [1, self.n_layers]
         if self.structure != "kron":
             numbers.append(len(self.indices))
         if delta.dim() > 1 or delta.numel() not in numbers:
@@ -268,7 +269,7 @@ class Posterior:
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
                 f"({self.n_layers},), one per trainable tensor."
             )
-        self._prior_precision = delta.reshape(-1).to(self._device, self._wide_dtype)
+        self._prior_precision = delta.reshape(-1).to(self.mean.device, self._wide_dtype)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -278,16 +279,16 @@ class Posterior:
     @sigma_noise.setter
     def sigma_noise(self, sigma_noise: float | Tensor) -> None:
         check_positive("sigma_noise", sigma_noise)
-        sigma = as_tensor(sigma_noise)
+        sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
         if sigma.numel() != 1 or sigma.dim() > 1:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
             )
-        if not self.likelihood.has_sigma and sigma != 1:
+        if not self._likelihood.has_sigma and sigma != 1:
             raise ValueError(
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
-        self._sigma_noise = sigma.reshape(()).to(self._device, self._wide_dtype)
+        self._sigma_noise = sigma.reshape(()).to(self.mean.device, self._wide_dtype)
 
     @property
     def prior_mean(self) -> Tensor:
@@ -296,7 +297,8 @@ class Posterior:
 
     @prior_mean.setter
     def prior_mean(self, prior_mean: float | Tensor) -> None:
-        mean, number = as_tensor(prior_mean), sum(self._sizes)
+        mean = torch.as_tensor(prior_mean, dtype=torch.float64)
+        number = sum(self._sizes)
         if mean.dim() > 1 or mean.numel() not in (1, number) or not mean.isfinite().all():
             raise ValueError(
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
@@ -307,7 +309,7 @@ class Posterior:
                 "The prior of a network under fully_shard has one mean for all parameters, which "
                 "is set before the fit: Posterior(..., prior_mean=0.1)."
             )
-        self._prior_mean = mean.detach().to(self._device, self.mean.dtype)
+        self._prior_mean = mean.detach().to(self.mean)
         self._terms = None
 
     @property
@@ -515,7 +517,8 @@ class Posterior:
         named = self._named_params()
         if not is_sharded(self.model):
             self.mean = parameter_vector(named.values()).detach()
-            self._fitted |= self.named(self.mean)
+            parts = zip(named.items(), self.mean.split(self._sizes), strict=True)
+            self._fitted |= {name: part.view(p.shape) for (name, p), part in parts}
             return
         assert isinstance(curvature, KroneckerFactors)
         parts = {name: local_part(p).clone() for name, p in named.items()}

@@ -323,10 +323,11 @@ def update_prior(
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
-    weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
+    likelihood, T, factors = posterior.likelihood, posterior.temperature, posterior.factors
+    weight_decay = precision_to_weight_decay(delta, num_data, T)
     names = [n for n, p in posterior.model.named_parameters() if p.requires_grad]
     of_blocks = posterior.of_blocks(posterior.prior_precision)
-    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, posterior.temperature)
+    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
     gamma = posterior.sum_over_blocks(gamma)
     record: dict[str, Any] = {
         "evidence_before": evidences[0],
@@ -335,17 +336,17 @@ def update_prior(
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
         "effective_parameters": dict(zip(names, gamma.tolist(), strict=True)),
-        "clipped_eigenvalues": 0 if posterior.factors is None else posterior.factors.num_clipped(),
+        "clipped_eigenvalues": 0 if factors is None else factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,
             "eigenvalues": decomposed - fitted,
             "steps": end - decomposed,
         },
     }
-    if posterior.likelihood.has_sigma:
+    if likelihood.has_sigma:
         record["sigma_noise"] = hyperparameters.sigma_noise.item()
-    if posterior.likelihood.parameters:
-        record["likelihood"] = str(posterior.likelihood)
+    if likelihood.parameters:
+        record["likelihood"] = str(likelihood)
     return evidences, record
 
 

@@ -258,8 +258,11 @@ class DecayPolicy:
             for name, decay in zip(problem.named, values, strict=True)
         ]
 
-    def compare_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
-        """Note which decays an update has moved, and whether the next one is worth its time."""
+    def look_at_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
+        """Note which decays an update has moved, and whether the next one is worth its time.
+
+        Warns if the network does not fit yet.
+        """
         hyper, measures = state.hyperparameters, state.measures
         of_tensors = [*state.record["effective_parameters"].values()]
         gamma = hyper.groups.sum_over_tensors(torch.tensor(of_tensors, dtype=torch.float64))
@@ -282,6 +285,7 @@ class DecayPolicy:
             names = [n for n, m in zip(hyper.groups.names, moved.tolist(), strict=True) if m]
             is_most = (weights * moved).sum() / number > MOVED_SHARE
             measures.moves = {name: factors[name] for name in names} if is_most else {}
+        self.warn_of_late_fit(problem, state)
 
     def leaves_out(self, state: "LearnerState") -> bool:
         """Whether an update that is due is left out; counts it."""
@@ -324,7 +328,7 @@ class DecayPolicy:
                 "it from fitting. Compare with a training without them (updates=0), and train "
                 "longer, with smaller batches or a higher learning rate.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def warn_at_the_end(self, problem: "Problem", state: "LearnerState") -> None:
