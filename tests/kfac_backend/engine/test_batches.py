@@ -7,7 +7,6 @@ from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
 from kfac_backend.engine import batches
-from kfac_backend.engine.driver import Driver
 from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.networks import Model, data, network, random_model
 from tests.random_numbers import normal
@@ -82,23 +81,6 @@ def test_an_empty_batch_between_others_is_named():
     x, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     with pytest.raises(ValueError, match="A batch has no examples"):
         kronecker_factors(nn.Linear(3, 2), [(x, y), (x[:0], y[:0]), (x, y)], "classification")
-
-
-def test_a_batch_that_exhausts_the_memory_is_named_with_a_size_that_fits(monkeypatch):
-    model = network()
-    x, y = torch.randn(8, 2, 4, 4).double(), torch.randint(3, (8,))
-    add = Driver.add_part
-
-    def small(self, x, y, *mask):
-        if len(y) > 3:
-            raise torch.OutOfMemoryError
-        add(self, x, y, *mask)
-
-    monkeypatch.setattr(Driver, "add_part", small)
-    with pytest.raises(torch.OutOfMemoryError, match="batches of 8 examples. Batches of 2 fit"):
-        kronecker_factors(model, [(x, y)], "classification")
-    data = zip(x.split(2), y.split(2), strict=True)
-    assert kronecker_factors(model, data, "classification").num_data == 8
 
 
 def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):
