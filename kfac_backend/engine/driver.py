@@ -24,12 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import detached, each_batch, examples, parts, splits_by_example
 from kfac_backend.engine.calls import (
     call_with,
+    detached,
+    each_batch,
+    examples,
     forked_random_numbers,
     in_channels_last,
     is_out_of_memory,
+    parts,
+    splits_by_example,
 )
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
