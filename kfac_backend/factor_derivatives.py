@@ -206,6 +206,7 @@ class PairedRows(FactorSums):
                 of_A = G.A if count == 1 else G.A[index : index + 1]
                 # The factor over the columns is a mean over its terms.
                 terms = terms[index] if isinstance(terms, tuple) else terms
+                assert terms is not None  # as of a tensor used in two ways, which is refused above
                 rows, columns = rule.B[local], rule.A[local]
                 rows, columns = (columns, rows) if rule.transposed else (rows, columns)
                 weights |= {rows: of_B, columns: of_A / max(terms, 1)}

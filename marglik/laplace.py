@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.batches import detached
-from kfac_backend.engine.calls import attempt, call_with
+from kfac_backend.engine.calls import attempt, call_with, detached
 from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option

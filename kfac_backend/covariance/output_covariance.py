@@ -38,17 +38,15 @@ from kfac_backend.covariance.gradients import (
     ParameterGradients,
     PosteriorPrecision,
 )
-from kfac_backend.engine.batches import (
+from kfac_backend.engine.calls import (
     Plan,
+    call_with,
     detached,
     example_shapes,
     examples,
     first_and_last,
-    make_plan,
-)
-from kfac_backend.engine.calls import (
-    call_with,
     in_channels_last,
+    make_plan,
     num_examples,
     plain_attention,
     preserve_state,

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import examples
+from kfac_backend.engine.calls import examples
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer

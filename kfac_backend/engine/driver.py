@@ -24,12 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import detached, each_batch, examples, parts, splits_by_example
 from kfac_backend.engine.calls import (
     call_with,
+    detached,
+    each_batch,
+    examples,
     forked_random_numbers,
     in_channels_last,
     is_out_of_memory,
+    parts,
+    splits_by_example,
 )
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
@@ -191,7 +195,17 @@ class Driver:
                 fitting = None if self.is_sharded else self._fitting_size(x, y)
                 # Not decided by the examples that happen to fit.
                 self.preparation.kfac_approx = kfac_approx
-                raise _out_of_memory(self.model, self.device, len(y), fitting)
+                way_out = (
+                    f"Batches of {fitting} fit."
+                    if fitting
+                    else "No part of it fits: use smaller batches, keep large factors by their "
+                    "diagonal (diagonal_above), or freeze the largest layers "
+                    "(requires_grad_(False))."
+                )
+                raise torch.OutOfMemoryError(
+                    f"Out of memory on {self.device} in a curvature pass with batches of {len(y)} "
+                    f"examples. {way_out}"
+                )
             # After the first, second, fourth, eighth batch, ...: what is wrong is found before the
             # pass has taken twice as long as it needed to meet it.
             self.state.num_batches += 1
@@ -510,25 +524,3 @@ def _common_generator(generator: torch.Generator | None, device: torch.device) -
     if generator is None and device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return generator or torch.default_generator
-
-
-def _out_of_memory(
-    model: nn.Module, device: torch.device, batch_size: int, fitting: int | None
-) -> torch.OutOfMemoryError:
-    """The error for a batch that does not fit.
-
-    ``fitting`` is a number of examples that was tried and fits; None if not even one does.
-    """
-    where = f"Out of memory on {device} in a curvature pass with batches of {batch_size} examples."
-    if fitting is not None:
-        return torch.OutOfMemoryError(f"{where} Batches of {fitting} fit.")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    factors = sum(
-        (len(p) ** 2 + (p.shape[1:].numel() ** 2 if p.dim() > 1 else 0)) * p.element_size()
-        for p in parameters
-    )
-    return torch.OutOfMemoryError(
-        f"{where} The factors alone take about {factors / 2**20:.0f} MiB. Use smaller batches, "
-        "keep large factors by their diagonal (diagonal_above), or freeze the largest layers "
-        "(requires_grad_(False))."
-    )

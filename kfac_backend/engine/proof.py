@@ -31,15 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import Plan, examples, make_plan
 from kfac_backend.engine.calls import (
     DtypesInUse,
+    Plan,
     attempt,
     call_with,
     close,
+    examples,
     explicit_forwards,
     forked_random_numbers,
     is_out_of_memory,
+    make_plan,
     noise_like,
     num_examples,
     preserve_state,

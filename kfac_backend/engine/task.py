@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.calls import (
     Arguments,
     attempt,
     call_with,
+    detached,
+    examples,
     forked_random_numbers,
     own_loss,
+    splits_by_example,
     takes_labels,
 )
 from kfac_backend.layers.rows import counted_positions

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import forked_random_numbers, logits_of
+from kfac_backend.engine.calls import forked_random_numbers, logits_of, to_device
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
-from kfac_backend.engine.batches import each_batch, examples, to_device
-from kfac_backend.engine.calls import call_with, num_examples
+from kfac_backend.engine.calls import call_with, each_batch, examples, num_examples, to_device
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task, check_finite, split_batch
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of

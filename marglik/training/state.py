@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
+from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of, to_device
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task

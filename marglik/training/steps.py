@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import arguments
+from kfac_backend.engine.calls import arguments, to_device
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import examples
 from kfac_backend.engine.calls import (
     attempt,
     call_with,
     close,
+    examples,
     forked_random_numbers,
     num_examples,
 )
