@@ -170,6 +170,7 @@ def fit(
         curvature,
         sigma_noise=hyper.sigma_noise,
         temperature=options.temperature,
+        structure=options.hessian_structure,
         process_group=problem.ranks.process_group,
     )
     if former is not None:
@@ -185,8 +186,8 @@ def fit(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
         record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
-        assert posterior.factors is not None
-        state.kfac_approx = posterior.factors.options.kfac_approx
+        if posterior.factors is not None:
+            state.kfac_approx = posterior.factors.options.kfac_approx
         # The last posterior is that of the ranges as they are.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)
