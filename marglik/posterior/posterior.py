@@ -211,7 +211,8 @@ class Posterior:
     @property
     def loss(self) -> Tensor:
         """Σ ℓ over the data (nats) at σ = 1, a float64 scalar."""
-        return as_tensor(0.0 if self._curvature is None else self._curvature.loss)
+        loss = 0.0 if self._curvature is None else self._curvature.loss
+        return torch.as_tensor(loss, dtype=torch.float64)
 
     @property
     def _device(self) -> torch.device:
@@ -414,7 +415,7 @@ class Posterior:
             part = jacobian_ggn(
                 self.model,
                 data,
-                self.likelihood,
+                self._likelihood,
                 self.options,
                 structure=self.structure,
                 rank=self.rank,
@@ -428,13 +429,13 @@ class Posterior:
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
                 self.model,
-                self.likelihood,
+                self._likelihood,
                 self.options,
                 generator=self.generator,
                 process_group=self.ranks.process_group,
             )
         return self.passes[key].factors_of(
-            data, progress, self.likelihood, self.options.kfac_approx, proves_again=proves_again
+            data, progress, self._likelihood, self.options.kfac_approx, proves_again=proves_again
         )
 
     def restore(

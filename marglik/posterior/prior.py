@@ -308,9 +308,9 @@ def update_prior(
             f"The curvature pass saw {posterior.n_data} examples, but the loader promised "
             f"{num_data}; its length must be what it yields."
         )
-    num_data, factors = int(posterior.n_data), posterior.factors
+    num_data = int(posterior.n_data)
     fitted = _now(device)
-    _ = posterior.evidence_terms  # with the eigenvalues, which all steps share
+    terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
     evidences = hyperparameters.update(posterior, steps)
     if ranks.size > 1:
@@ -323,16 +323,19 @@ def update_prior(
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
-    weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
+    likelihood, T, factors = posterior.likelihood, posterior.temperature, posterior.factors
+    weight_decay = precision_to_weight_decay(delta, num_data, T)
     names = [n for n, p in posterior.model.named_parameters() if p.requires_grad]
-    gamma = posterior.effective_parameters().tolist()
+    of_blocks = posterior.of_blocks(posterior.prior_precision)
+    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
+    gamma = posterior.sum_over_blocks(gamma)
     record: dict[str, Any] = {
         "evidence_before": evidences[0],
         "evidence": evidences[-1],
         "evidence_per_example": evidences[-1] / num_data,
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
-        "effective_parameters": dict(zip(names, gamma, strict=True)),
+        "effective_parameters": dict(zip(names, gamma.tolist(), strict=True)),
         "clipped_eigenvalues": 0 if factors is None else factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,
@@ -340,10 +343,10 @@ def update_prior(
             "steps": end - decomposed,
         },
     }
-    if posterior.likelihood.has_sigma:
+    if likelihood.has_sigma:
         record["sigma_noise"] = hyperparameters.sigma_noise.item()
-    if posterior.likelihood.parameters:
-        record["likelihood"] = str(posterior.likelihood)
+    if likelihood.parameters:
+        record["likelihood"] = str(likelihood)
     return evidences, record
 
 

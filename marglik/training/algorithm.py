@@ -136,8 +136,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
 
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
     """Raise the evidence at the present parameters; returns the numbers to log."""
-    hyper, schedule = state.hyperparameters, problem.options.schedule
-    before = hyper.prior_precision
+    before, schedule = state.hyperparameters.prior_precision, problem.options.schedule
     evidences, state.record = fit(problem, state, schedule.steps, is_last)
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))

@@ -41,7 +41,7 @@ from tqdm.auto import tqdm
 
 from kfac_backend.engine.calls import arguments, check_output, each_batch, logits_of, to_device
 from kfac_backend.engine.rule_assignment import check_module
-from kfac_backend.engine.task import Task
+from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import counted_terms, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
@@ -336,7 +336,7 @@ class OnlineTraining:
         source = self.train_loader if self.probabilities is None else self.probabilities
         for item in each_batch(source, f"Epoch {epoch}", self.progress):
             indices, batch = (None, item) if self.probabilities is None else item
-            x, y = self._task.split(batch)
+            x, y = split_batch(batch, self._task.options)
             own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
