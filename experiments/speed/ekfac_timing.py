@@ -95,7 +95,7 @@ def network(size: Size) -> nn.Module:
     """The network, with parameters that kronfluence leaves out frozen."""
     torch.manual_seed(0)
     if size.network == "resnet9":
-        model = resnet9()
+        model = resnet9(size.dim or 64)
         kept = (nn.Conv2d, nn.Linear)
         weights = {id(m.weight) for m in model.modules() if isinstance(m, kept)}
     else:
@@ -115,24 +115,24 @@ class Residual(nn.Sequential):
         return input + super().forward(input)
 
 
-def resnet9() -> nn.Sequential:
-    """The small residual network of kronfluence's task on CIFAR-10."""
+def resnet9(width: int = 64) -> nn.Sequential:
+    """The small residual network of kronfluence's task on CIFAR-10, whose width is 64."""
 
     def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1) -> Any:
         convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
 
     return nn.Sequential(
-        block(3, 64),
-        block(64, 128, kernel=5, stride=2, padding=2),
-        Residual(block(128, 128), block(128, 128)),
-        block(128, 256),
+        block(3, width),
+        block(width, 2 * width, kernel=5, stride=2, padding=2),
+        Residual(block(2 * width, 2 * width), block(2 * width, 2 * width)),
+        block(2 * width, 4 * width),
         nn.MaxPool2d(2),
-        Residual(block(256, 256), block(256, 256)),
-        block(256, 128, padding=0),
+        Residual(block(4 * width, 4 * width), block(4 * width, 4 * width)),
+        block(4 * width, 2 * width, padding=0),
         nn.AdaptiveMaxPool2d(1),
         nn.Flatten(),
-        nn.Linear(128, 10, bias=False),
+        nn.Linear(2 * width, 10, bias=False),
     )
 
 

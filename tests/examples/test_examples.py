@@ -86,9 +86,8 @@ def skip_unless_installed(name):
             pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "lora" else pytest.param(n, marks=pytest.mark.slow) for n in SHOWN]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWN)
 def test_example_runs(name, tmp_path):
     skip_unless_installed(name)
     script = tmp_path / f"{name}.py"

@@ -267,7 +267,7 @@ def small_transformer_timing(patch):
 
 def small_ekfac_timing(patch):
     small = ekfac_timing.Size("gpt2", 4, 2, tokens=6, dim=64, depth=1, vocabulary=11)
-    sizes = {"resnet9_cpu": ekfac_timing.Size("resnet9", 4, 2), "gpt2_cpu": small}
+    sizes = {"resnet9_cpu": ekfac_timing.Size("resnet9", 4, 2, dim=4), "gpt2_cpu": small}
     found = [ekfac_timing.run(ekfac_timing.Config(name, size)) for name, size in sizes.items()]
     assert all(run["seconds"]["factors"] > 0 for run in found)
     return found, ekfac_timing.table

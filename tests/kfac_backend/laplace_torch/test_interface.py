@@ -9,7 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES
@@ -128,15 +127,6 @@ def test_grouped_convolutions_are_block_diagonal():
     assert_close(la.H.diag(), expected.diagonal())
     assert_close(la.H.to_matrix(), expected)
     assert la.sample(3).shape == (3, len(expected))
-
-
-def test_override_false_adds_the_data():
-    first, second = loader("classification"), loader("classification", n=6)
-    la = fitted(first)
-    la.fit(second, override=False)
-    union = kronecker_factors(network(), [*first, *second], "classification")
-    expected = torch.block_diag(*(union.to_dense(name) for name in union.blocks))
-    assert_close(la.H_facs.to_matrix(), expected)
 
 
 def test_damping_survives_prior_and_temperature():
