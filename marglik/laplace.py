@@ -239,8 +239,10 @@ class ParametricLaplace(Posterior):
             else:
                 shared = _with_others_frozen(model, names)
         numbers = {
-            "sigma_noise": sigma_noise, "prior_precision": prior_precision, "prior_mean": prior_mean,
-        }  # fmt: skip
+            "sigma_noise": sigma_noise,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+        }
         for name, value in numbers.items():
             if isinstance(value, str | CurvatureOptions):
                 raise ValueError(f"{name}={value!r}: a number or a tensor is needed.")

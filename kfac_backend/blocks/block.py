@@ -3,8 +3,9 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -77,7 +78,7 @@ class KroneckerBlock:
         """The rows (..., M, d_in) whose Gram matrix A is, if they are few and known."""
         return self._remembered("_rows")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """P, the number of entries of the parameter tensor."""
         return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])
@@ -349,20 +350,20 @@ def _solved(
     vectors: bool,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
+    ranks, named = ranks or Ranks(None), [one for b in blocks for one in b.named_factors()]
     # By memory, so that a factor which a weight and its bias share is solved once.
-    factors, keys_of_blocks = dict[object, Factor](), list[list[object]]()
+    numbers, of_all = _by_memory([F for F, _ in named], ranks)
+    factors = {number: Factor(*named[number]) for number in numbers}
+    of_blocks, rest = [], iter(numbers)
     for block in blocks:
-        named = block.named_factors()
-        keys_of_blocks.append([_identity(F) for F, _ in named])
-        factors |= {key: Factor(*one) for key, one in zip(keys_of_blocks[-1], named, strict=True)}
+        of_blocks.append([next(rest) for _ in block.named_factors()])
         if block.A is not None and (rows := block.rows_of_A) is not None:
-            key = keys_of_blocks[-1][1]
-            factors[key] = factors[key]._replace(rows=rows)
+            number = of_blocks[-1][1]
+            factors[number] = factors[number]._replace(rows=rows)
     # Each rank solves its own factors, the largest first, and receives those of the others.
-    ranks = ranks or Ranks(None)
-    costs = {key: _cost(F.matrix) for key, F in factors.items()}
-    keys = sorted(factors, key=lambda key: -costs[key])
-    holders = ranks.holders([not factors[key].matrix.is_meta for key in keys])
+    costs = {number: _cost(F.matrix) for number, F in factors.items()}
+    keys = sorted(factors, key=lambda number: -costs[number])
+    holders = [of_all[number] for number in keys]
     if not all(holders):
         raise kept_elsewhere(factors[keys[holders.index([])]].name)
     there = device or _device_of(F.matrix for F in factors.values())
@@ -384,7 +385,7 @@ def _solved(
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
-    return [[solved[key] for key in keys] for keys in keys_of_blocks]
+    return [[solved[number] for number in of_block] for of_block in of_blocks]
 
 
 def kept_elsewhere(name: str) -> RuntimeError:
@@ -401,10 +402,23 @@ def _device_of(factors: Iterable[Tensor]) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
+def _by_memory(factors: Sequence[Tensor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
+    """Each factor's number, that of the first in the same memory, and the ranks that have it.
+
+    The same on all ranks; collective. Factors are apart if they are on any rank that has them.
+    """
+    first: dict[object, int] = {}
+    here = [None if F.is_meta else first.setdefault(_identity(F), i) for i, F in enumerate(factors)]
+    numbers, holders, of_ranks = [], [], ranks.gather(here)
+    for i, of_factor in enumerate(zip(*of_ranks, strict=True)):
+        holders.append([rank for rank, number in enumerate(of_factor) if number is not None])
+        different = {of_factor[rank] for rank in holders[-1]}
+        numbers.append(different.pop() if len(different) == 1 else i)
+    return numbers, holders
+
+
 def _identity(factor: Tensor) -> object:
     """A key that is equal for factors in the same memory, such as two views of one tensor."""
-    if factor.is_meta:
-        return id(factor)
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 

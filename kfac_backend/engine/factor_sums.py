@@ -116,10 +116,10 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
 
     A is a mean over its terms.
     """
-    blocks = {}
+    blocks, packed = {}, dict[Any, Tensor]()
     for name, uses in sums.blocks.items():
         if len(uses) > 1 and uses[0].slot[1] > 1:
-            blocks[name] = _packed(name, uses)
+            blocks[name] = _packed(name, uses, packed)
             continue
         of_uses = [_one_block(name, use) for use in uses]
         blocks[name] = of_uses[0] if len(of_uses) == 1 else nearest_kronecker(of_uses)
@@ -202,12 +202,18 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     )
 
 
-def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:
-    """The blocks of several maps as the groups of the tensor that holds them."""
+def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Tensor]) -> KroneckerBlock:
+    """The blocks of several maps as the groups of the tensor that holds them.
+
+    ``packed`` has the Bs of other parameters so far: weights and biases share one.
+    """
     sums = sorted((s.with_A() for s in of_slots), key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
     # Each map becomes a group with terms of its own, since keys may be more than queries.
-    B = torch.cat([s.B for s in sums])
+    memory = tuple(id(s.B) for s in sums)
+    if memory not in packed:
+        packed[memory] = torch.cat([s.B for s in sums])
+    B = packed[memory]
     inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:
         return KroneckerBlock(name, B)

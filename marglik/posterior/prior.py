@@ -308,7 +308,7 @@ def update_prior(
             f"The curvature pass saw {posterior.n_data} examples, but the loader promised "
             f"{num_data}; its length must be what it yields."
         )
-    num_data, factors = int(posterior.n_data), posterior.fitted_factors()
+    num_data, factors = int(posterior.n_data), posterior.factors
     fitted = _now(device)
     _ = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
@@ -333,7 +333,7 @@ def update_prior(
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
         "effective_parameters": dict(zip(names, gamma, strict=True)),
-        "clipped_eigenvalues": factors.num_clipped(),
+        "clipped_eigenvalues": 0 if factors is None else factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,
             "eigenvalues": decomposed - fitted,

@@ -138,12 +138,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     """Raise the evidence at the present parameters; returns the numbers to log."""
     hyper, schedule = state.hyperparameters, problem.options.schedule
     before = hyper.prior_precision
-    evidences, record = fit(problem, state, schedule.steps, is_last)
+    evidences, state.record = fit(problem, state, schedule.steps, is_last)
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
-    state.record = record
-    problem.options.policy.compare_update(problem, state, before)
-    problem.options.policy.warn_of_late_fit(problem, state)
+    problem.options.policy.look_at_update(problem, state, before)
     state.updated_at = state.steps[-1]
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
@@ -170,6 +168,7 @@ def fit(
         curvature,
         sigma_noise=hyper.sigma_noise,
         temperature=options.temperature,
+        structure=options.hessian_structure,
         process_group=problem.ranks.process_group,
     )
     if former is not None:
@@ -185,8 +184,8 @@ def fit(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
         record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
-        assert posterior.factors is not None
-        state.kfac_approx = posterior.factors.options.kfac_approx
+        if posterior.factors is not None:
+            state.kfac_approx = posterior.factors.options.kfac_approx
         # The last posterior is that of the ranges as they are.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)
@@ -211,8 +210,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         FloatingPointError: the evidence is not finite.
     """
     schedule, policy = problem.options.schedule, problem.options.policy
-    per_epoch = problem.steps_per_epoch
-    if per_epoch and state.steps[-1] > state.epoch * per_epoch:
+    if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
     if average:
@@ -224,8 +222,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     # compared by value, as the loop may have loaded others since; and an update at them, perhaps
     # before a resume, is not made again.
     numbers: dict[str, float] = {}
-    here = parameter_vector(local_parts(problem.named.values()))
-    posterior = state.posterior
+    here, posterior = parameter_vector(local_parts(problem.named.values())), state.posterior
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         # Of sharded parameters each rank compares its own.

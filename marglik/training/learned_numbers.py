@@ -87,6 +87,11 @@ def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> 
 
 def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
     """Raise an error if the evidence of a batch has no derivative in what it is to learn."""
+    if (structure := problem.options.hessian_structure) != "kron":
+        raise NotImplementedError(
+            f"hessian_structure={structure!r} has no derivatives for the likelihood's numbers and "
+            "the augmentations' ranges; take 'kron', or fix them."
+        )
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
     if modules:

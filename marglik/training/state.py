@@ -24,6 +24,7 @@ from kfac_backend.ranks import Ranks
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
+from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import (
     Hyperparameters,
@@ -76,6 +77,8 @@ class LearnerOptions:
             σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
         curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
             labels in all but the last, if exact ones would take longer than the training.
+        hessian_structure: of the curvature, "kron", or from Jacobians "full", "diag" or "lowrank",
+            as of `Posterior`.
 
     Raises:
         ValueError: a value that is not supported.
@@ -95,11 +98,13 @@ class LearnerOptions:
     mean_over: MeanOver = "examples"
     loss_scale: float = 1.0
     curvature_from: CurvatureFrom = "auto"
+    hessian_structure: Structure = "kron"
 
     def __post_init__(self) -> None:
         self.curvature.check(self.likelihood)
         check_option("mean_over", self.mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
+        check_option("hessian_structure", self.hessian_structure, Structure)
         for name in ("weight_decay", "temperature", "loss_scale"):
             check_positive(name, getattr(self, name))
         if self.learn_sigma_noise and not self.likelihood.has_sigma:

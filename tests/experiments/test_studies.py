@@ -48,6 +48,7 @@ TABLES = {
     "bench_curvature_cpu": ("speed.bench_curvature",),
     "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),
     "bench_predictive_cpu": ("speed.bench_predictive",),
+    "confidence_thresholds": ("predictions.confidence_thresholds",),
     "default_options": ("weight_decay.default_options",),
     "ekfac_timing": ("speed.ekfac_timing",),
     "exactness": ("exactness.modes",),

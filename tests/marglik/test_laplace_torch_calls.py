@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -221,10 +222,9 @@ def test_one_task_after_another_is_laplace_torchs(structure):
                 optimizer.step()
             numbers = []
             if structure == "diag":
-                of_task = with_backend(library)(
-                    model, "classification", "all", structure,
-                    prior_mean=la.mean, prior_precision=la.posterior_precision if la.n_data else 1.0,
-                )  # fmt: skip
+                delta = la.posterior_precision if la.n_data else 1.0
+                prior = {"prior_mean": la.mean, "prior_precision": delta}
+                of_task = with_backend(library)(model, "classification", "all", structure, **prior)
                 of_task.fit(DataLoader(TensorDataset(x[task], y[task]), 10))
                 numbers = [of_task.log_marginal_likelihood()]
             la.fit(DataLoader(TensorDataset(x[task], y[task]), 10), override=override)
@@ -300,9 +300,11 @@ def test_jacobians_of_mappings_and_of_several_terms(form, structure, likelihood)
     if form != "pairs":
         given = {"inputs": x, "more": torch.zeros(5)}
         batches = [{"inputs": a, "more": torch.zeros(len(a)), "labels": b} for a, b in batches]
-    la = Laplace(model, likelihood, "all", structure, **options)
+    key = "inputs" if form == "whole mappings" else None  # as in laplace-torch's example
+    la = Laplace(model, likelihood, "all", structure, dict_key_x=key, **options)
     la.prior_precision, la.sigma_noise = 0.7, sigma
-    la.fit(batches)
+    with nullcontext() if key is None else pytest.warns(match="Named does not take .*'inputs'"):
+        la.fit(batches)
     expected = by_definition(bare, x, y, likelihood, structure, sigma, 0.7)
     assert_close(la.log_marginal_likelihood(), expected[0])
     assert_close(la.output_distribution(given), expected[1:])
