@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -77,7 +78,7 @@ class KroneckerBlock:
         """The rows (..., M, d_in) whose Gram matrix A is, if they are few and known."""
         return self._remembered("_rows")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """P, the number of entries of the parameter tensor."""
         return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])

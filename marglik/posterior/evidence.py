@@ -26,8 +26,6 @@ class EvidenceTerms:
     spectra: Spectra | JacobianGGN
     """The eigenvalues of each block of the curvature at σ = 1; of a GGN from Jacobians the GGN
     itself, in which each parameter is a block of its own."""
-    sizes: Tensor
-    """Parameters per block, (B,), float64; without entries that are constants."""
     squared_norms: Tensor
     """‖θ_b‖² per block, (B,), float64."""
     loss: float
@@ -49,11 +47,8 @@ class EvidenceTerms:
     @classmethod
     def of_norms(cls, factors: KroneckerFactors, squared_norms: Tensor) -> "EvidenceTerms":
         """The terms of factors at parameters of these ‖θ_b‖² (B,)."""
-        blocks = list(factors.blocks.values())
-        sizes = [block.num_parameters for block in blocks]
         return cls(
-            spectra=Spectra.of(blocks),
-            sizes=torch.tensor(sizes, dtype=torch.float64, device=squared_norms.device),
+            spectra=Spectra.of(factors.blocks.values()),
             squared_norms=squared_norms,
             loss=factors.loss,
             num_targets=factors.num_loss_terms * factors.num_outputs,
@@ -66,7 +61,6 @@ class EvidenceTerms:
         squares = mean.double().square()[ggn.indices]
         return cls(
             spectra=ggn,
-            sizes=torch.ones_like(squares),
             squared_norms=squares,
             loss=ggn.loss,
             num_targets=ggn.num_loss_terms * ggn.num_outputs,

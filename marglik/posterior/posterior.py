@@ -131,7 +131,7 @@ class Posterior:
     ) -> None:
         check_module(model)
         check_option("structure", structure, Structure)
-        options = options.replace(**keywords)
+        options = options.replace(**keywords) if keywords else options
         if structure != "kron":
             check_whole(model, f"structure {structure!r}")
             _check_of_jacobians(options, structure)
@@ -260,7 +260,8 @@ class Posterior:
     @prior_precision.setter
     def prior_precision(self, prior_precision: float | Tensor) -> None:
         check_positive("prior_precision", prior_precision)
-        delta, numbers = as_tensor(prior_precision), [1, self.n_layers]
+        delta = torch.as_tensor(prior_precision, dtype=torch.float64)
+        numbers = [1, self.n_layers]
         if self.structure != "kron":
             numbers.append(len(self.indices))
         if delta.dim() > 1 or delta.numel() not in numbers:
@@ -268,7 +269,7 @@ class Posterior:
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
                 f"({self.n_layers},), one per trainable tensor."
             )
-        self._prior_precision = delta.reshape(-1).to(self._device, self._wide_dtype)
+        self._prior_precision = delta.reshape(-1).to(self.mean.device, self._wide_dtype)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -278,16 +279,16 @@ class Posterior:
     @sigma_noise.setter
     def sigma_noise(self, sigma_noise: float | Tensor) -> None:
         check_positive("sigma_noise", sigma_noise)
-        sigma = as_tensor(sigma_noise)
+        sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
         if sigma.numel() != 1 or sigma.dim() > 1:
             raise ValueError(
                 f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
             )
-        if not self.likelihood.has_sigma and sigma != 1:
+        if not self._likelihood.has_sigma and sigma != 1:
             raise ValueError(
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
-        self._sigma_noise = sigma.reshape(()).to(self._device, self._wide_dtype)
+        self._sigma_noise = sigma.reshape(()).to(self.mean.device, self._wide_dtype)
 
     @property
     def prior_mean(self) -> Tensor:
@@ -296,18 +297,19 @@ class Posterior:
 
     @prior_mean.setter
     def prior_mean(self, prior_mean: float | Tensor) -> None:
-        mean, number = as_tensor(prior_mean), sum(self._sizes)
+        mean = torch.as_tensor(prior_mean, dtype=torch.float64)
+        number = sum(self._sizes)
         if mean.dim() > 1 or mean.numel() not in (1, number) or not mean.isfinite().all():
             raise ValueError(
                 f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
                 "finite number per trainable parameter."
             )
-        if is_sharded(self.model) and (self._fitted or mean.numel() > 1):
+        if (self._fitted or mean.numel() > 1) and is_sharded(self.model):
             raise NotImplementedError(
                 "The prior of a network under fully_shard has one mean for all parameters, which "
                 "is set before the fit: Posterior(..., prior_mean=0.1)."
             )
-        self._prior_mean = mean.detach().to(self._device, self.mean.dtype)
+        self._prior_mean = mean.detach().to(self.mean)
         self._terms = None
 
     @property
@@ -395,7 +397,7 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
-        self.restore(curvature, None if stands_for is None else seen)
+        self._take(curvature, None if stands_for is None else seen)
 
     def gather(self) -> None:
         """Bring all factors to all ranks, for what one of them does alone; collective.
@@ -470,8 +472,13 @@ class Posterior:
                 f"The curvature is of likelihood '{likelihood}', and the posterior of "
                 f"'{self.likelihood}'; create it with the same."
             )
+        self._take(curvature, sample_size)
+
+    def _take(self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None) -> None:
+        """Make this the curvature at the model's parameters, for which it is known to be right."""
         self._take_weights(curvature)
-        self.sample_size, self._likelihood = sample_size, likelihood  # with the fit's numbers
+        self.sample_size = sample_size
+        self._likelihood = curvature.likelihood  # with the fit's numbers
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
@@ -510,7 +517,8 @@ class Posterior:
         named = self._named_params()
         if not is_sharded(self.model):
             self.mean = parameter_vector(named.values()).detach()
-            self._fitted |= self.named(self.mean)
+            parts = zip(named.items(), self.mean.split(self._sizes), strict=True)
+            self._fitted |= {name: part.view(p.shape) for (name, p), part in parts}
             return
         assert isinstance(curvature, KroneckerFactors)
         parts = {name: local_part(p).clone() for name, p in named.items()}
@@ -528,9 +536,10 @@ class Posterior:
 
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
-        trainable: dict[str, Any] = self._named_params()
-        if is_sharded(self.model):
-            trainable = {name: local_part(p) for name, p in trainable.items()}
+        trainable = {
+            name: local_part(p) if hasattr(p, "to_local") else p
+            for name, p in self._named_params().items()
+        }
         return running_statistics(self.model) | trainable
 
     def fitted_weights(self) -> dict[str, Tensor]:

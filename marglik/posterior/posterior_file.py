@@ -67,7 +67,7 @@ def save_posterior(
         RuntimeError: blocks that another rank keeps.
     """
     check_whole(laplace.model, "A saved posterior")
-    folder, terms, factors = Path(folder), laplace.evidence_terms, laplace.fitted_factors()
+    folder, factors = Path(folder), laplace.fitted_factors()
     laplace.check_weights()
     factors.check_are_here()  # before the folder of an earlier one is removed
     names = list(factors.blocks)
@@ -86,7 +86,7 @@ def save_posterior(
         "effective_parameters": dict(
             zip(names, laplace.effective_parameters().tolist(), strict=True)
         ),
-        "parameters": dict(zip(names, terms.sizes.int().tolist(), strict=True)),
+        "parameters": {n: block.num_parameters for n, block in factors.blocks.items()},
         "model": model,
         "data": data,
         "calibrations": laplace.calibrations,

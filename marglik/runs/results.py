@@ -100,8 +100,7 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
         splits: the data.
     """
     gamma = laplace.effective_parameters()
-    trainable = [n for n, p in laplace.model.named_parameters() if p.requires_grad]
-    delta = laplace.prior_precision.expand(len(trainable))
+    delta = laplace.prior_precision.expand(laplace.n_layers)
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
     relative = laplace.likelihood.parameters.get("noise", 1.0)  # of each output
     std = 1.0 if splits.target_scale is None else splits.target_scale[1]
@@ -115,9 +114,9 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
                 initial=initial,
                 learned=learned[i].item(),
                 effective_parameters=gamma[i].item(),
-                parameters=int(laplace.evidence_terms.sizes[i]),
+                parameters=block.num_parameters,
             )
-            for i, name in enumerate(trainable)
+            for i, (name, block) in enumerate(laplace.fitted_factors().blocks.items())
         },
     }
 

@@ -138,12 +138,10 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     """Raise the evidence at the present parameters; returns the numbers to log."""
     hyper, schedule = state.hyperparameters, problem.options.schedule
     before = hyper.prior_precision
-    evidences, record = fit(problem, state, schedule.steps, is_last)
+    evidences, state.record = fit(problem, state, schedule.steps, is_last)
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
-    state.record = record
-    problem.options.policy.compare_update(problem, state, before)
-    problem.options.policy.warn_of_late_fit(problem, state)
+    problem.options.policy.look_at_update(problem, state, before)
     state.updated_at = state.steps[-1]
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
@@ -212,8 +210,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         FloatingPointError: the evidence is not finite.
     """
     schedule, policy = problem.options.schedule, problem.options.policy
-    per_epoch = problem.steps_per_epoch
-    if per_epoch and state.steps[-1] > state.epoch * per_epoch:
+    if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
     if average:
@@ -225,8 +222,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     # compared by value, as the loop may have loaded others since; and an update at them, perhaps
     # before a resume, is not made again.
     numbers: dict[str, float] = {}
-    here = parameter_vector(local_parts(problem.named.values()))
-    posterior = state.posterior
+    here, posterior = parameter_vector(local_parts(problem.named.values())), state.posterior
     with state.unchanged_by_errors(problem.model):
         is_fitted = posterior is not None and torch.equal(here, posterior.mean)
         # Of sharded parameters each rank compares its own.

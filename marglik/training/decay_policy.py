@@ -258,8 +258,11 @@ class DecayPolicy:
             for name, decay in zip(problem.named, values, strict=True)
         ]
 
-    def compare_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
-        """Note which decays an update has moved, and whether the next one is worth its time."""
+    def look_at_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
+        """Note which decays an update has moved, and whether the next one is worth its time.
+
+        Warns if the network does not fit yet.
+        """
         hyper, measures = state.hyperparameters, state.measures
         of_tensors = [*state.record["effective_parameters"].values()]
         gamma = hyper.groups.sum_over_tensors(torch.tensor(of_tensors, dtype=torch.float64))
@@ -282,6 +285,7 @@ class DecayPolicy:
             names = [n for n, m in zip(hyper.groups.names, moved.tolist(), strict=True) if m]
             is_most = (weights * moved).sum() / number > MOVED_SHARE
             measures.moves = {name: factors[name] for name in names} if is_most else {}
+        self.warn_of_late_fit(problem, state)
 
     def leaves_out(self, state: "LearnerState") -> bool:
         """Whether an update that is due is left out; counts it."""
@@ -324,7 +328,7 @@ class DecayPolicy:
                 "it from fitting. Compare with a training without them (updates=0), and train "
                 "longer, with smaller batches or a higher learning rate.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def warn_at_the_end(self, problem: "Problem", state: "LearnerState") -> None:
@@ -411,7 +415,9 @@ def clip_gradients(
             running = torch.as_tensor(running, device=norm.device)
     norm = norm / scale
     mean: Any = norm if running is None else running
-    where: Any = torch.where if isinstance(norm, Tensor) else _where
+    where: Any = torch.where
+    if not isinstance(norm, Tensor):
+        where = lambda is_so, yes, no: yes if is_so else no  # noqa: E731
     # A scaler's first step may be skipped, and a first gradient be zero: the mean starts later.
     mean = where((mean > 0) & (mean < torch.inf), mean, norm)
     # A gradient scaler skips a step whose gradients are not finite; so does the mean.
@@ -422,10 +428,6 @@ def clip_gradients(
         torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=gradients[0].dtype))
         norm = norm * factor
     return mean + NEW_NORM * (where(is_finite, norm, mean) - mean)
-
-
-def _where(condition: bool, yes: float, no: float) -> float:
-    return yes if condition else no
 
 
 def half_time(losses: Sequence[tuple[int, float]]) -> float:

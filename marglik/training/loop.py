@@ -327,8 +327,8 @@ class OnlineTraining:
         variance = state.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
             self._set_damping(self._own_damping, variance)
-        for sampler in samplers_of(self.train_loader):
-            if not self._is_alone and isinstance(sampler, DistributedSampler):
+        for sampler in () if self._is_alone else samplers_of(self.train_loader):
+            if isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.

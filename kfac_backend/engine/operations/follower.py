@@ -467,7 +467,10 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, list | tuple):
         return []
-    return [tensor for entry in value for tensor in tensors_in(entry)]
+    tensors: list[Tensor] = []
+    for entry in value:
+        tensors += [entry] if isinstance(entry, Tensor) else tensors_in(entry)
+    return tensors
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
