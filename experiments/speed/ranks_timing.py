@@ -3,9 +3,11 @@
 The ranks are processes of one thread each, joined by gloo. In each round, rank 0 alone passes over
 all images while the others wait. Then all pass over their parts and reduce, and the reduction is
 timed by itself. Eigenvalues are timed alone and shared out, the eigenvectors of a predictive shared
-out. The network is WRN-16-4 Fixup with CIFAR-10 shapes in float32. The proofs of a pass's first
-batch are made before. Bytes sent are those that the machine's loopback device counts, which other
-programs may use, too; they are written beside those of the formulas in ``docs/scaling.md``.
+out. Processor seconds, of the busiest rank, leave out the time in which it waits, and change little
+with other work on the machine. The network is WRN-16-4 Fixup with CIFAR-10 shapes in float32. The
+proofs of a pass's first batch are made before. Bytes sent are those that the machine's loopback
+device counts, which other programs may use, too; they are written beside those of the formulas in
+``docs/scaling.md``.
 
 ``python -m experiments.speed.ranks_timing`` takes two minutes of an otherwise idle machine with a
 core for each rank; ``--data four`` has four ranks.
@@ -141,9 +143,13 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     text = []
     for result in found:
         sent, name = result.get("median_bytes_sent", {}), result["name"]
-        rows = [["work", "seconds", "MiB sent by all"]]
-        for work, value in result["median_seconds"].items():
-            rows.append([work, f"{value:.3f}", f"{sent[work] / 2**20:.1f}" if sent else ""])
+        columns = {"seconds": {work: f"{s:.3f}" for work, s in result["median_seconds"].items()}}
+        if busiest := result.get("median_processor_seconds"):
+            columns["of the busiest processor"] = {work: f"{s:.3f}" for work, s in busiest.items()}
+        columns["MiB sent by all"] = {work: f"{b / 2**20:.1f}" for work, b in sent.items()}
+        rows = [["work", *columns]]
+        for work in result["median_seconds"]:
+            rows.append([work, *(values.get(work, "") for values in columns.values())])
         reduced, formula = (result[of] / 2**20 for of in ("bytes_reduced", "bytes_of_the_formula"))
         ring = 2 * (RANKS[name] - 1) * formula
         text += [

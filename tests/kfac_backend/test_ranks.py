@@ -24,6 +24,7 @@ from kfac_backend.blocks.eigen import eigendecompositions
 from kfac_backend.engine.calls import examples
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
+from kfac_backend.optimizer import KFAC
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layer_cases import case
@@ -100,14 +101,20 @@ def test_a_rank_that_is_gone_ends_the_others(told):
     assert told["gone"] != "no error"
 
 
-def test_a_rank_drops_what_others_keep_block_by_block(worlds):
-    """Of four linear layers: a weight and its bias have one B, and A is whole when it is sent."""
-    square = 8 * 32**2
-    for peak, sent, solved in worlds.all(2, "tests.kfac_backend.test_ranks:memory_of_a_pass"):
-        assert sent == (4 + 4) * square  # Σ (d_in² + d_out²)
-        # All four B, the two A of its own and the one that is sent, beside a few rows.
-        assert peak < (4 + 2 + 1) * square
-        assert solved == 4 + 4  # on both ranks together
+def test_memory_and_bytes_are_those_of_the_formulas(worlds):
+    """Of four linear layers, d → d; a weight and its bias have one B."""
+    d, P = 32, 4 * (32**2 + 32)
+    for numbers in worlds.all(2, "tests.kfac_backend.test_ranks:bytes_and_memory"):
+        # At most all four B, the two A of its own and the one that is sent, beside a few rows.
+        assert numbers.pop("peak") < (4 + 2 + 1) * 8 * d**2
+        assert numbers == {
+            "reduced": 8 * 4 * (d**2 + d**2),
+            "solved": 4 + 4,  # on both ranks together
+            "eigenvalues": 8 * 4 * (d + d) + 8 * (4 + 4),  # and how many were clipped
+            "eigenvectors": 8 * 4 * 2 * (d**2 + d),
+            "factors of K-FAC": 8 * 4 * (d**2 + d**2),
+            "gradients of K-FAC": 8 * P,
+        }
 
 
 # --- on each rank ---
@@ -265,30 +272,49 @@ def everything() -> dict[str, Tensor]:
     return found | {f"mc, {name}": tensor for name, tensor in of_labels(ranks).items()}
 
 
-def memory_of_a_pass() -> tuple[int, int, int]:
-    """Most bytes of new tensors at a reduction, all that are reduced, and factors solved."""
+def bytes_and_memory() -> dict[str, int]:
+    """Most bytes of new tensors at a reduction, factors solved, and bytes of each kind sent."""
     model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]).double(), normal(6, 32)
-    live, sent, solved, reduce = [], [], [], dist.reduce
+    live, solved, sent, ranks = [], [], dict[str, int](), Ranks()
     before = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
 
-    def counting(tensor: Tensor, **keywords: Any) -> Any:
+    def bytes_of_tensors() -> int:
         tensors = [t for t in gc.get_objects() if type(t) is Tensor and not t.is_meta]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        live.append(sum(size for address, size in storages.items() if address not in before))
-        sent.append(tensor.nbytes)
-        return reduce(tensor, **keywords)
+        return sum(size for address, size in storages.items() if address not in before)
 
     def solving(factors: Sequence[Any], **keywords: Any) -> Any:
         solved.extend(factors)
         return eigendecompositions(factors, **keywords)
 
+    def counted(kind: str, name: str) -> Any:
+        """Count the bytes that are handed to a function of `torch.distributed`."""
+        send = getattr(dist, name)
+
+        def counting(tensor: Tensor, **keywords: Any) -> Any:
+            if kind == "reduced":
+                live.append(bytes_of_tensors())
+            sent[kind] = sent.get(kind, 0) + tensor.nbytes
+            return send(tensor, **keywords)
+
+        return patch.object(dist, name, counting)
+
     gc.freeze()  # so that it lists new objects alone
-    with patch.object(dist, "reduce", counting):
+    with counted("reduced", "reduce"):
         factors = kronecker_factors(model, [(x, x)], "regression")
     gc.unfreeze()
-    with patch("kfac_backend.blocks.block.eigendecompositions", solving):
-        compute_eigenvalues(factors.blocks.values(), Ranks())
-    return max(live), sum(sent), sum(Ranks().gather(len(solved)))
+    with counted("eigenvalues", "broadcast"), patch(EIGENDECOMPOSITIONS, solving):
+        compute_eigenvalues(factors.blocks.values(), ranks)
+    with counted("eigenvectors", "broadcast"):
+        decompose(factors.blocks.values(), ranks)
+    optimizer = KFAC(model, "regression", lr=0.1, fisher="empirical", kl_clip=None)
+    nn.functional.mse_loss(model(x), x).backward()
+    with counted("factors of K-FAC", "reduce"), counted("gradients of K-FAC", "broadcast"):
+        optimizer.step()
+    return sent | {"peak": max(live), "solved": sum(ranks.gather(len(solved)))}
+
+
+EIGENDECOMPOSITIONS = "kfac_backend.blocks.block.eigendecompositions"
 
 
 def error_of(use) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import decompose
@@ -165,11 +166,12 @@ def test_replicated_shards_and_four_ranks(worlds, alone):
     saved, *_ = worlds.all(4, TRAINING, range(4))
     assert_goes_on(worlds, 2, saved, alone["training"])
     here, names = "tests.kfac_backend.test_sharding", list(MODELS)
-    for use, arguments in {"numbers": [names], "of_learner": names, "of_kfac": names}.items():
+    uses = {"numbers": [names], "of_learner": names, "of_kfac": names}
+    for use, arguments in (uses | {"of_corrected_eigenvalues": []}).items():
         (whole,) = worlds.all(1, f"{here}:{use}", *arguments)
         for size in (2, 4):
             assert_all_equal(worlds.all(size, f"{here}:in_ddp", use, *arguments), whole)
-        assert_all_equal(worlds.all(4, f"{here}:{use}", *arguments), whole)
+            assert_all_equal(worlds.all(size, f"{here}:{use}", *arguments), whole)
     for is_sharded in (True, False):
         of_ranks = worlds.all(4, f"{here}:at_rest", is_sharded)
         assert_shares(of_ranks, alone["at rest"][is_sharded], is_sharded)
@@ -208,6 +210,21 @@ class GPT(nn.Module):
         return self.head(h)
 
 
+class Checkpointed(nn.Module):
+    """In train mode, backward passes compute the blocks' activations anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)[:, :8]
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if self.training else block(h)
+        return self.head(h)
+
+
 class ViT(nn.Module):
     """Patches, a class token and a block."""
 
@@ -235,12 +252,13 @@ def cnn() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": GPT, "vit": ViT, "cnn": cnn}
+MADE = MODELS | {"checkpointed": Checkpointed}
 
 
 def made(name: str) -> nn.Module:
     """A model of the table, the same on all ranks."""
     torch.manual_seed(1)
-    return MODELS[name]().double()
+    return MADE[name]().double()
 
 
 FACTORS_OF_GPT = 8 * (
@@ -536,6 +554,16 @@ def of_corrected_eigenvalues() -> dict[str, Tensor]:
     return results
 
 
+def of_checkpoints() -> dict[str, Tensor]:
+    """The evidence, and steps of K-FAC, of a model with activation checkpointing."""
+    name = "checkpointed"
+    model, (x, y) = shard(made(name)), whole_data(name)
+    posterior = Posterior(model, "classification", kfac_approx="reduce", prior_precision=2.0)
+    model.eval()
+    posterior.fit(batches(x, y))
+    return of_kfac(name) | {f"{name}, evidence": posterior.log_marginal_likelihood()}
+
+
 def of_batch_norm() -> dict[str, Tensor]:
     """Renewed statistics over three batches: two of the first rank's, and an empty one."""
     results, (x, y), ranks = {}, whole_data("cnn", 6), Ranks()
@@ -736,6 +764,7 @@ def everything() -> dict[str, Any]:
     """All of it."""
     results = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
     results |= of_masks() | of_shifted_labels() | of_batch_norm()
+    results |= of_checkpoints()
     results |= of_corrected_eigenvalues() | of_whole_models()
     results |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
     x, y = whole_data("gpt")
