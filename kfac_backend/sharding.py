@@ -46,13 +46,13 @@ def whole_shape(parameter: Tensor) -> Tensor:
 
 def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient, in the same memory; all of it unless spread."""
-    return local_parts([parameter])[0]
+    value = parameter.detach()
+    return value.to_local() if hasattr(value, "to_local") else value  # pyright: ignore
 
 
 def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
     """`local_part` of each."""
-    values = [p.detach() for p in parameters]
-    return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
+    return [local_part(p) for p in parameters]
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

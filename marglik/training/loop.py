@@ -43,7 +43,7 @@ from kfac_backend.engine.batches import each_batch, to_device
 from kfac_backend.engine.calls import arguments, logits_of
 from kfac_backend.engine.checks import check_module, check_output
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import counted_terms, loss_sum
+from kfac_backend.likelihoods import IGNORED, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
@@ -422,8 +422,10 @@ class OnlineTraining:
         if self.scheduler is not None:
             self.scheduler.step()
         correct = terms = data_loss = data_loss.detach()
-        if (counted := counted_terms(y, likelihood)) is not None:
-            correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
+        if likelihood.has_labels:
+            correct, terms = (likelihood.predicted(f) == y).sum(), y.numel()  # IGNORED is none
+            if self._task.may_ignore:
+                terms = (y != IGNORED).sum()
         return data_loss, penalty * len(f), correct, terms
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
