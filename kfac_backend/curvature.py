@@ -12,8 +12,7 @@ from torch import nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.driver import Driver
-from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks
-from kfac_backend.engine.memory import check_memory
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import assign_rules
 from kfac_backend.likelihoods import Likelihood

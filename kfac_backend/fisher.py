@@ -6,7 +6,6 @@ term, or an estimate of it. An option names one of the classes; a class with a n
 one more choice for ``CurvatureOptions(fisher=...)``.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -150,17 +149,6 @@ class EmpiricalFisher(Fisher):
     def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
         """A pass for each loss term of an example."""
         return f[0, ..., 0].numel()
-
-
-def warn_of_many_passes(fisher: Fisher, likelihood: Likelihood, f: Tensor) -> None:
-    """Say that a batch takes very many backward passes, one for each output of each term."""
-    passes = fisher.num_passes(likelihood, f)
-    if passes > MANY_PASSES:
-        warnings.warn(
-            f"fisher={fisher.name!r} takes {passes} backward passes for each part of a batch: "
-            f"outputs have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes.",
-            stacklevel=2,
-        )
 
 
 def _one_term_at_a_time(

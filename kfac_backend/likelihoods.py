@@ -447,13 +447,10 @@ class Classification(_Softmax):
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The loss log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
-        return self._cross_entropy(f, y, "none").view(*f.shape[:-1], 1)
+        return self.loss(f, y, "none").view(*f.shape[:-1], 1)
 
-    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+    def loss(self, f: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:
         """The sum of `losses`, in one operation: each step of training asks for it."""
-        return self._cross_entropy(f, y, "sum")
-
-    def _cross_entropy(self, f: Tensor, y: Tensor, reduction: str) -> Tensor:
         w = None if self.weights is None else f.new_tensor(self.weights)
         return F.cross_entropy(
             f.flatten(0, -2),

@@ -11,7 +11,7 @@ hangs fail after the timeout of the process group, with an error of torch.distri
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -202,68 +202,72 @@ class PassSums:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PassSums":
         """The sums with each tensor replaced."""
+        blocks = {name: [one.map(change) for one in layers] for name, layers in self.blocks.items()}
+        others = {name: change(tensor) for name, tensor in self.others.items()}
+        return replace(self, blocks=blocks, others=others)
 
-        def of_layer(sums: Any) -> Any:
-            A = None if sums.A is None else change(sums.A)
-            return sums._replace(B=change(sums.B), A=A)
+    def shapes(self) -> "PassSums":
+        """The sums on the meta device, without values or memory, and with A in place of rows."""
+        shapes = self.map(lambda tensor: torch.empty_like(tensor, device="meta"))
+        blocks = {name: [one.with_A() for one in layers] for name, layers in shapes.blocks.items()}
+        return replace(shapes, blocks=blocks)
 
-        return replace(
-            self,
-            blocks={name: list(map(of_layer, layers)) for name, layers in self.blocks.items()},
-            others={name: change(tensor) for name, tensor in self.others.items()},
-        )
+    def pop(self, name: str) -> "PassSums":
+        """One parameter's sums, with A in place of rows; they are taken out of these."""
+        if name in self.others:
+            return replace(self, blocks={}, others={name: self.others.pop(name)})
+        layers = [one.with_A() for one in self.blocks.pop(name)]
+        return replace(self, blocks={name: layers}, others={})
 
-    def owners(self, ranks: Ranks) -> dict[str, int]:
-        """Parameter name -> the rank that keeps its sums, balanced by the eigenvalues' cost d³."""
-        costs = dict.fromkeys([*self.blocks, *self.others], 0.0)
+    def same_B(self) -> dict[str, str]:
+        """Parameter name -> an earlier one whose B it shares, as a bias that of its weight."""
+        first, same = dict[Any, str](), dict[str, str]()
         for name, layers in self.blocks.items():
-            for t in (t for one in layers for t in (one.B, one.A) if t is not None):
-                costs[name] += t.shape[:-2].numel() * t.shape[-1] ** 3
-        return dict(zip(costs, ranks.owners(list(costs.values())), strict=True))
+            memory = tuple((one.B.data_ptr(), one.B.shape) for one in layers)
+            if (other := first.setdefault(memory, name)) != name:
+                same[name] = other
+        return same
 
-    def reduce_(self, ranks: Ranks) -> "PassSums":
-        """The sums over all ranks by their owners, in place; others have shapes alone; collective.
+    def separate_(self, same_B: Collection[str]) -> None:
+        """Copy all Bs that share the memory of another parameter's, except those of ``same_B``."""
+        addresses: set[int] = set()
+        for name, layers in self.blocks.items():
+            for i, one in enumerate(layers):
+                if one.B.data_ptr() in addresses and name not in same_B:
+                    layers[i] = one._replace(B=one.B.clone())
+                addresses.add(one.B.data_ptr())
 
-        What another rank keeps lies on the meta device: it has no values and takes no memory.
+    def owners(self, ranks: Ranks, same_B: Mapping[str, str]) -> dict[str, int]:
+        """Parameter name -> the rank that keeps its sums, balanced by the eigenvalues' cost d³.
+
+        Parameters with the same B have one owner.
         """
-        owners, pieces = self.owners(ranks), dict[str, PassSums]()
-        for name in owners:
-            blocks = {name: self.blocks[name]} if name in self.blocks else {}
-            others = {name: self.others[name]} if name in self.others else {}
-            pieces[name] = replace(self, blocks=blocks, others=others)
-        ranks.reduce_((t, owners[n]) for n, piece in pieces.items() for t in piece.tensors())
-        for name, owner in owners.items():
-            if owner != ranks.rank:
-                pieces[name] = pieces[name].map(lambda t: torch.empty_like(t, device="meta"))
-        blocks = {n: pieces[n].blocks[n] for n in self.blocks}
-        return replace(self, blocks=blocks, others={n: pieces[n].others[n] for n in self.others})
+        costs = {name: 0.0 for name in (*self.blocks, *self.others) if name not in same_B}
+        for name in self.blocks:
+            for t in self.tensors([name], same_B):
+                costs[same_B.get(name, name)] += t.shape[:-2].numel() * t.shape[-1] ** 3
+        owners = dict(zip(costs, ranks.owners(list(costs.values())), strict=True))
+        return owners | {name: owners[other] for name, other in same_B.items()}
 
-    def tensors(self) -> list[Tensor]:
-        """All tensors. One that a weight and its bias share comes twice."""
-        tensors: list[Tensor] = []
-        self.map(lambda tensor: tensors.append(tensor) or tensor)
+    def tensors(self, names: Iterable[str], same_B: Collection[str] = ()) -> list[Tensor]:
+        """All tensors of some parameters, but for Bs that are another one's by ``same_B``."""
+        tensors = []
+        for name in names:
+            for one in self.blocks.get(name, []):
+                tensors += [t for t in (one.B, one.A) if t is not None][name in same_B :]
+            tensors += [self.others[name]] if name in self.others else []
         return tensors
 
     def kinds(self) -> dict[str, Any]:
         """What the proof on each rank's data has decided, by the names that errors use."""
         slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
-        shapes = [(tuple(t.shape), t.dtype) for t in self.tensors()]
+        tensors = self.tensors((*self.blocks, *self.others))
+        shapes = [(tuple(t.shape), t.dtype) for t in tensors]
         return {
             "the layers of each factor": slots,
             "the factors' shapes and dtypes": shapes,
             "the padding of embeddings": dict(self.padding),
         }
-
-    def without_shared_memory(self) -> "PassSums":
-        """The sums without shared memory: a copy takes the place of what comes a second time."""
-        addresses: set[int] = set()
-
-        def own_memory(tensor: Tensor) -> Tensor:
-            repeated = tensor.data_ptr() in addresses
-            addresses.add(tensor.data_ptr())
-            return tensor.clone() if repeated else tensor
-
-        return self.map(own_memory)
 
     def with_counts_of(self, of_ranks: "Sequence[PassSums]") -> "PassSums":
         """These tensors with the sums of all ranks' counts."""
@@ -295,15 +299,14 @@ def sum_over_ranks(
         model: the model, which must be the same on all ranks, up to rounding.
         must_agree: what else must have the same text (``str``), such as options, by the names that
             errors use.
-        by_owners: whether each sum is kept by one rank alone, see `PassSums.reduce_`.
+        by_owners: whether each sum is kept by one rank alone, its owner. On the others it lies on
+            the meta device: it has no values and takes no memory.
 
     Raises:
         RankError: a rank has another model, other options or another version.
     """
     if ranks.size == 1:
         return sums
-    blocks = {name: [one.with_A() for one in layers] for name, layers in sums.blocks.items()}
-    sums = replace(sums, blocks=blocks)
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     must_agree = {
@@ -313,27 +316,43 @@ def sum_over_ranks(
     }
     norms = squared_norms(list(trainable.values())).sqrt()
     by_name = dict(zip(trainable, norms.tolist(), strict=True))
-    # On the meta device tensors have shapes, and no entries that would have to be sent.
-    shapes = sums.map(lambda t: torch.empty_like(t, device="meta")) if sums.num_data else None
-    of_same, of_norms, of_sums = zip(*ranks.gather((must_agree, by_name, shapes)), strict=True)
-    with_data: list[PassSums] = [shapes for shapes in of_sums if shapes is not None]
+    shapes = sums.shapes() if sums.num_data else None
+    of_ranks = ranks.gather((must_agree, by_name, shapes, sums.same_B()))
+    of_same, of_norms, of_shapes, of_same_B = zip(*of_ranks, strict=True)
+    with_data: list[PassSums] = [one for one in of_shapes if one is not None]
     _check_same(of_same)
     _check_norms(of_norms)
     _check_same([one.kinds() for one in with_data])
     if not with_data:
         return sums
-    # Step 2: all ranks need the same number of tensors. One without data takes zeros in the others'
-    # shapes. Whether a weight and its bias share their B depends on the batches: none does here.
+    # Step 2: whether a weight and its bias share their B depends on a rank's batches. Where they do
+    # on all ranks with data, it is summed once, for one owner.
+    pairs = [of_rank.items() for of_rank, one in zip(of_same_B, of_shapes, strict=True) if one]
+    shapes, same_B = with_data[0], dict(set(pairs[0]).intersection(*pairs))
+    owners = shapes.owners(ranks, same_B) if by_owners else {}
+    sums.separate_(same_B)
+    # Step 3: the sums of all tensors, whose counts came with the messages. One parameter after the
+    # other, so that what another rank keeps is dropped before the next A is made of its rows.
     device = next(model.parameters()).device
-    if not sums.num_data:
-        sums = with_data[0].map(lambda tensor: torch.zeros_like(tensor, device=device))
-    sums = sums.without_shared_memory()
-    # Step 3: the sums of all tensors. The counts came with the messages.
-    if by_owners:
-        sums = sums.reduce_(ranks)
-    else:
-        ranks.sum_(sums.tensors())
-    return sums.with_counts_of(with_data)
+    remaining = sums if sums.num_data else shapes.map(lambda shape: shape)
+    whole = replace(remaining, blocks={}, others={})
+    for name in (*shapes.blocks, *shapes.others):
+        one = remaining.pop(name)
+        if not sums.num_data:  # all ranks need the same number of tensors
+            one = one.map(lambda shape: torch.zeros_like(shape, device=device))
+        tensors = one.tensors([name], same_B)
+        if not by_owners:
+            ranks.sum_(tensors)
+        else:
+            ranks.reduce_((tensor, owners[name]) for tensor in tensors)
+            one = one if owners[name] == ranks.rank else one.shapes()
+        whole.blocks.update(one.blocks)
+        whole.others.update(one.others)
+        if name in same_B:
+            layers = zip(one.blocks[name], whole.blocks[same_B[name]], strict=True)
+            whole.blocks[name] = [mine._replace(B=other.B) for mine, other in layers]
+        del tensors, one
+    return whole.with_counts_of(with_data)
 
 
 def _check_norms(of_ranks: Sequence[Mapping[str, float]]) -> None:

@@ -351,7 +351,7 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
     """The arguments with our classes, which need no path, by their path: torchvision has an MLP.
 
     Raises:
-        ValueError: a name without a path that is none of ours.
+        ValueError: a name without a path that is none of ours; an option of no class.
     """
     from torch import nn
 
@@ -359,25 +359,35 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
 
     of_data = data, data.DataSource
     kinds = {"--model": (models, nn.Module), "--data": of_data, "--ood": of_data}
+
+    def names_of_classes(option: str) -> list[str]:
+        package, kind = kinds[option]
+        public = {name: getattr(package, name) for name in package.__all__}
+        classes = {name: cls for name, cls in public.items() if isinstance(cls, type)}
+        return [n for n, cls in classes.items() if issubclass(cls, kind) and cls is not kind]
+
+    options = {argument.partition("=")[0] for argument in arguments}
+    for option in sorted(options):
+        of_class, _, name = option.partition(".")
+        is_unknown = of_class in kinds and not {of_class, "--config"} & options
+        if is_unknown and name not in ("", "help"):
+            raise ValueError(
+                f"{option} is an option of a class; pass {of_class} CLASS before it. marglik has "
+                f"{', '.join(names_of_classes(of_class))}; or pass the path of another one."
+            )
     completed: list[str] = []
     for argument in arguments:
         option, joined, name = argument.partition("=")
         if not joined:
             option, name = "".join(completed[-1:]), argument
         if option in kinds and name.isidentifier() and name != "null":
-            package, kind = kinds[option]
-            public = {public_name: getattr(package, public_name) for public_name in package.__all__}
-            ours = [
-                public_name
-                for public_name, cls in public.items()
-                if isinstance(cls, type) and issubclass(cls, kind) and cls is not kind
-            ]
+            ours = names_of_classes(option)
             if name not in ours:
                 raise ValueError(
                     f"{option} {name}: marglik has no such class; it has {', '.join(ours)}. Pass "
                     "one of them, or the path of another one, such as my_file.MyClass."
                 )
-            path = f"{package.__name__}.{name}"
+            path = f"{kinds[option][0].__name__}.{name}"
             argument = f"{option}={path}" if joined else path
         completed.append(argument)
     return completed

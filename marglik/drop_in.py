@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
-from marglik.laplace import KronLaplace, fisher_of_backend
+from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
+from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
 from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.learner import PriorLearner
@@ -28,7 +29,7 @@ def marglik_training(
     model: nn.Module,
     train_loader: DataLoader[Any],
     likelihood: Likelihood | str = "classification",
-    hessian_structure: str = "kron",
+    hessian_structure: Structure = "kron",
     backend: type | None = None,
     optimizer_cls: type[Optimizer] = Adam,
     optimizer_kwargs: dict[str, Any] | None = None,
@@ -53,7 +54,7 @@ def marglik_training(
     average: Average | None = "last",
     held_out: Iterable[Any] | None = None,
     **options: Any,
-) -> tuple[KronLaplace, nn.Module, list[float], list[float]]:
+) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
     What differs: N is the number of examples that were seen, also with ``drop_last`` or a sampler;
@@ -68,7 +69,7 @@ def marglik_training(
         train_loader: batches (x, y), or mappings.
         likelihood: "classification", "regression", "bernoulli", or another of
             `kfac_backend.likelihoods`.
-        hessian_structure: "kron"; for others use laplace-torch's function with our backend.
+        hessian_structure: "kron", or from Jacobians "full", "diag" or "lowrank".
         backend: `KfacGGN`, which is the default, `KfacEF`, or laplace-torch's for these matrices.
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
@@ -103,11 +104,10 @@ def marglik_training(
         The Laplace approximation, fitted; the model with its parameters; the negative evidence
         (nats) at every hyperparameter step; the loss of every epoch.
     """
-    if hessian_structure != "kron" or prior_structure not in ("layerwise", "scalar"):
+    if prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
-            f"hessian_structure {hessian_structure!r} with prior_structure {prior_structure!r} is "
-            "not supported: Kronecker factors ('kron') have a precision for each tensor "
-            "('layerwise'), or one for all ('scalar'). For others, use "
+            f"prior_structure {prior_structure!r} is not supported: there is a precision for each "
+            "tensor ('layerwise'), or one for all ('scalar'). For one of each parameter, use "
             "laplace.marglik_training(..., backend=KfacGGN)."
         )
 
@@ -153,6 +153,7 @@ def marglik_training(
         sigma_noise=sigma_noise_init if has_sigma else 1.0,
         learn_sigma_noise=has_sigma and not fix_sigma_noise,
         schedule=schedule,
+        hessian_structure=hessian_structure,
     )
     result = OnlineTraining(
         model,
@@ -166,16 +167,18 @@ def marglik_training(
         keep_probabilities=False,
     ).run()
     posterior = result.laplace
-    laplace = KronLaplace(
+    laplace = Laplace(
         model,
         posterior.likelihood,  # with the parameters that were learned
-        curvature,
+        "all",
+        hessian_structure,
+        options=curvature,
         prior_precision=posterior.prior_precision,
         sigma_noise=posterior.sigma_noise,
         temperature=temperature,
         enable_backprop=enable_backprop,
     )
-    laplace.restore(posterior.fitted_factors(), posterior.sample_size)
+    laplace.restore(posterior.fitted_curvature(), posterior.sample_size)
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return laplace, model, [-evidence for evidence in result.evidences], losses

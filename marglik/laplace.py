@@ -8,7 +8,7 @@ calls, each of which is tested on both.
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.batches import detached
+from kfac_backend.engine.calls import attempt, call_with
 from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
@@ -61,6 +62,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     likelihood: Likelihood | str,
     subset_of_weights: Subset = "last_layer",
     hessian_structure: Structure = "kron",
+    *arguments: Any,
     **options: Any,
 ) -> "ParametricLaplace":
     """A Laplace approximation with the calls of laplace-torch's; a `Posterior` in all else.
@@ -76,6 +78,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
             others are constants.
         hessian_structure: "kron", or from Jacobians "diag", "full" (P, P) and "lowrank".
+        arguments: further arguments of `ParametricLaplace` by position, σ first.
         options: arguments of `ParametricLaplace`.
 
     Raises:
@@ -93,7 +96,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     others: dict[str, type[ParametricLaplace]]
     others = {"all": ParametricLaplace, "last_layer": LLLaplace, "subnetwork": SubnetLaplace}
     made = by_key.get((subset_of_weights, hessian_structure)) or others[subset_of_weights]
-    return made(model, likelihood, structure=hessian_structure, **options)
+    return made(model, likelihood, *arguments, structure=hessian_structure, **options)
 
 
 def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +164,11 @@ class ParametricLaplace(Posterior):
         model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
         likelihood: see `Laplace`. "reward_modeling" is fitted as classification of the better of
             two, and predicts the reward itself.
+        sigma_noise: σ of regression.
+        prior_precision: δ, as of `Posterior`.
+        prior_mean: as of `Posterior`.
+        temperature: T.
+        enable_backprop: whether predictions keep their graph in the inputs.
         options: of the curvature; ``kfac_approx`` is "expand" by default, as in laplace-torch.
         last_layer_name: of the last layer, for last-layer Laplace; None takes the last one that the
             model lists, and `fit` raises an error if another one runs last.
@@ -171,9 +179,8 @@ class ParametricLaplace(Posterior):
             takes. Here it is the Jacobian of the whole network, so that no choice is needed.
         backend: which matrix, see `fisher_of_backend`.
         backend_kwargs: the backend's keywords.
-        keywords: the other arguments of `Posterior`, such as ``sigma_noise``, ``prior_precision``,
-            ``prior_mean``, ``temperature`` or ``enable_backprop``; and fields of
-            `CurvatureOptions`, such as ``kfac_approx="reduce"``.
+        keywords: the other arguments of `Posterior`, and fields of `CurvatureOptions`, such as
+            ``kfac_approx="reduce"``.
 
     Raises:
         ValueError: an option that is not supported.
@@ -182,13 +189,20 @@ class ParametricLaplace(Posterior):
 
     subset: ClassVar[Subset] = "all"
     hessian_structure: ClassVar[Structure] = "kron"
+    adds_at_other_weights = True
+    _is_of_density = False
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: Likelihood | str,
-        options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
         *,
+        options: CurvatureOptions = CurvatureOptions(kfac_approx="expand"),  # noqa: B008
         structure: Structure | None = None,
         last_layer_name: str | None = None,
         subnetwork_indices: Collection[str] | Tensor | None = (),
@@ -224,8 +238,13 @@ class ParametricLaplace(Posterior):
                 )
             else:
                 shared = _with_others_frozen(model, names)
-        for name in ("sigma_noise", "prior_precision", "prior_mean"):
-            if isinstance(value := keywords.get(name), str):
+        numbers = {
+            "sigma_noise": sigma_noise,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+        }
+        for name, value in numbers.items():
+            if isinstance(value, str | CurvatureOptions):
                 raise ValueError(f"{name}={value!r}: a number or a tensor is needed.")
         self.is_reward = likelihood == "reward_modeling"
         of_backend = fisher_of_backend(backend, backend_kwargs or {})
@@ -235,40 +254,91 @@ class ParametricLaplace(Posterior):
             options,
             structure=structure or self.hessian_structure,
             indices=indices,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            **numbers,
             **of_backend | keywords,
         )
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
         """Compute the curvature; arguments as `Posterior.fit`.
 
+        With override=False after more training, as in continual learning, the curvature at the new
+        weights is added to that at the old ones, and the mean is the new weights.
+
         Raises:
             ValueError: the last layer that the model lists does not run last; targets of a wrong
                 dtype, for which laplace-torch's error is one, too.
         """
-        if self._whole is not None:
+        if self._whole is not None or self.options.dict_key_x is not None:
             batches = iter(train_loader)
             first = next(batches, None)
             if batches is train_loader:  # read only once, so that the first batch must go back
                 train_loader = [] if first is None else chain([first], batches)
             if first is not None:
-                x, _ = split_batch(first, self.options)
-                if (ran := last_layer(self._whole, x)) != self._last:
-                    raise ValueError(
-                        f"The model lists {self._last!r} last, but {ran!r} runs last; pass "
-                        f"last_layer_name={ran!r} (or another one)."
-                    )
+                self._take_mapping_whole(first)
+                self._check_last_layer(first)
         try:
             super().fit(train_loader, *args, **keywords)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
+    def _take_mapping_whole(self, batch: Any) -> None:
+        """Drop ``dict_key_x`` for a model of whole mappings, which laplace-torch gives to all."""
+        whole = self.options.replace(dict_key_x=None)
+        if whole == self.options or not isinstance(batch, Mapping):
+            return
+
+        def fails(options: CurvatureOptions) -> bool:
+            x = detached(split_batch(batch, options)[0], self._device)
+            with eval_mode(self.model), torch.no_grad():
+                return isinstance(attempt(lambda: call_with(self.model, {}, x)), Exception)
+
+        if fails(self.options) and not fails(whole):
+            warnings.warn(
+                f"{type(self.model).__name__} does not take the batches' entry "
+                f"dict_key_x={self.options.dict_key_x!r}, but the mapping as a whole, which it is "
+                "given; leave dict_key_x out.",
+                stacklevel=3,
+            )
+            self.options = whole
+
+    def _check_last_layer(self, batch: Any) -> None:
+        if self._whole is None:
+            return
+        x, _ = split_batch(batch, self.options)
+        if (ran := last_layer(self._whole, x)) != self._last:
+            raise ValueError(
+                f"The model lists {self._last!r} last, but {ran!r} runs last; pass "
+                f"last_layer_name={ran!r} (or another one)."
+            )
+
+    def check_weights(self, *, by_value: bool = True) -> None:
+        """As of `Posterior`, except for the density, which does not depend on the network."""
+        if not self._is_of_density:
+            super().check_weights(by_value=by_value)
+
+    def _density(self) -> Precision:
+        """The precision of the fit, also where the network has other weights since."""
+        self._is_of_density = True
+        try:
+            return self.precision()
+        finally:
+            self._is_of_density = False
+
     # What laplace-torch calls the parts of the posterior.
 
     @property
     def H(self) -> Tensor | Precision | None:  # noqa: N802
-        """The curvature at σ = T = 1: (P, P), its diagonal (P,), rows, or an operator of "kron"."""
+        """The curvature at σ = T = 1: (P, P), its diagonal (P,), rows, or an operator of "kron".
+
+        Before `fit` zeros, of "diag" and "full"; else None.
+        """
         if isinstance(self._curvature, JacobianGGN):
             return self._curvature.H.to(self._wide_dtype)
+        if self._curvature is None and self.structure in ("diag", "full"):
+            zeros = torch.zeros_like(self._delta_each(), dtype=self._wide_dtype)
+            return zeros if self.structure == "diag" else zeros.diag()
         if self._curvature is None:
             return None
         names = self.precision_blocks()  # which computes the eigenvectors
@@ -293,7 +363,7 @@ class ParametricLaplace(Posterior):
 
         Of "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
         """
-        precision = self.precision()
+        precision = self._density()
         if isinstance(precision, KroneckerPrecision):
             return precision
         if isinstance(precision, DiagonalPrecision):
@@ -309,12 +379,12 @@ class ParametricLaplace(Posterior):
     @property
     def posterior_covariance(self) -> Tensor:
         """Σ, (P, P)."""
-        return self.precision().covariance()
+        return self._density().covariance()
 
     @property
     def posterior_variance(self) -> Tensor:
         """The diagonal of Σ, (P,)."""
-        return self.precision().variances().to(self._wide_dtype)
+        return self._density().variances().to(self._wide_dtype)
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -347,7 +417,7 @@ class ParametricLaplace(Posterior):
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """Log det(H/(σ²T) + P₀)."""
-        return self.precision().logdet()
+        return self._density().logdet()
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -370,7 +440,7 @@ class ParametricLaplace(Posterior):
         difference = value - self.mean
         if isinstance(self._curvature, JacobianGGN):
             difference = difference[..., self._curvature.indices]
-        return log_prob(self.precision(), difference, normalized)
+        return log_prob(self._density(), difference, normalized)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """J Σ Jᵀ (N, C, C) of Jacobians (N, C, P)."""

@@ -374,6 +374,7 @@ class EpochRecord:
     lr: float
     """Learning rate after the last step."""
     seconds: float
+    """Of its steps: for whoever reads the log, and to foretell what a plain network takes."""
     accuracy: float | None = None
 
 
@@ -394,7 +395,8 @@ class UpdateRecord:
     clipped_eigenvalues: int
     """How many of the factors' eigenvalues rounding made negative; they count as 0."""
     seconds: dict[str, float]
-    """Of the pass, of the eigenvalues and of the steps."""
+    """Of the pass, of the eigenvalues and of the steps: for whoever reads the log, and for studies
+    of cost. No number depends on them."""
     num_examples: int
     """M, if the update saw a sample."""
     num_data: int

@@ -54,6 +54,7 @@ def run(config: Config) -> dict[str, Any]:
     return {
         "config": asdict(config),
         "median_seconds": medians(found.pop("seconds")),
+        "median_processor_seconds": medians(found.pop("processor_seconds")),
         "median_bytes_sent": medians(found.pop("bytes_sent")),
         **found,
         **environment(torch.device("cpu")),
@@ -89,15 +90,18 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         factors(curvature, batches[:1])  # with the proofs
     own = batches[ranks.rank :: ranks.size]
     times: dict[str, list[float]] = {}
+    busiest: dict[str, list[float]] = {}
     sent: dict[str, list[int]] = {}
     summed, blocks, several = [], [], f"{config.name} ranks"
 
     def timed(name: str, work: Callable[[], Any], all_ranks: bool = True) -> Any:
         distributed.barrier()
-        start, before = time.perf_counter(), _bytes_on_loopback()
+        before, start, processor = _bytes_on_loopback(), time.perf_counter(), time.process_time()
         result = work() if all_ranks or ranks.rank == 0 else None
+        processor = time.process_time() - processor
         distributed.barrier()
         times.setdefault(name, []).append(time.perf_counter() - start)
+        busiest.setdefault(name, []).append(max(ranks.gather(processor)))
         sent.setdefault(name, []).append(_bytes_on_loopback() - before)
         return result
 
@@ -119,6 +123,7 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
     widths = [F.shape[-1] for b in blocks if b.A is not None for F in (b.A, b.B)]
     return {
         "seconds": times,
+        "processor_seconds": busiest,
         "bytes_reduced": sum(F.nbytes for F in summed),
         "bytes_of_the_formula": sum(4 * width**2 for width in widths),
         "bytes_sent": sent,

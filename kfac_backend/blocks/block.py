@@ -3,14 +3,14 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import EigenDecomposition, Factor, eigendecompositions
+from kfac_backend.blocks.eigen import Factor, eigendecompositions
 from kfac_backend.layers.gram import FEW_ROWS, gram_matrix
 from kfac_backend.ranks import Ranks
 
@@ -32,9 +32,10 @@ class KroneckerBlock:
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
     A: Tensor | None = field(default_factory=lambda: None)  # no attribute of the class
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
-    num_terms: float | tuple[float, ...] = 0
+    num_terms: float | tuple[float, ...] | None = None
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
-    weight c counts c times. One number for all groups, or one for each."""
+    weight c counts c times. One number for all groups, or one for each. None without A, and where
+    it is not known: such a block can't be added."""
     constants: tuple[int, int] = (0, 0)
     """(first, last + 1) of the flattened entries that are constants, such as an embedding's
     padding: the block is zero there, and they have no prior."""
@@ -54,7 +55,12 @@ class KroneckerBlock:
 
     @classmethod
     def of_rows(
-        cls, name: str, B: Tensor, rows: Tensor, num_terms: float | tuple[float, ...], **fields: Any
+        cls,
+        name: str,
+        B: Tensor,
+        rows: Tensor,
+        num_terms: float | tuple[float, ...] | None,
+        **fields: Any,
     ) -> Self:
         """A block whose A is the Gram matrix of few rows (..., M, d_in), which it keeps.
 
@@ -137,8 +143,9 @@ class KroneckerBlock:
 
     def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
-        terms = tuple(number * weight for number in self._terms)
-        B, terms = self.B * weight, _one_or_all(terms)
+        B, terms = self.B * weight, self.num_terms
+        if terms is not None:
+            terms = _one_or_all(tuple(number * weight for number in self._terms))
         if (rows := self.rows_of_A) is not None:
             return type(self).of_rows(self.name, B, rows, terms, constants=self.constants)
         return replace(self, B=B, num_terms=terms)
@@ -190,14 +197,12 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
                 "only factors of the same model can be added."
             )
-        for block in (self, other):
-            if block.A is None or any(block._terms):
-                continue
-            if block.B.is_meta or (block.B.any() and block.A.any()):
-                raise ValueError(
-                    f"The block of '{self.name}' needs num_terms for its mean A to be added. That "
-                    "of a tensor used in two ways has none: pass all the data at once."
-                )
+        # Not by values, which only the owner of a block has: all ranks add, or none.
+        if self.A is not None and None in (self.num_terms, other.num_terms):
+            raise ValueError(
+                f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
+                "tensor used in two ways has none: pass all the data at once."
+            )
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -228,7 +233,7 @@ class KroneckerBlock:
         factors = [(self.B, f"{self.name}, B")]
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
 
-    def _to_solve(self, *, vectors: bool) -> list[Factor]:
+    def _to_solve(self, vectors: bool) -> list[Factor]:
         """The factors to decompose; without vectors of A its rows, with any matrix of its shape."""
         rows = self.rows_of_A
         if rows is None or vectors:
@@ -244,6 +249,7 @@ class KroneckerBlock:
     @property
     def _terms(self) -> tuple[float, ...]:
         """The numbers of terms as a tuple: one for all groups, or one for each."""
+        assert self.num_terms is not None
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
     def _remember(self, key: str, value: Any) -> None:
@@ -369,20 +375,27 @@ def _solved(
     vectors: bool,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
+    ranks, to_solve = ranks or Ranks(None), [F for b in blocks for F in b._to_solve(vectors)]
     # By memory, so that a factor which a weight and its bias share is solved once.
-    of_blocks = [block._to_solve(vectors=vectors) for block in blocks]
-    factors = {_identity(F.matrix): F for of_block in of_blocks for F in of_block}
+    numbers, of_all = _by_memory([F.matrix for F in to_solve], ranks)
+    factors = {number: to_solve[number] for number in numbers}
+    rest = iter(numbers)
+    of_blocks = [[next(rest) for _ in range(1 if b._A_shape is None else 2)] for b in blocks]
     # Each rank solves its own factors, the largest first, and receives those of the others.
-    ranks = ranks or Ranks(None)
-    keys = sorted(factors, key=lambda key: -_cost(factors[key].matrix))
-    holders = ranks.holders([not factors[key].matrix.is_meta for key in keys])
+    costs = {number: _cost(F.matrix) for number, F in factors.items()}
+    keys = sorted(factors, key=lambda number: -costs[number])
+    holders = [of_all[number] for number in keys]
     if not all(holders):
         raise kept_elsewhere(factors[keys[holders.index([])]].name)
     there = device or _device_of(F.matrix for F in factors.values())
-    owners = ranks.owners([_cost(factors[key].matrix) for key in keys], holders)
-    own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
+    owners = ranks.owners([costs[key] for key in keys], holders)
+    this = ranks.rank
+    own = [key for key, owner in zip(keys, owners, strict=True) if owner == this]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
-    solved = {key: _parts(one, vectors) for key, one in zip(own, solutions, strict=True)}
+    solved = {
+        key: (one.values, one.vectors if vectors else one.clipped)
+        for key, one in zip(own, solutions, strict=True)
+    }
     for key in keys:
         if key not in solved:
             F = factors[key].matrix
@@ -393,7 +406,7 @@ def _solved(
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
-    return [[solved[_identity(F.matrix)] for F in of_block] for of_block in of_blocks]
+    return [[solved[number] for number in of_block] for of_block in of_blocks]
 
 
 def kept_elsewhere(name: str) -> RuntimeError:
@@ -410,14 +423,23 @@ def _device_of(factors: Iterable[Tensor]) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
-def _parts(one: EigenDecomposition, vectors: bool) -> tuple[Tensor, Tensor]:
-    return one.values, one.vectors if vectors else one.clipped
+def _by_memory(factors: Sequence[Tensor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
+    """Each factor's number, that of the first in the same memory, and the ranks that have it.
+
+    The same on all ranks; collective. Factors are apart if they are on any rank that has them.
+    """
+    first: dict[object, int] = {}
+    here = [None if F.is_meta else first.setdefault(_identity(F), i) for i, F in enumerate(factors)]
+    numbers, holders, of_ranks = [], [], ranks.gather(here)
+    for i, of_factor in enumerate(zip(*of_ranks, strict=True)):
+        holders.append([rank for rank, number in enumerate(of_factor) if number is not None])
+        different = {of_factor[rank] for rank in holders[-1]}
+        numbers.append(different.pop() if len(different) == 1 else i)
+    return numbers, holders
 
 
 def _identity(factor: Tensor) -> object:
     """A key that is equal for factors in the same memory, such as two views of one tensor."""
-    if factor.is_meta:
-        return id(factor)
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 

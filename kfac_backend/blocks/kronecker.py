@@ -24,7 +24,7 @@ from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 8
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 9
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 
@@ -324,6 +324,7 @@ def _unpack(form: str, entries: Tensor) -> Float[Tensor, "*G d d"]:
     if form != "triangle" or d * (d + 1) // 2 != count:
         raise ValueError(f"{count} entries are no matrix of form '{form}'")
     F = entries.new_empty(*entries.shape[:-1], d, d)
-    for i, row in enumerate(entries.split([*range(d, 0, -1)], -1)):
-        F[..., i, i:] = F[..., i:, i] = row
+    upper = torch.ones(d, d, dtype=torch.bool, device=F.device).triu_()
+    for half in (F, F.mT):
+        half.masked_scatter_(upper, entries)
     return F

@@ -54,7 +54,7 @@ from kfac_backend.engine.calls import (
     preserve_state,
 )
 from kfac_backend.engine.capture import Capture, Sink, unknown_examples
-from kfac_backend.engine.memory import total_memory
+from kfac_backend.engine.factor_sums import total_memory
 from kfac_backend.engine.operations.example_gradients import gradients_of_examples
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import TrackedLayer, assignment_of_blocks

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kfac_backend.engine.batches import detached, examples
 from kfac_backend.engine.calls import forked_random_numbers, is_out_of_memory
-from kfac_backend.engine.factor_sums import FactorSums
-from kfac_backend.engine.memory import factor_bytes, total_memory
+from kfac_backend.engine.factor_sums import FactorSums, total_memory
 from kfac_backend.precision import BackwardPrecision, full_float32
 
 if TYPE_CHECKING:
@@ -45,7 +44,9 @@ def fitting_precision(driver: "Driver", x: Any, y: Any) -> BackwardPrecision:
     # A trial holds the factors twice more. Whether they fit is asked of the device's memory as a
     # whole: what happens to be free must not decide.
     memory = total_memory(device)
-    if memory is not None and 3 * factor_bytes(driver.sink.rules) > memory:
+    rules = driver.sink.rules.values()
+    grams = {sums.gram for rule in rules for sums in (*rule.A.values(), *rule.B.values())}
+    if memory is not None and 3 * sum(gram.nbytes for gram in grams) > memory:
         return "float32"
     faster = FASTER.get(device.type)
     if faster is None:
@@ -93,5 +94,5 @@ def _factors(
     trial.start(copy(driver.sink))
     trial.arithmetic.precision = precision
     with full_float32(), forked_random_numbers(driver.model):
-        trial.add_part(x, y)
+        trial.add_part(x, y, driver.task.mask(x))
     return {name: [use.B for use in uses] for name, uses in trial.sink.sums()[0].items()}

@@ -7,7 +7,7 @@ Whatever happens meanwhile, an error or an interrupt, the model is afterwards as
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy as copy_of
 from functools import partial
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.engine.checks import check_dtypes, check_output
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.sharding import reshard, substituted, whole_parameters
 
@@ -117,6 +116,43 @@ def call_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Tensor
         f = logits_of(f)
     check_output(f)
     return f
+
+
+def check_output(output: object) -> None:
+    """Raise a TypeError unless a model's output is a tensor of real numbers."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"The model returned {type(output).__name__}; a tensor of outputs (N, ..., C) is "
+            "needed. Wrap it in a module that returns its logits alone."
+        )
+    if output.is_complex():
+        raise TypeError(
+            f"The model's output is complex ({output.dtype}), and likelihoods are of real outputs. "
+            "Return real and imaginary parts as outputs: torch.view_as_real(f).flatten(-2)."
+        )
+
+
+def check_dtypes(model: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
+    """Raise a TypeError if a model's error is that inputs are in another dtype than parameters.
+
+    Whether a model converts its inputs shows only when it runs.
+    """
+    words = "dtype", "scalar type", "Input type", "must have the type", "not implemented for"
+    parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    tensors = [t for x in arguments for t in (x.values() if isinstance(x, Mapping) else [x])]
+    dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)}
+    # Beside numbers there may be tokens or masks; without any, one of these should be numbers.
+    wrong = {dtype for dtype in dtypes if dtype.is_floating_point} - parameters
+    wrong = wrong or (dtypes if not dtypes & parameters else set())
+    if len(parameters) != 1 or not wrong or not any(said in str(error) for said in words):
+        return
+    (of_network,) = parameters
+    names = " and ".join(sorted(map(str, wrong)))
+    raise TypeError(
+        f"The inputs have dtype {names} and the network's parameters {of_network}, which do not go "
+        f"together here ({str(error).splitlines()[0]}). Convert the data: x.to({of_network}), and "
+        "images in uint8 by x.float() / 255; or convert the network (model.double(), model.half())."
+    ) from error
 
 
 def in_channels_last(model: nn.Module) -> dict[str, Tensor]:

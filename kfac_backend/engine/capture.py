@@ -39,7 +39,6 @@ from kfac_backend.options import KfacApprox
 from kfac_backend.sharding import detached_parameters
 
 if TYPE_CHECKING:
-    from kfac_backend.engine.operations.copies import Copies
     from kfac_backend.engine.operations.follower import Follower
 
 
@@ -282,7 +281,6 @@ class Capture:
         self._make_follower = follower
         self.follower: "Follower | None" = None
         """What sees the operations on followed parameters; None if nothing is followed."""
-        self._copies: "Copies | None" = None
         self._hooks = ExitStack()
         self.listens = False
         """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
@@ -306,7 +304,7 @@ class Capture:
         # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
         # holds the output would close a circle that Python's garbage collector cannot see.
         self.sink, self.sources = Sink(), Sources()
-        self.follower = self._make_follower = self._copies = None
+        self.follower = self._make_follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
@@ -324,9 +322,13 @@ class Capture:
                 values = detached_parameters(self._model) if operations.names else {}
                 leaves = {name: values[name].requires_grad_() for name in operations.names}
                 make = self._make_follower or Follower
-                self._copies = Copies(self)
-                ran = self._function_ran
-                self.follower = make(operations, leaves, self._copies.for_rows, ran, once)
+
+                def ran(tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+                    """The output of a function that is a layer's run: ``F.linear(a, weight)``."""
+                    self._before(tracked)
+                    return self._after(tracked, tracked.layer, (a,), {}, output)
+
+                self.follower = make(operations, leaves, Copies(self), ran, once)
             follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
@@ -387,7 +389,7 @@ class Capture:
                 allow_unused=True,
             )
             # The gradients of followed outputs are complete now.
-            for run in () if self._copies is None else self._copies.vector_done():
+            for run in () if self.follower is None else self.follower.copies.vector_done():
                 self.runs.reached[run.tracked, run.number] = True
             with self.arithmetic():
                 self.sink.vector_done()
@@ -424,7 +426,7 @@ class Capture:
         record.number[tracked] += 1
         kinds = self.assignment.runs.get(tracked.layer, ("examples",))
         kind = kinds[min(number, len(kinds) - 1)]
-        if kind == "followed" and self.follower and self._copies and N is not None:
+        if kind == "followed" and self.follower and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             use = Use(a.expand(N, *a.shape))
@@ -432,7 +434,7 @@ class Capture:
             record.reached[tracked, number] = False
             if not (self.sink.needs_inputs or tracked.rule.needs_input):
                 use = Use(a.new_empty(0))
-            return self._copies.start(self.follower, tracked, number, use, output)
+            return self.follower.copies.start(self.follower, tracked, number, use, output)
         if isinstance(kind, SharedAxes) and kind.are_those_of(a) and N is not None:
             a, output = kind.for_each_example(a, N), kind.for_each_example(output, N)
         # Step 2: whose example each row is, if row n is not example n.
@@ -456,11 +458,6 @@ class Capture:
         if not (self.sink.needs_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
         return self._with_hook(output, tracked, use, number, is_constant=kind == "constant")
-
-    def _function_ran(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-        """The output of a function that is a layer's run, such as ``F.linear(a, weight)``."""
-        self._before(tracked)
-        return self._after(tracked, tracked.layer, (a,), {}, output)
 
     def _with_hook(
         self,

@@ -2,18 +2,19 @@
 
 Life cycle. The constructor assigns a rule to each layer. `Driver.start` begins a pass with a sink.
 `Driver.add` takes one batch: its `Preparation` finds the targets, and proves and decides on the
-first batches what holds for all. Then the batch runs part by part. For each part a `Capture` runs
-the model forward, where the sink receives the layers' inputs, and propagates the Fisher's vectors
-back, where it receives the gradients. `Driver.finish` sums over ranks. What is proved stays proved
-for the next pass.
+first batches what holds for all (the proof, and kfac_approx="auto"). Then the batch runs part by
+part. For each part a `Capture` runs the model forward, where the sink receives the layers' inputs,
+and propagates the Fisher's vectors back, where it receives the gradients. `Driver.finish` sums over
+ranks. What is proved stays proved for the next pass.
 
 A sink's sums begin with the first batch and not earlier: only the proof decides the rules of
 derived layers, and only the first batch decides kfac_approx="auto".
 
 A step of training makes its own forward pass (`optimizer.training_pass`), and calls what `Driver`
-does to a part one by one: `capture`, `propagate`, `Totals.add`.
+does to a part one by one: `capture`, `propagate`, `PassState.add`.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,30 +32,46 @@ from kfac_backend.engine.calls import (
     is_out_of_memory,
 )
 from kfac_backend.engine.capture import Capture, Sink
-from kfac_backend.engine.checks import LateChecks, check_finite
-from kfac_backend.engine.memory import out_of_memory
-from kfac_backend.engine.preparation import Preparation
-from kfac_backend.engine.proof import Proof
-from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
-from kfac_backend.engine.task import Task, counting, split_batch
-from kfac_backend.fisher import warn_of_many_passes
+from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
+from kfac_backend.engine.task import (
+    LateChecks,
+    Task,
+    check_finite,
+    check_inputs,
+    counting,
+    split_batch,
+)
+from kfac_backend.fisher import MANY_PASSES
 from kfac_backend.likelihoods import IGNORED, Likelihood, loss_sum, num_counted_terms
-from kfac_backend.options import CurvatureOptions
+from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
 from kfac_backend.sharding import is_sharded, ranks_of_model, resharded
 
 
 @dataclass
-class Totals:
-    """What a pass has counted, and the loss that it has summed."""
+class PassState:
+    """One pass over some data: what it has counted so far, and the loss that it has summed."""
 
-    # They stay on the device until the end, so that no batch waits for a transfer. The loss has
+    late: LateChecks
+    """What is checked of batches on the device, and read later."""
+    generator: torch.Generator | None
+    """The source of drawn numbers, of this rank alone; None is torch's."""
+    # These stay on the device until the end, so that no batch waits for a transfer. The loss has
     # many terms, and is summed in float64.
     num_loss_terms: Tensor
     loss: Tensor
     num_data: int = 0
+    num_batches: int = 0
     num_outputs: int = 0
+    weights: dict[str, Tensor] | None = None
+    """Convolutions' weights in the memory format that is faster; None until the first part, with
+    which the sink starts, too."""
+    failed: bool = False
+    """Whether a batch was added in part, so that the sums are useless."""
+    is_over: bool = False
+    """Whether the sums were taken, so that a batch begins another pass."""
 
     def add(self, f: Tensor, y: Tensor, likelihood: Likelihood) -> None:
         """Count a part's examples and loss terms, when all of it is added."""
@@ -126,20 +143,15 @@ class Driver:
         # Each rank draws labels of its own. Drawing from the common generator would leave it in
         # different states on ranks with different numbers of batches; `finish` advances it once
         # per pass instead, on all ranks alike.
-        self._own_generator = self.generator
+        own = self.generator
         if self.fisher.draws and self.ranks.size > 1:
-            self._own_generator = self.ranks.generator(self._common_generator())
-        self.failed = False
-        """Whether a batch was added in part, so that the sums are useless."""
-        self._is_over = False  # whether the sums were taken, so that a batch begins another pass
-        # Convolutions' weights in the memory format that is faster; None until the first part, with
-        # which the sink starts, too.
-        self._weights: dict[str, Tensor] | None = None
-        self.totals = Totals(
+            own = self.ranks.generator(_common_generator(own, self.device))
+        self.state = PassState(
+            LateChecks(self.device),
+            own,
             torch.zeros((), dtype=torch.long, device=self.device),
             torch.zeros((), dtype=torch.float64, device=self.device),
         )
-        self._late = LateChecks(self.device)
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
         """Add all batches of some data; errors are those of `add`."""
@@ -149,7 +161,7 @@ class Driver:
                 self.preparation.run_along()
                 continue
             x, y = split_batch(batch, self.options)
-            is_long = self.totals.num_data >= LONG_PASS
+            is_long = self.state.num_data >= LONG_PASS
             if self.arithmetic.precision == "auto" and not self.is_sharded and is_long:
                 # Loaded only where a pass is long.
                 from kfac_backend.engine.automatic_precision import fitting_precision
@@ -172,17 +184,20 @@ class Driver:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
-        self.failed, kfac_approx = True, self.preparation.kfac_approx
+        self.state.failed, kfac_approx = True, self.preparation.kfac_approx
         with full_float32(), resharded(self.model) if self.is_sharded else nullcontext():
             if not self._fits(x, y):
                 # Other ranks would have to try smaller batches, too.
                 fitting = None if self.is_sharded else self._fitting_size(x, y)
                 # Not decided by the examples that happen to fit.
                 self.preparation.kfac_approx = kfac_approx
-                raise out_of_memory(self.model, self.device, len(y), fitting)
-            if self._late.is_time():
-                self._late.read(self.model, self.task.check)
-        self.failed = False
+                raise _out_of_memory(self.model, self.device, len(y), fitting)
+            # After the first, second, fourth, eighth batch, ...: what is wrong is found before the
+            # pass has taken twice as long as it needed to meet it.
+            self.state.num_batches += 1
+            if not self.state.num_batches & (self.state.num_batches - 1):
+                self.state.late.read(self.model, self.task.check)
+        self.state.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
         """The sums over all ranks' data; the sink holds none afterwards.
@@ -191,37 +206,31 @@ class Driver:
         """
         self._go_on()
         # If a check or the sum over ranks fails now, the pass must begin again.
-        totals, preparation = self.totals, self.preparation
-        self.failed = bool(totals.num_data)
-        self._late.read(self.model, self.task.check)
+        state, preparation = self.state, self.preparation
+        state.failed = bool(state.num_data)
+        state.late.read(self.model, self.task.check)
         if preparation.kfac_approx == "auto":
             preparation.decide_mode()
-        blocks, others = self.sink.sums() if totals.num_data else ({}, {})
+        blocks, others = self.sink.sums() if state.num_data else ({}, {})
         sums = PassSums(
             blocks, others, preparation.kfac_approx,
-            num_outputs=totals.num_outputs, num_data=totals.num_data,
-            num_loss_terms=int(totals.num_loss_terms), loss=totals.loss.item(),
+            num_outputs=state.num_outputs, num_data=state.num_data,
+            num_loss_terms=int(state.num_loss_terms), loss=state.loss.item(),
             padding=preparation.proof.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": self.task.likelihood, "the options": self.options}
         sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
         if self.fisher.draws and self.ranks.size > 1:  # so that the next pass draws other labels
-            common = self._common_generator()
+            common = _common_generator(self.generator, self.device)
             torch.rand((), generator=common, device=common.device)
-        self._is_over, self._weights = True, None
+        state.is_over, state.weights = True, None
         return sums
-
-    def _common_generator(self) -> torch.Generator:
-        """The generator that all ranks have alike: the user's, or torch's on the device."""
-        if self.generator is None and self.device.type == "cuda":
-            return torch.cuda.default_generators[self.device.index or 0]
-        return self.generator or torch.default_generator
 
     def _go_on(self) -> None:
         """Begin a pass if the last one is over; raise a RuntimeError after a batch that failed."""
-        if self._is_over:
+        if self.state.is_over:
             self.start()
-        if self.failed:
+        if self.state.failed:
             raise RuntimeError(
                 "The last batch of this curvature pass failed, and a part of it is in the sums. "
                 "Call reset() and begin with the first batch."
@@ -235,13 +244,13 @@ class Driver:
         The sink starts with the first part of a pass.
         """
         proof = self.preparation.proof
-        if self._weights is None:
+        if self.state.weights is None:
             self.sink.start(proof.assignment, self.preparation.kfac_approx)
             in_format = proof.plan.channels_last and not in_training
-            self._weights = in_channels_last(self.model) if in_format else {}
+            self.state.weights = in_channels_last(self.model) if in_format else {}
         return Capture(
             self.model, proof.assignment, self.sink,
-            constants=self._weights, in_training=in_training,
+            constants=self.state.weights, in_training=in_training,
             arithmetic=partial(self.arithmetic.of_sums, in_training),
         )  # fmt: skip
 
@@ -262,41 +271,46 @@ class Driver:
     def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The Fisher's vectors at outputs and targets."""
         return self.fisher.vectors(
-            self.task.likelihood, f, y, self._own_generator, may_ignore=self.task.may_ignore
+            self.task.likelihood, f, y, self.state.generator, may_ignore=self.task.may_ignore
         )
 
-    def add_part(self, x: Any, y: Any) -> None:
-        """Add one part of a batch, of any number of examples."""
-        mask, likelihood = self.task.mask(x), self.task.likelihood
-        capture = self.capture()
+    def add_part(self, x: Any, y: Any, mask: Tensor | None = None) -> None:
+        """Add one part of a batch, of any number of examples; a mask says which positions count."""
+        likelihood, capture = self.task.likelihood, self.capture()
         with self.sink.part():
             with counting(mask), capture:
                 # One forward pass: A, and all that a gradient will need.
                 f = capture.forward(x)
                 # Steady batches are checked on the device, and the result is read later. The first
                 # of its form is checked before the first backward pass: an error is cheap now.
-                if not isinstance(y, Tensor) or not self._late.see(x, f, y):
+                if not isinstance(y, Tensor) or not self.state.late.see(x, f, y):
                     self.task.check(f, y)
                     check_finite(self.model, f, x)
                 elif likelihood.name in ("classification", "noisy_classification"):
                     # A label out of range, which is reported later, must not stop a GPU now.
                     y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
                 self.task.look_at(f)
-                if not self.totals.num_data:
-                    warn_of_many_passes(self.fisher, likelihood, f)
+                passes = 0 if self.state.num_data else self.fisher.num_passes(likelihood, f)
+                if passes > MANY_PASSES:
+                    warnings.warn(
+                        f"fisher={self.fisher.name!r} takes {passes} backward passes for each part "
+                        f"of a batch: outputs have shape {tuple(f.shape)}. fisher='mc' takes "
+                        "mc_samples passes.",
+                        stacklevel=2,
+                    )
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
                 masked = capture.runs.masked
             if masked or self.is_sharded:
-                self.preparation.prove_masked(masked, x, y, together=self.is_sharded)
+                self.preparation.prove_masked(masked, x, y, mask, together=self.is_sharded)
             with torch.autocast(self.device.type, enabled=False):
                 self.sink.part_done(f, y)
         if self.preparation.proof.assignment.diagonal and self.sink.takes_example_gradients:
             self._add_example_gradients(x, y)
         # Counted last: a part that failed must not count.
-        self.totals.add(f, y, likelihood)
-        self.totals.loss += loss_sum(f.detach(), y, likelihood)
+        self.state.add(f, y, likelihood)
+        self.state.loss += loss_sum(f.detach(), y, likelihood)
 
     def _add_example_gradients(self, x: Any, y: Tensor) -> None:
         """Hand over the gradients in parameters without a rule, which no hook sees."""
@@ -318,11 +332,12 @@ class Driver:
     def _fits(self, x: Any, y: Any) -> bool:
         """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
+            mask = self.task.mask(x)
             if self.is_sharded:
-                self.preparation.prepare_together(x, y)
-                y = self.task.targets(None, x, y)
+                self.preparation.prepare_together(x, y, mask)
+                y = self.task.targets(None, x, y, mask)
             else:
-                y = self.preparation.prepare(x, y)
+                y = self.preparation.prepare(x, y, mask)
             # Parts of a batch must give what the batch gives, up to rounding. Only of one tensor of
             # inputs can that be known: the rows of a mapping's layers depend on its mask or its
             # lengths. Ranks that share a model run whole batches, one each.
@@ -335,7 +350,7 @@ class Driver:
                     with proof.part(len(part[1])):
                         self.add_part(*part)
             else:
-                self.add_part(x, y)
+                self.add_part(x, y, mask)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -348,8 +363,172 @@ class Driver:
         size = len(y) // 2 if self.preparation.proof.plan.splits else 0
         while size:
             self.start()
-            self.failed = True
+            self.state.failed = True
             if self._fits(examples(x, slice(size)), y[:size]):
                 return size
             size //= 2
         return None
+
+
+@dataclass
+class Preparation:
+    """The proof of a model and its mode, which the first batches of a pass decide for all.
+
+    `prepare` is called before each batch is added, and does nothing once all is decided. Ranks that
+    share a model under `fully_shard` run it together, so that each must run it equally often. They
+    prepare on the same examples, a few of each rank that misses something.
+    """
+
+    model: nn.Module
+    proof: Proof
+    """What is known of the model and its layers."""
+    task: Task
+    kfac_approx: KfacApprox
+    """The layers' mode; if it is "auto", the first batch decides it for all passes."""
+    ranks: Ranks
+    common: tuple[Any, Any] | None = None
+    """An input and targets that all ranks of a sharded model have, for one without a batch."""
+
+    def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
+        """Make what is missing of the proof, and decide the mode; returns the batch's targets.
+
+        ``mask`` is that of `Task.mask`.
+        """
+        # First the targets, since the proof must know which loss terms count.
+        y = self.task.targets(self.model, x, y, mask)
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        if not self.proof.is_made(N):
+            check_inputs(x)
+            self.proof.make(x, N, self.task.ignored(y))
+        if mask is not None and not self.proof.holds_for_masks:
+            self._prove_mask(x, y, mask)
+        if self.kfac_approx == "auto":
+            self.decide_mode(x, y, mask)
+        return y
+
+    def _prove_mask(self, x: Any, y: Any, mask: Tensor) -> None:
+        """Prove that a mask does no harm, on the first example that it hides a position of."""
+        ignored = self.task.ignored(y)
+        if splits_by_example(x, y):  # and on another one
+            hiding = torch.argmin(mask.all(1).int())
+            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+            x, mask = examples(x, which), mask[which]
+            ignored = None if ignored is None else ignored[which]
+        self.proof.make_for_masks(x, mask, ignored)
+
+    def prepare_together(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
+        """The same on all ranks, on the same examples of those that miss something; collective.
+
+        How often the model runs depends on what these examples show. A rank without a batch has
+        neither x nor y.
+        """
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        mask = None if self.proof.holds_for_masks else mask
+        knows_all = self.proof.is_made(N) and self.task.knows_shift and self.kfac_approx != "auto"
+        misses = y is not None and (mask is not None or not knows_all)
+        if not self.ranks.any(misses, self.device):
+            return
+        self.common = None
+        for some, its_y in self.examples_of_ranks((x, y, mask) if misses else None):
+            self.common = self.common or (some, its_y)
+            self.prepare(some, its_y, self.task.mask(some))
+        if self.proof.assignment.diagonal:
+            raise NotImplementedError(
+                f"Parameter '{self.proof.assignment.diagonal[0]}' has no K-FAC rule, and the exact "
+                "diagonal of its block (unsupported='diagonal') needs whole models; this one is "
+                "under fully_shard. Freeze it (requires_grad_(False)), or use "
+                "DistributedDataParallel."
+            )
+
+    def examples_of_ranks(self, batch: tuple[Any, Any, Tensor | None] | None) -> list[Any]:
+        """A few examples of each rank's batch, most first, for all ranks; collective."""
+        some = None
+        if batch is not None:
+            x, y, mask = batch
+            if splits_by_example(x, y):
+                # One whose positions a mask hides, if there are any, those whose labels tell if the
+                # model shifts them, and the first ones.
+                hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
+                telling = self.task.telling_examples(y).tolist()
+                which = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
+                which = torch.tensor(list(dict.fromkeys(which)), device=self.device)
+                x, y = examples(x, which), y[which]
+            some = detached(x, torch.device("cpu")), detached(y, torch.device("cpu"))
+        batches = [some for some in self.ranks.gather(some) if some is not None]
+        batches.sort(key=lambda some: -len(some[1]) if isinstance(some[1], Tensor) else 0)
+        return [tuple(detached(value, self.device) for value in some) for some in batches]
+
+    def prove_masked(
+        self, masked: set[TrackedLayer], x: Any, y: Any, mask: Tensor | None, *, together: bool
+    ) -> None:
+        """Prove that masks do no harm in layers some of whose rows they hide, unless it is.
+
+        Collective if all ranks run the model ``together``.
+        """
+        is_new = bool(masked - self.proof.masked)
+        batches = [(x, y, mask)] if is_new else []
+        if together:
+            if not self.ranks.any(is_new, self.device):
+                return
+            some = self.examples_of_ranks((x, y, mask) if is_new else None)
+            batches = [(x, y, self.task.mask(x)) for x, y in some]
+        for x, y, mask in batches:
+            self.proof.make_for_masks(x, mask, self.task.ignored(y))
+
+    def run_along(self) -> None:
+        """Run the model on the common examples, as often as other ranks do on a batch."""
+        with full_float32(), resharded(self.model):  # as where a batch is added
+            self.prepare_together()
+            assert self.common is not None
+            x, y = self.common
+            with Capture(self.model, self.proof.assignment) as capture:
+                f = capture.forward(x)
+                nothing = self.ranks.in_step((), self.device)
+                capture.backward(f, (torch.zeros_like(f) for _ in nothing))
+            self.prove_masked(set(), x, y, None, together=True)
+
+    def decide_mode(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
+        """Decide kfac_approx="auto", by the first batch or without any; collective."""
+        # Loaded only where the mode is not given.
+        from kfac_backend.engine.automatic_mode import mode_of_first_batches
+
+        # Dropout that is on must not use up the user's random numbers.
+        no_autocast = torch.autocast(self.device.type, enabled=False)
+        with forked_random_numbers(self.model), no_autocast:
+            self.kfac_approx = mode_of_first_batches(
+                self.model, self.proof, self.task.likelihood, self.ranks, x, y, mask
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device, which may be another in the next pass."""
+        return next(self.model.parameters()).device
+
+
+def _common_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """The generator that all ranks have alike: the user's, or torch's on the device."""
+    if generator is None and device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return generator or torch.default_generator
+
+
+def _out_of_memory(
+    model: nn.Module, device: torch.device, batch_size: int, fitting: int | None
+) -> torch.OutOfMemoryError:
+    """The error for a batch that does not fit.
+
+    ``fitting`` is a number of examples that was tried and fits; None if not even one does.
+    """
+    where = f"Out of memory on {device} in a curvature pass with batches of {batch_size} examples."
+    if fitting is not None:
+        return torch.OutOfMemoryError(f"{where} Batches of {fitting} fit.")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    factors = sum(
+        (len(p) ** 2 + (p.shape[1:].numel() ** 2 if p.dim() > 1 else 0)) * p.element_size()
+        for p in parameters
+    )
+    return torch.OutOfMemoryError(
+        f"{where} The factors alone take about {factors / 2**20:.0f} MiB. Use smaller batches, "
+        "keep large factors by their diagonal (diagonal_above), or freeze the largest layers "
+        "(requires_grad_(False))."
+    )

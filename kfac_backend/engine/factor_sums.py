@@ -5,12 +5,15 @@ others: tensors that several layers share (tied), tensors that hold several maps
 attention's ``in_proj_weight``), and tensors that are used in two ways, such as a language model's
 embedding that is also its output layer.
 
-After the sum over ranks `assemble_blocks` makes blocks of the sums.
+After the sum over ranks `assemble_blocks` makes blocks of the sums. Before the first batch
+`check_memory` asks whether the factors fit into memory.
 """
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
+from kfac_backend.layers.gram import Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 from kfac_backend.ranks import PassSums
@@ -112,10 +116,10 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
 
     A is a mean over its terms.
     """
-    blocks = {}
+    blocks, packed = {}, dict[Any, Tensor]()
     for name, uses in sums.blocks.items():
         if len(uses) > 1 and uses[0].slot[1] > 1:
-            blocks[name] = _packed(name, uses)
+            blocks[name] = _packed(name, uses, packed)
             continue
         of_uses = [_one_block(name, use) for use in uses]
         blocks[name] = of_uses[0] if len(of_uses) == 1 else nearest_kronecker(of_uses)
@@ -198,12 +202,18 @@ def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     )
 
 
-def _packed(name: str, of_slots: list[BlockSums]) -> KroneckerBlock:
-    """The blocks of several maps as the groups of the tensor that holds them."""
+def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Tensor]) -> KroneckerBlock:
+    """The blocks of several maps as the groups of the tensor that holds them.
+
+    ``packed`` has the Bs of other parameters so far: weights and biases share one.
+    """
     sums = sorted((s.with_A() for s in of_slots), key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
     # Each map becomes a group with terms of its own, since keys may be more than queries.
-    B = torch.cat([s.B for s in sums])
+    memory = tuple(id(s.B) for s in sums)
+    if memory not in packed:
+        packed[memory] = torch.cat([s.B for s in sums])
+    B = packed[memory]
     inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
     if not inputs:
         return KroneckerBlock(name, B)
@@ -223,14 +233,16 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     If all B_k are diagonals, each row's trace is kept instead: B = Σ_k tr(A_k) B_k, and the nearest
     A for that, whose trace is one. The nearest product of all would give rows other traces.
 
-    The result has no number of terms, since it cannot be added to that of another pass: the nearest
-    product of a sum is not the sum of the nearest products.
+    The result has no number of terms (None), since it cannot be added to that of another pass: the
+    nearest product of a sum is not the sum of the nearest products. It has 0 if no use ever ran.
 
     A factor of a block may be a diagonal, (V, 1, 1).
     """
     # Shapes must not depend on values, which only the owner of the block has: uses that never ran
     # are left out by their number of terms, and other zeros when the shape is decided.
-    blocks = [b for b in blocks if b.num_terms] or list(blocks[:1])
+    unused, blocks = blocks[0], [b for b in blocks if b.num_terms]
+    if not blocks:
+        return unused
     if len(blocks) == 1:
         return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
     # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
@@ -289,3 +301,63 @@ def _dense(factor: Tensor | None) -> Tensor:
             "tensors, or freeze it (requires_grad_(False))."
         )
     return torch.diag_embed(factor[:, 0, 0])
+
+
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with a container's memory limit (cgroup v2 and v1)."""
+LARGE = 8192
+"""Rows above which an error message calls a weight large."""
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a GPU, or of the machine or container; None where that is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    for path in map(Path, LIMITS):
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():  # not "max"
+            total = min(total, int(text))
+    return total
+
+
+def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch.device) -> None:
+    """Raise an error unless the factors fit into memory, and the largest can be decomposed there.
+
+    The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
+    eigenvalues. Memory that other programs take is unknown and not counted.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
+        ValueError: a mode for layers that the model does not have.
+    """
+    # With "auto" the mode is not known yet; except those of embeddings, factors have the same size
+    # in both modes.
+    auto = options.kfac_approx == "auto"
+    rules = make_rules(assignment, "expand" if auto else options.kfac_approx, options)
+    memory = total_memory(device)
+    names: dict[Gram, str] = {}  # a weight and its bias may have the same
+    for tracked, rule in rules.items():
+        for which, sums in (("B", rule.B), ("A", rule.A)):
+            for local, of_name in sums.items():
+                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
+    grams = {name: gram for gram, name in names.items()}  # of layers that share a tensor, one
+    if memory is None or not grams:
+        return
+    total = sum(gram.nbytes for gram in grams.values())
+    largest = max(grams, key=lambda name: grams[name].nbytes)
+    gram = grams[largest]
+    eigenvalues = 2 * 8 * gram.groups * gram.size**2
+    if total + eigenvalues <= memory:
+        return
+    GiB = 2**30
+    raise torch.OutOfMemoryError(
+        f"The factors would take {total / GiB:.1f} GiB, {largest} ({gram.size}×{gram.size}) alone "
+        f"{gram.nbytes / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
+        f"while they are computed; {device} has {memory / GiB:.1f} GiB. Keep the factors over the "
+        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, gram.size - 1)}), or "
+        "freeze the layer (requires_grad_(False))."
+    )

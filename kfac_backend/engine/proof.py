@@ -45,9 +45,8 @@ from kfac_backend.engine.calls import (
     preserve_state,
 )
 from kfac_backend.engine.capture import Capture, Sink, check_run, layer_hooks, rows_of
-from kfac_backend.engine.checks import check_inputs
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
-from kfac_backend.engine.task import counting
+from kfac_backend.engine.task import check_inputs, counting
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes, current_rows
@@ -481,7 +480,7 @@ def verify_uses(
             rules[tracked] = [tracked.rule]
             return output.detach()
         candidates = rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
-        if candidates:  # one rule must match all runs of the layer
+        if candidates and dtypes:  # one rule must match all runs of the layer
             parameters = {local: leaves[name] for local, name in tracked.parameters.items()}
             with gathered_again(model):  # a backward pass in mid-forward
                 rules[tracked] = _matching_rules(
@@ -489,9 +488,10 @@ def verify_uses(
                 )
         return output.detach()
 
-    dtypes = DtypesInUse()  # a derived layer may compute in a coarser one
+    # A derived layer may compute in a coarser dtype.
+    dtypes = None if len(plain) == len(assignment.layers) else DtypesInUse()
     with layer_hooks(assignment, before, after), torch.enable_grad(), explicit_forwards(assignment):
-        with nullcontext() if len(plain) == len(assignment.layers) else dtypes:
+        with dtypes or nullcontext():
             f = call_with(model, leaves, x)
     if f.requires_grad:
         note_uses_outside(f, "the model's output")

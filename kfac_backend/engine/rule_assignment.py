@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from kfac_backend.engine.checks import check_batch_norm, check_module
 from kfac_backend.layers import (
     LayerByParts,
     LinearPart,
@@ -26,7 +27,7 @@ from kfac_backend.layers import (
 from kfac_backend.layers.elementwise import OwnParameter, OwnParameterRule
 from kfac_backend.layers.rows import Run
 from kfac_backend.options import Unsupported
-from kfac_backend.sharding import is_sharded, whole_shape
+from kfac_backend.sharding import check_sharding, is_sharded, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,3 +383,62 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
         'pass unsupported="freeze" or unsupported="diagonal". Or say how it is used: '
         "register_rule, register_parameters."
     )
+
+
+def check_module(model: object) -> None:
+    """Raise an error unless this is a module that runs as Python, whole or under fully_shard.
+
+    Raises:
+        TypeError: not a module, or one that contains a wrapper for several devices.
+        ValueError: parameters on the meta device, which have no values.
+        NotImplementedError: parameters that are spread over ranks by other means than fully_shard.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
+            "needed."
+        )
+    for name, module in model.named_modules():
+        which = f"Layer '{name}'" if name else "The model"
+        inner = f"{f'model.{name}' if name else 'model'}.module"
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{which} is in {type(module).__name__}, whose copies or gradients a curvature "
+                f"pass cannot use. Pass what it holds: {inner}. The curvature's sums are reduced "
+                "over the ranks all the same."
+            )
+        if isinstance(module, torch.jit.ScriptModule) and any(
+            p.requires_grad for p in module.parameters()
+        ):
+            raise NotImplementedError(
+                f"{which} was compiled by torch.jit, which takes no hooks. Pass the module that it "
+                "was made from, or freeze it (requires_grad_(False))."
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parameter '{name}' is on the meta device and has no values. Move the model to a "
+                "device (model.to_empty), and load its weights."
+            )
+    check_sharding(model)
+
+
+def check_batch_norm(model: nn.Module, way_out: str = "") -> None:
+    """Raise a ValueError if a BatchNorm of the model mixes the examples of a batch.
+
+    The error names ``way_out`` beside eval mode.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.training:
+            raise ValueError(
+                f"Layer '{name}' ({type(module).__name__}) is in train mode, where it mixes the "
+                "examples of a batch and the exact GGN is not defined. Call model.eval() first"
+                f"{f', or {way_out}' if way_out else ''}."
+            )
+        if module.running_mean is None:
+            raise ValueError(
+                f"Layer '{name}' ({type(module).__name__}) keeps no running statistics, so that it "
+                "mixes the examples of a batch in eval mode, too. Use track_running_stats=True."
+            )

@@ -1,9 +1,12 @@
-"""What a model's batches mean: their inputs and targets, and which targets count."""
+"""What a model's batches mean: their inputs and targets, and which targets count.
+
+Also the checks of both, and of the outputs.
+"""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +21,11 @@ from kfac_backend.engine.calls import (
     own_loss,
     takes_labels,
 )
-from kfac_backend.engine.checks import warn_of_probabilities
 from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import (
     IGNORED,
     Likelihood,
+    Weighted,
     check_targets,
     counted_terms,
     likelihood_of,
@@ -31,6 +34,7 @@ from kfac_backend.likelihoods import (
 )
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
+from kfac_backend.sharding import local_part
 
 WHICH_LABEL = (
     "pass shift_labels=False if the output at a position predicts its own label, True if it "
@@ -95,6 +99,12 @@ def counting(mask: Tensor | None) -> AbstractContextManager[None]:
     return nullcontext() if mask is None else counted_positions(mask)
 
 
+MOST_ROWS = 64
+"""Rows of outputs that are enough to know that all are probabilities."""
+FEWEST_OUTPUTS = 32
+"""Outputs below which values in [0, 1] alone say nothing: an untrained network has such logits."""
+
+
 class Task:
     """What a likelihood and options say about a model's batches.
 
@@ -151,8 +161,12 @@ class Task:
             )
         return None if counted.all() else counted
 
-    def targets(self, model: nn.Module | None, x: Any, y: Any) -> Any:
+    def targets(
+        self, model: nn.Module | None, x: Any, y: Any, mask: Tensor | Literal["ask"] | None = "ask"
+    ) -> Any:
         """The targets of a batch, in the labels' shape; `IGNORED` where they do not count.
+
+        ``mask`` is `mask` of x, for who has it already: asking for it waits for a GPU.
 
         Raises:
             ValueError: the model's own loss equals ours neither with these labels nor with shifted
@@ -170,8 +184,10 @@ class Task:
             y = y.masked_fill(y == mark, IGNORED)
         if self._shifts is None and model is not None:
             self._shifts = self._shifts_inside(model, x, y)
-        mask = self.mask(x) if self.likelihood.has_labels else None
-        hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
+        hidden = None
+        if self.likelihood.has_labels:
+            mask = self.mask(x) if isinstance(mask, str) else mask
+            hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
         if hidden is None and not self._shifts:
             return y
         if self._shifts and y.dim() < 2:
@@ -214,8 +230,38 @@ class Task:
         check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
 
     def look_at(self, f: Tensor) -> None:
-        """Warn once if the outputs are probabilities already, by the first batch that can tell."""
-        self._knows_outputs = self._knows_outputs or warn_of_probabilities(f, self.likelihood)
+        """Warn once of outputs that are probabilities already, where the likelihood takes logits.
+
+        Those of classes lie in [0, 1] and sum to 1, which logits do not by chance. Those of
+        Bernoulli outputs all lie in [0, 1]. Logits of an untrained network often do, too, close to
+        each other: so a sigmoid must have made the outputs, or they must differ by more than a
+        half. The first batch with enough outputs to tell decides.
+        """
+        if self._knows_outputs:
+            return
+        likelihood, what = self.likelihood, None
+        name = (likelihood.of if isinstance(likelihood, Weighted) else likelihood).name
+        if name in ("classification", "noisy_classification"):
+            rows = at_least_float32(f.detach().flatten(0, -2)[:MOST_ROWS])
+            tolerance = max(1e-4, torch.finfo(f.dtype).eps)
+            if len(rows) < 2:
+                return
+            if ((rows >= 0).all(-1) & ((rows.sum(-1) - 1).abs() < tolerance)).all():
+                what = "each row lies in [0, 1] and sums to 1", "softmax (or the logarithm"
+        if name == "bernoulli":
+            is_sigmoid = _is_made_by_sigmoid(f)
+            if f.numel() < FEWEST_OUTPUTS and not is_sigmoid:
+                return
+            smallest, largest = torch.aminmax(f.detach())
+            if smallest >= 0 and largest <= 1 and (is_sigmoid or largest - smallest > 0.5):
+                what = "all lie in [0, 1]", "sigmoid (or torch.logit"
+        self._knows_outputs = True
+        if what is not None:
+            warnings.warn(
+                f"The model's outputs are probabilities: {what[0]}. Likelihood '{likelihood}' "
+                f"takes logits. Return these, without the {what[1]} of its result).",
+                stacklevel=3,
+            )
 
     def _warn_of_hidden(self, y: Tensor, hidden: Tensor) -> None:
         """Warn once of labels that would count if the mask did not hide them."""
@@ -305,3 +351,99 @@ def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, kind: str) ->
     rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
     readings = [ours * factor / size for size in sizes for factor in factors]
     return any(abs(float(loss) - r) <= relative * abs(r) + rounding for r in readings)
+
+
+def _is_made_by_sigmoid(f: Tensor) -> bool:
+    """Whether a sigmoid or softmax made the outputs, but for operations that only move numbers."""
+    node: Any = f.grad_fn
+    while node is not None:
+        if any(name in node.name().lower() for name in ("sigmoid", "softmax")):
+            return True
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return False
+
+
+INPUTS_NOT_FINITE = "The inputs contain NaN or infinity; clean the data."
+
+
+def check_inputs(x: Any) -> None:
+    """Raise a ValueError if the inputs have NaN or infinity; a mapping's masks may have −∞."""
+    if any(not torch.isfinite(value).all() for value in numbers_of(x)):
+        raise ValueError(INPUTS_NOT_FINITE)
+
+
+def numbers_of(x: Any) -> Iterator[Tensor]:
+    """The tensors of an input that must be finite."""
+    for key, value in x.items() if isinstance(x, Mapping) else [("", x)]:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            # Masks that are added to the scores of attention hide positions by −∞.
+            value = torch.view_as_real(value) if value.is_complex() else value
+            yield value.masked_fill(value == -torch.inf, 0) if "mask" in str(key) else value
+
+
+def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
+    """Raise a ValueError that names what has NaN or infinity, if the outputs f have any."""
+    # The sum is tested first, which takes a fifth of the time of testing each entry. If all entries
+    # are finite it may still overflow, and then each entry is tested.
+    if torch.isfinite(f.sum()) or torch.isfinite(f).all():
+        return
+    check_inputs(x)
+    raise not_finite(model)
+
+
+def not_finite(model: nn.Module) -> ValueError:
+    """The error for outputs with NaN or infinity at inputs without."""
+    for name, p in model.named_parameters():
+        if not torch.isfinite(local_part(p)).all():  # each rank may call this alone
+            return ValueError(
+                f"Parameter '{name}' contains NaN or infinity; training has diverged. "
+                "Go back to an earlier state, with a smaller learning rate."
+            )
+    return ValueError(
+        "The model's output contains NaN or infinity though its parameters and inputs are "
+        "finite; activations overflow. Normalise the inputs, or use float32 or float64."
+    )
+
+
+class LateChecks:
+    """Checks of batches that are made on the device now, and read when there is time to wait.
+
+    Reading waits for all that the device has to do. So it does not happen after each batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # The smallest and largest number of inputs and outputs; NaN spreads to both.
+        self._extremes = torch.zeros(4, dtype=torch.float64, device=device)
+        self._targets: list[tuple[torch.Size, Tensor]] = []
+        self._forms: set[Any] = set()  # shapes and dtypes of which targets were checked
+
+    def see(self, x: Any, f: Tensor, y: Tensor) -> bool:
+        """Remember a part of a batch; False if its form is new, so that it must be checked now."""
+        form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
+        if form not in self._forms:
+            self._forms.add(form)
+            return False
+        for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
+            for values in tensors:
+                if values.numel():
+                    smallest, largest = torch.aminmax(values)
+                    torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
+                    torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
+        self._targets.append((f.shape, y.clone()))  # a copy: a loader may use its memory again
+        return True
+
+    def read(self, model: nn.Module, check: Callable[[Tensor, Tensor], None]) -> None:
+        """Raise the error of a part that was seen, if any.
+
+        ``check`` raises an error unless targets fit outputs, whose shape alone counts.
+        """
+        targets, self._targets = self._targets, []
+        if not targets:
+            return
+        of_inputs, of_outputs = self._extremes.view(2, 2).isfinite().all(1).tolist()
+        if not of_inputs:
+            raise ValueError(INPUTS_NOT_FINITE)
+        for shape, y in targets:
+            check(torch.empty(shape, device="meta"), y)
+        if not of_outputs:
+            raise not_finite(model)

@@ -156,9 +156,7 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
 
 def _check_sum(factors: KroneckerFactors, N: int) -> None:
     """Raise a NotImplementedError unless the batches' factors can be added up."""
-    tied = [
-        n for n, b in factors.blocks.items() if b.A is not None and b.num_terms == 0 and b.A.any()
-    ]
+    tied = [n for n, b in factors.blocks.items() if b.A is not None and b.num_terms is None]
     if tied and factors.num_data != N:
         raise NotImplementedError(
             f"Parameter '{tied[0]}' is used in two ways; the factors of its batches cannot be "

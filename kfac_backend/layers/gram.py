@@ -56,6 +56,8 @@ class Gram(ABC):
         # Not like.new_empty, which of a sharded weight would be sharded, too.
         self.like = torch.empty(0, dtype=dtype, device=like.device)
         """An empty tensor of its dtype, on its device."""
+        self.nbytes = groups * size**2 * dtype.itemsize
+        """The memory that the sum takes."""
 
     @abstractmethod
     def add(self, rows: Tensor, fresh: bool = False) -> None:

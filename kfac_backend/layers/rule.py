@@ -20,7 +20,7 @@ uses, and the block would be wrong.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,6 +58,12 @@ class BlockSums(NamedTuple):
     """(G, M, d_in): the M rows whose outer products are A, if they are few (`Gram.rows`)."""
     slot: tuple[int, int] = (0, 1)
     """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "BlockSums":
+        """The sums with each tensor replaced."""
+        B, A, rows = (None if t is None else change(t) for t in (self.B, self.A, self.rows))
+        assert B is not None
+        return self._replace(B=B, A=A, rows=rows)
 
     def with_A(self) -> "BlockSums":
         """The sums with A in place of its rows."""

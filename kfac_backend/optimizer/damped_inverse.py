@@ -77,10 +77,8 @@ def damped_inverses(
         return [_of_product(*of_one) for of_one in zip(decompose(blocks), dampings, strict=True)]
 
     # Step 1: Cholesky's roots of the damped factors.
-    def take_roots(i: int) -> tuple[Inverse, list[Tensor]]:
-        return _decomposed(blocks[i], dampings[i])
-
-    roots = dict(zip(order, on_each(take_roots, order), strict=True))
+    pairs = ((blocks[i], dampings[i]) for i in order)
+    roots = dict(zip(order, on_each(lambda pair: _decomposed(*pair), pairs), strict=True))
     # Step 2: roots that could not be taken, in another way. One question for all of them.
     flags = [flag.reshape(-1) for _, failed in roots.values() for flag in failed]
     if flags and torch.cat(flags).any():
@@ -114,7 +112,7 @@ def _decomposed(
     # Both factors share the damping so that each has the same relative one: π balances their scales
     # (Martens & Grosse 2015, section 6.3).
     pi = 1.0 if A is None else _balance(B, A)
-    if block.num_parameters < block.numel:  # d_out without constants
+    if any(block.constants):  # d_out without constants
         pi = pi * (block.num_parameters / block.numel) ** 0.5
     of_A, of_B = (f"{block.name}, A", f"{block.name}, B") if clip else (None, None)
     failed: list[Tensor] = []

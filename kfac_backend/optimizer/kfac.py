@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_backend.engine.checks import check_module
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer.preconditioner import (
     KfacPreconditioner,

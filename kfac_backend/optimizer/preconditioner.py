@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock, gathered_blocks
-from kfac_backend.engine.checks import check_module
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer.damped_inverse import (
     DampingOn,
@@ -34,7 +34,7 @@ from kfac_backend.options import (
     check_option,
     check_positive,
 )
-from kfac_backend.ranks import ProcessGroupOption, Ranks
+from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import (
     is_part,
     local_parts,
@@ -200,6 +200,8 @@ class KfacPreconditioner:
             mean_over,
             process_group,
         )
+        self.ranks = self._pass.driver.ranks
+        """The ranks that have a part of each step's data."""
         self._step = 0
         self._damping: float | dict[str, float] = options.damping
         self._blocks: dict[str, KroneckerBlock] = {}
@@ -215,11 +217,6 @@ class KfacPreconditioner:
             "damping_on": options.damping_on,
             **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature) if f.repr},
         }
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that have a part of each step's data."""
-        return self._pass.driver.ranks
 
     @property
     def damping(self) -> float | Mapping[str, float]:

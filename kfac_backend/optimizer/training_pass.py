@@ -32,6 +32,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.automatic_mode import automatic_mode
 from kfac_backend.engine.batches import detached
 from kfac_backend.engine.calls import (
+    check_output,
     explicit_forwards,
     logits_of,
     num_examples,
@@ -39,12 +40,15 @@ from kfac_backend.engine.calls import (
     uncompiled,
 )
 from kfac_backend.engine.capture import Capture
-from kfac_backend.engine.checks import check_batch_norm, check_output
 from kfac_backend.engine.driver import Driver
-from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks
-from kfac_backend.engine.memory import check_memory
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
-from kfac_backend.engine.rule_assignment import Operations, RuleAssignment, assign_rules
+from kfac_backend.engine.rule_assignment import (
+    Operations,
+    RuleAssignment,
+    assign_rules,
+    check_batch_norm,
+)
 from kfac_backend.engine.task import Task, counting
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
@@ -203,7 +207,7 @@ class TrainingPass:
         if self._now is not None:
             self._drop()
         if self.trained.assigned != trained:
-            if self.driver.totals.num_data:
+            if self.driver.state.num_data:
                 raise RuntimeError(
                     "Parameters were frozen or unfrozen between the batches of one step. Do it "
                     "between two steps."
@@ -297,9 +301,14 @@ class TrainingPass:
             raise diverging("The model's output")
         y = _pseudo_targets(driver.task, f, g, forward.mask)
         driver.task.check(f.detach(), y)
-        self._compare(f, g)
+        # Warn if the loss is not the likelihood's, on the first batch that can tell.
+        if not self._is_compared:
+            why = why_not(f, g, driver.task.likelihood, self._mean_over == "examples")
+            self._is_compared = why is not None
+            if why:
+                warnings.warn(why, stacklevel=2)
         forward.is_seen = True
-        driver.totals.add(f, y, driver.task.likelihood)
+        driver.state.add(f, y, driver.task.likelihood)
         if driver.fisher.is_loss_gradient:
             # The backward pass that goes on from here shows the gradients. torch calls this at its
             # end, and not at all if it fails.
@@ -312,15 +321,6 @@ class TrainingPass:
         except BaseException:  # a part of the batch is in the sums
             self.reset()
             raise
-
-    def _compare(self, f: Tensor, g: Tensor) -> None:
-        """Warn if the loss is not the likelihood's, on the first batch that can tell."""
-        if self._is_compared:
-            return
-        why = why_not(f, g, self.driver.task.likelihood, self._mean_over == "examples")
-        self._is_compared = why is not None
-        if why:
-            warnings.warn(why, stacklevel=2)
 
     def _finish(self) -> None:
         """Close the latest forward pass, if the backward pass has come to its output.
@@ -348,7 +348,7 @@ class TrainingPass:
         Raises:
             RuntimeError: the sums also hold other forward passes of this step.
         """
-        others = self.driver.totals.num_data
+        others = self.driver.state.num_data
         self.reset()
         if others:
             raise RuntimeError(

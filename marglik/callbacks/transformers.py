@@ -9,7 +9,7 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,14 @@ from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import Likelihood, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import check_sharding, is_sharded
+from kfac_backend.sharding import (
+    check_sharding,
+    gathered_state,
+    is_part,
+    local_part,
+    part_of_whole,
+    reshard,
+)
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior, running_statistics
 from marglik.storage.checkpoint import Checkpoints
@@ -62,8 +69,9 @@ class MarginalLikelihood(TrainerCallback):
     early stopping is about it, and with ``load_best_model_at_end`` the training ends with the one
     that was evaluated best.
 
-    Processes that torchrun starts train together, under DistributedDataParallel or FSDP2, the
-    latter without checkpoints. Each step must have all of its examples (``dataloader_drop_last``).
+    Processes that torchrun starts train together, under DistributedDataParallel or FSDP2. A
+    checkpoint may be resumed by another number of them. Each step must have all of its examples
+    (``dataloader_drop_last``).
 
     ``TrainingArguments(weight_decay=0)``, the default, is required. Its ``max_grad_norm`` clips the
     gradient of the data; the prior's is added after it. A warning says if the trainer's loss of the
@@ -148,7 +156,7 @@ class MarginalLikelihood(TrainerCallback):
 
         Raises:
             NotImplementedError: with several processes, a dataloader that does not shard a dataset
-                with a length; checkpoints of a sharded model; FSDP1, or tensor parallelism.
+                with a length; FSDP1, or tensor parallelism.
             ValueError: the state in ``output_dir`` was not saved with the model's parameters;
                 dataloaders that repeat examples to give each process the same number.
         """
@@ -156,12 +164,6 @@ class MarginalLikelihood(TrainerCallback):
         check_sharding(model)
         if (size := Ranks().size) > 1:
             _check_shard(loader, size)
-        if is_sharded(model) and args.save_strategy != "no":
-            raise NotImplementedError(
-                "Checkpoints of a model under FSDP do not hold its average. Train it with "
-                'TrainingArguments(save_strategy="no"), or save in a loop of your own with '
-                "PriorLearner (kfac_backend.sharding.gathered_state)."
-            )
         self.learner.detach()  # the trainer begins again where a batch did not fit in memory
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
@@ -211,7 +213,7 @@ class MarginalLikelihood(TrainerCallback):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None:  # the trainer has loaded the parameters of that step
             saved = Checkpoints(Path(best) / FOLDER, minutes=0, ranks=Ranks()).load()
-            kwargs["model"].load_state_dict(saved["average"], strict=False)
+            _load_average(kwargs["model"], saved["average"])
         self._log(self.learner.finish(average=best is None))
 
     def _end_epoch(self, epoch: int) -> None:
@@ -228,15 +230,15 @@ class MarginalLikelihood(TrainerCallback):
             self._trainer.log({f"prior/{name}": value for name, value in numbers.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the prior's state beside the trainer's."""
-        state_of_prior = self.learner.state_dict()
+        """Write the prior's state beside the trainer's: whole, also of a sharded model."""
+        state_of_prior = gathered_state(self.learner.state_dict())
         model: nn.Module = kwargs["model"]
         saved = {"prior": state_of_prior, "parameters": _fingerprint(model), "average": {}}
         if args.load_best_model_at_end:
             with self.learner.averaged():
                 learned = {name for name, p in model.named_parameters() if p.requires_grad}
                 learned |= running_statistics(model).keys()
-                state_dict = model.state_dict().items()
+                state_dict = gathered_state(model.state_dict()).items()
                 saved["average"] = {n: t.detach().clone() for n, t in state_dict if n in learned}
         self._checkpoints(args, state).save(saved)
 
@@ -272,5 +274,19 @@ def _check_shard(loader: Any, size: int) -> None:
         )
 
 
+def _load_average(model: nn.Module, average: Mapping[str, Tensor]) -> None:
+    """Give a model, which may be sharded, the parameters and buffers of these names."""
+    tensors = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, value in average.items():
+            value = value.to(tensors[name].device)
+            is_spread = is_part(tensors[name])
+            local_part(tensors[name]).copy_(
+                part_of_whole(value, tensors[name]) if is_spread else value
+            )
+
+
 def _fingerprint(model: nn.Module) -> str:
-    return sha256_of_tensors([p.detach() for p in model.parameters() if p.requires_grad])
+    reshard(model)  # what an evaluation has left gathered
+    parameters = [p.detach() for p in model.parameters() if p.requires_grad]
+    return sha256_of_tensors(gathered_state(parameters))

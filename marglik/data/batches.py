@@ -75,9 +75,10 @@ class Batches:
         self.order: list[Tensor] = []
         """The indices of each batch in the latest iteration."""
         self._slices = []
+        rank, number = ranks.rank, ranks.size
         for start in range(0, len(y), batch_size):
             size = min(batch_size, len(y) - start)
-            first, last = (size * i // ranks.size for i in (ranks.rank, ranks.rank + 1))
+            first, last = (size * i // number for i in (rank, rank + 1))
             self._slices.append(slice(start + first, start + last))
         self._augment, self._ranks = augment, ranks
         self._scale = None

@@ -123,7 +123,7 @@ class EvidenceTerms:
         The log determinant's derivative in log σ is Σγ. Arguments as of the evidence.
         """
         sigma = sigma_noise.to(self.squared_norms)
-        gamma = self.effective_parameters(delta, sigma, temperature)
+        gamma = self.spectra.effective(1 / (sigma.square() * temperature) / delta)
         in_sigma = 2 * self.loss / sigma.square()
         if self.likelihood.has_sigma:
             in_sigma = in_sigma - self.num_targets

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +31,8 @@ from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.engine.batches import check_read_twice, to_device
 from kfac_backend.engine.calls import call_with
-from kfac_backend.engine.checks import check_finite, check_module
+from kfac_backend.engine.rule_assignment import check_module
+from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
@@ -106,6 +107,9 @@ class Posterior:
         ValueError: an option that is not supported, or a hyperparameter that is not positive.
         TypeError: a keyword that is no option.
     """
+
+    adds_at_other_weights: ClassVar[bool] = False
+    """Whether ``fit(override=False)`` after more training adds the curvature at the new weights."""
 
     def __init__(
         self,
@@ -365,7 +369,7 @@ class Posterior:
                 "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
                 "hold for the old ones. Fit with all the data at once, or with corrected=False."
             )
-        if adds:
+        if adds and not self.adds_at_other_weights:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
@@ -419,7 +423,7 @@ class Posterior:
             )
             parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
             return reduce(add, [part.to(self._device) for part in parts])
-        key = repr(self.options.replace(kfac_approx="auto")), self.generator
+        key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
                 self.model,

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.checks import check_module
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.options import check_keys, check_option, check_positive
 from marglik.posterior.posterior import Posterior
 
@@ -228,14 +228,13 @@ class Hyperparameters:
         device, fixed = terms.squared_norms.device, posterior.sigma_noise.double()
         groups = posterior.of_blocks(torch.tensor(self.groups.index)).long().cpu()  # of each block
 
-        def values() -> tuple[Tensor, Tensor]:  # δ of each block, and σ
-            sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
-            return self._log_delta.exp()[groups].to(device), sigma
-
         with torch.no_grad():
-            for _ in range(steps):
-                delta, sigma = values()
+            for step in range(steps + 1):
+                delta = self._log_delta.exp()[groups].to(device)  # of each block
+                sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
                 evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
+                if step == steps:
+                    break
                 if self.method == "adam":
                     of_blocks, of_sigma = terms.gradient(delta, sigma, T)
                     gradient = torch.zeros_like(self._log_delta)
@@ -245,7 +244,6 @@ class Hyperparameters:
                     self._adam.step()
                 else:
                     self._fixed_point_step(posterior)
-            evidences.append(terms.log_marginal_likelihood(*values(), T).item())
         self.give_to(posterior)
         return evidences
 
@@ -301,7 +299,7 @@ def update_prior(
         ValueError: the pass saw another number of examples than ``num_data``.
         FloatingPointError: the evidence is not finite.
     """
-    ranks, device = posterior.ranks, posterior.params[0].device
+    ranks, device = posterior.ranks, posterior.mean.device
     start = _now(device)
     posterior.fit(data, progress_bar=progress, stands_for=num_data if is_sample else None)
     # The weight decays T·δ/N of the steps and the evidence must be of the same N.
@@ -310,7 +308,7 @@ def update_prior(
             f"The curvature pass saw {posterior.n_data} examples, but the loader promised "
             f"{num_data}; its length must be what it yields."
         )
-    num_data = int(posterior.n_data)
+    num_data, factors = int(posterior.n_data), posterior.factors
     fitted = _now(device)
     _ = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
@@ -335,7 +333,7 @@ def update_prior(
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
         "effective_parameters": dict(zip(names, gamma, strict=True)),
-        "clipped_eigenvalues": posterior.fitted_factors().num_clipped(),
+        "clipped_eigenvalues": 0 if factors is None else factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,
             "eigenvalues": decomposed - fitted,

@@ -103,8 +103,8 @@ def penalty(
     state.steps[part] += 1
     policy.observe(problem, state, own)
     decays = policy.stable_decays(state, own)
-    scale_of_prior, padding = state.gradient_scale * scale, problem.padding_of(own)
-    value = add_penalty(own.parameters, decays, scale_of_prior, padding, with_value=with_value)
+    scale_of_prior = state.gradient_scale * scale
+    value = add_penalty(own.parameters, decays, scale_of_prior, own.padding, with_value=with_value)
     policy.limit_gradients(state, own, scale)
     return value
 
@@ -168,9 +168,9 @@ def fit(
         problem.model,
         state.likelihood,
         curvature,
-        prior_precision=hyper.groups.of_tensors(hyper.prior_precision),
         sigma_noise=hyper.sigma_noise,
         temperature=options.temperature,
+        structure=options.hessian_structure,
         process_group=problem.ranks.process_group,
     )
     if former is not None:
@@ -186,7 +186,8 @@ def fit(
                 hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
             )
         record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
-        state.kfac_approx = posterior.fitted_factors().options.kfac_approx
+        if posterior.factors is not None:
+            state.kfac_approx = posterior.factors.options.kfac_approx
         # The last posterior is that of the ranges as they are.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)

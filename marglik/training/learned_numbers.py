@@ -22,12 +22,14 @@ has learned little yet may be sure of much that is wrong for one epoch or two; o
 labels at once shows too little, and is trained as by "classification".
 """
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfac_backend.engine.batches import check_read_twice
 from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
@@ -37,10 +39,15 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
-from marglik.training.loaders import Loader, WithExamples
+from marglik.training.loaders import Loader, WithExamples, own_iteration, sampled
 from marglik.training.random_state import random_numbers_restored
-from marglik.training.sampled_data import own_iteration, sampled
-from marglik.training.state import EPOCHS_THAT_SHOW, LearnerState, Problem
+from marglik.training.state import LearnerState, Problem
+
+_logger = logging.getLogger(__name__)
+
+EPOCHS_THAT_SHOW = 3
+"""Epochs in a row that must show label noise, where there are no held-out labels: fewer are no
+sign, since a network that is about to fit may be sure of much that is wrong."""
 
 
 def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> None:
@@ -49,19 +56,42 @@ def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> 
     Raises:
         ModuleNotFoundError: scipy, by which label noise is fitted.
         NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
-        ValueError, TypeError: held-out batches that do not fit the network.
+        ValueError, TypeError: held-out batches that do not fit the network; without them, too few
+            epochs for the training labels to show noise.
     """
     if problem.learned_by_evidence or state.ranges is not None:
         _check_derivatives(problem, state, batch)
-    if problem.learns_label_noise:
-        with extra("statistics"):
-            import scipy.optimize  # noqa: F401  # here, since it takes long to import
-        if problem.held_out is not None:
-            outputs_and_labels(problem, state, problem.held_out)
+    if not problem.learns_label_noise:
+        return
+    with extra("statistics"):
+        import scipy.optimize  # noqa: F401  # here, since it takes long to import
+    num_early = problem.options.schedule.num_early
+    if problem.held_out is not None:
+        check_read_twice(problem.held_out)
+        outputs_and_labels(problem, state, problem.held_out)
+    elif num_early < EPOCHS_THAT_SHOW:
+        raise ValueError(
+            f"Training labels show the share of wrong ones in {EPOCHS_THAT_SHOW} epochs in a row "
+            f"before the last third, and here come {num_early}. Pass held_out=batches, a tenth of "
+            "the data, that the network is not trained on, give the share: "
+            "'noisy_classification(noise=0.2)', or train longer."
+        )
+    elif problem.ranks.rank == 0:
+        _logger.warning(
+            "without held-out labels, the share of wrong labels is what the training labels show "
+            "before the network fits them, often too little. Better pass held_out=batches, a tenth "
+            "of the data, that the network is not trained on, or give the share: "
+            "'noisy_classification(noise=0.2)'."
+        )
 
 
 def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
     """Raise an error if the evidence of a batch has no derivative in what it is to learn."""
+    if (structure := problem.options.hessian_structure) != "kron":
+        raise NotImplementedError(
+            f"hessian_structure={structure!r} has no derivatives for the likelihood's numbers and "
+            "the augmentations' ranges; take 'kron', or fix them."
+        )
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
     if modules:

@@ -40,8 +40,8 @@ from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
 from kfac_backend.engine.batches import each_batch, to_device
-from kfac_backend.engine.calls import arguments, logits_of
-from kfac_backend.engine.checks import check_module, check_output
+from kfac_backend.engine.calls import arguments, check_output, logits_of
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import IGNORED, loss_sum
 from kfac_backend.optimizer import KFAC
@@ -53,12 +53,13 @@ from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader, check_shards, samplers_of
+from marglik.training.loaders import Loader, check_shards
 from marglik.training.random_state import (
     check_workers,
     generators_of,
     own_random_numbers,
     random_state,
+    samplers_of,
     set_random_state,
 )
 
@@ -185,6 +186,7 @@ class OnlineTraining:
         self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
         """The processes that train together, each on its shard of the data."""
+        self._is_alone = self.ranks.size == 1
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
@@ -205,7 +207,7 @@ class OnlineTraining:
             hooks="none",
         )
         self._start()
-        if self.ranks.size > 1:
+        if not self._is_alone:
             _warn_of_batch_norm(model)
         # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
         # gets a graph of its own, and none has a symbolic size.
@@ -321,12 +323,12 @@ class OnlineTraining:
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
         self.model.train()
-        state, is_alone = self.learner.state, self.ranks.size == 1
+        state = self.learner.state
         variance = state.hyperparameters.sigma_noise.square().item()
         if self._own_damping is not None:
             self._set_damping(self._own_damping, variance)
         for sampler in samplers_of(self.train_loader):
-            if not is_alone and isinstance(sampler, DistributedSampler):
+            if not self._is_alone and isinstance(sampler, DistributedSampler):
                 sampler.set_epoch(epoch)  # it would else repeat its order
         # On the device, and summed and read once at the end: reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
@@ -340,7 +342,7 @@ class OnlineTraining:
             # The last batch may be too small for this rank to have a part of it. It must take part
             # all the same, since the others wait for its gradients: it runs on its latest examples,
             # with weight zero.
-            counts = is_alone or len(own[1]) > 0
+            counts = self._is_alone or len(own[1]) > 0
             latest = own if counts else latest
             if latest is None:
                 raise ValueError(
@@ -407,7 +409,9 @@ class OnlineTraining:
             data_loss = loss_sum(f, y, likelihood)
             if counts and self.probabilities is not None:
                 self.probabilities.add(indices, f)
-            objective = self._mean_over_ranks(data_loss, len(f), counts)
+            objective = data_loss / len(f)
+            if not self._is_alone:
+                objective = self._mean_over_ranks(data_loss, len(f), counts)
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
             # changes from step to step. The prior's gradient must get the same one: the hook
             # records it as the gradient of the objective itself.
@@ -430,8 +434,6 @@ class OnlineTraining:
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
         """The loss that this rank differentiates; the ranks' average is the mean over examples."""
-        if self.ranks.size == 1:
-            return data_loss / examples
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
         self.ranks.sum_([of_all])
         weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])
@@ -534,6 +536,7 @@ class OneDevice:
     """What the loop asks of a Fabric, for one device in full precision: Lightning loads slowly."""
 
     world_size = 1
+    backward = staticmethod(Tensor.backward)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -543,10 +546,6 @@ class OneDevice:
     def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Both as they are."""
         return model, optimizer
-
-    def backward(self, objective: Tensor) -> None:
-        """Add the gradients."""
-        objective.backward()
 
 
 def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:

@@ -11,7 +11,6 @@ from torch import nn
 
 from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.ranks import Ranks
-from marglik.training.loaders import samplers_of
 
 
 def check_workers(*loaders: Any) -> None:
@@ -22,6 +21,12 @@ def check_workers(*loaders: Any) -> None:
             "its workers, and a resumed run would shuffle and augment its data differently. Pass "
             "persistent_workers=False, or train without checkpoints."
         )
+
+
+def samplers_of(loader: Any) -> tuple[Any, ...]:
+    """The sampler of a loader, and that of its batch sampler; None where there is none."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
 
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import check_read_twice, to_device
+from kfac_backend.engine.batches import to_device
 from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of
-from kfac_backend.engine.checks import check_module
 from kfac_backend.engine.operations.padding import padding_rows
+from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
@@ -24,6 +24,7 @@ from kfac_backend.ranks import Ranks
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
+from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import (
     Hyperparameters,
@@ -33,10 +34,17 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
-from marglik.training.loaders import Loader, WithExamples, check_shards, count_on_ranks
+from marglik.training.loaders import (
+    Loader,
+    WithExamples,
+    check_shards,
+    count_on_ranks,
+    own_iteration,
+    sample_size,
+    sampled,
+)
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.random_state import random_numbers_restored
-from marglik.training.sampled_data import own_iteration, sample_size, sampled
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
 
@@ -44,11 +52,6 @@ _logger = logging.getLogger(__name__)
 
 FEW_VECTORS = 3_000
 """Backward passes of one example each, of an exact pass over all of the data."""
-
-
-EPOCHS_THAT_SHOW = 3
-"""Epochs in a row that must show label noise, where there are no held-out labels: fewer are no
-sign, since a network that is about to fit may be sure of much that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class LearnerOptions:
             σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
         curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
             labels in all but the last, if exact ones would take longer than the training.
+        hessian_structure: of the curvature, "kron", or from Jacobians "full", "diag" or "lowrank",
+            as of `Posterior`.
 
     Raises:
         ValueError: a value that is not supported.
@@ -93,11 +98,13 @@ class LearnerOptions:
     mean_over: MeanOver = "examples"
     loss_scale: float = 1.0
     curvature_from: CurvatureFrom = "auto"
+    hessian_structure: Structure = "kron"
 
     def __post_init__(self) -> None:
         self.curvature.check(self.likelihood)
         check_option("mean_over", self.mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
+        check_option("hessian_structure", self.hessian_structure, Structure)
         for name in ("weight_decay", "temperature", "loss_scale"):
             check_positive(name, getattr(self, name))
         if self.learn_sigma_noise and not self.likelihood.has_sigma:
@@ -133,8 +140,8 @@ class LearnerOptions:
                     f"{objects}."
                 )
         for part, one in names.items():
-            values = {name: value for name, value in options.items() if name in one}
-            changed[part] = replace(getattr(self, part), **values)
+            if values := {name: value for name, value in options.items() if name in one}:
+                changed[part] = replace(getattr(self, part), **values)
         return replace(self, **changed)
 
     @property
@@ -155,6 +162,8 @@ class Part:
     """The place of each tensor among all trainable ones, in ``parameters()`` order."""
     names: list[str]
     parameters: list[nn.Parameter]
+    padding: dict[int, int] = field(default_factory=dict)
+    """Number of a parameter -> its row that is a constant, and so has no decay."""
 
 
 @dataclass(eq=False)
@@ -184,8 +193,6 @@ class Problem:
     """Batches that the network is not trained on, where the share of wrong labels is learned."""
     vectors: int = 1
     """Backward passes per example of an exact pass."""
-    padding: dict[str, int] = field(default_factory=dict)
-    """Parameter -> its row that is a constant, and so has no decay."""
 
     @classmethod
     def of(
@@ -212,26 +219,9 @@ class Problem:
                 stacklevel=4,
             )
         N = count_on_ranks(loader, ranks, options.curvature)
-        problem = cls(
+        return cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
         )
-        if problem.learns_label_noise and held_out is not None:
-            check_read_twice(held_out)
-        elif problem.learns_label_noise and options.schedule.num_early < EPOCHS_THAT_SHOW:
-            raise ValueError(
-                f"Training labels show the share of wrong ones in {EPOCHS_THAT_SHOW} epochs in a "
-                f"row before the last third, and here come {options.schedule.num_early}. Pass "
-                "held_out=batches, a tenth of the data, that the network is not trained on, give "
-                "the share: 'noisy_classification(noise=0.2)', or train longer."
-            )
-        elif problem.learns_label_noise and ranks.rank == 0:
-            _logger.warning(
-                "without held-out labels, the share of wrong labels is what the training labels "
-                "show before the network fits them, often too little. Better pass "
-                "held_out=batches, a tenth of the data, that the network is not trained on, or "
-                "give the share: 'noisy_classification(noise=0.2)'."
-            )
-        return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
         """The hyperparameters that learning begins with."""
@@ -251,11 +241,6 @@ class Problem:
     def rate(self) -> float:
         """The learning rate of the first optimiser."""
         return float(self.parts[0].optimizer.param_groups[0]["lr"])
-
-    def padding_of(self, part: Part) -> dict[int, int]:
-        """The rows that are constants, by the number of an optimiser's parameter."""
-        names = part.names
-        return {names.index(name): row for name, row in self.padding.items() if name in names}
 
     @property
     def draws_labels(self) -> bool:
@@ -318,6 +303,7 @@ class Problem:
         """
         options = self.options
         task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
+        padding: dict[str, int] = {}
         device = next(self.model.parameters()).device
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
@@ -330,7 +316,7 @@ class Problem:
                 terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
                 examples += len(y)
                 if index == 0 and len(y):
-                    self.padding = padding_rows(self.model, x)
+                    padding = padding_rows(self.model, x)
                     args, kwargs = arguments(self.model, x)
                     f = logits_of(self.model(*args, **kwargs))
                     of_position = likelihood.num_vectors(f.shape[-1])
@@ -341,9 +327,12 @@ class Problem:
                             self.compare_loss(likelihood, loss(f, labels), f, y)
                 if options.mean_over == "examples":
                     break
-        of_ranks = self.ranks.gather((terms, examples, self.vectors, self.padding))
+        of_ranks = self.ranks.gather((terms, examples, self.vectors, padding))
         self.vectors = max(rank[2] for rank in of_ranks)
-        self.padding = next((rank[3] for rank in of_ranks if rank[3]), {})
+        padding = next((rank[3] for rank in of_ranks if rank[3]), {})
+        for part in self.parts:
+            rows = {i: padding[name] for i, name in enumerate(part.names) if name in padding}
+            part.padding.update(rows)
         number = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
         if options.mean_over == "examples" and number != 1 and not sums_terms:
             raise ValueError(
@@ -508,12 +497,13 @@ class LearnerState:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
         options, hyper = problem.options, self.hyperparameters
         # σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
-        self.gradient_scale = hyper.sigma_noise.square().item() * options.loss_scale
+        sigma = hyper.sigma_noise
+        self.gradient_scale = sigma.square().item() * options.loss_scale
         self.gradient_scale /= problem.terms_per_example
         self.decays = options.policy.limited_decays(problem, self)
         delta = torch.tensor(self.decays, dtype=torch.float64) * problem.num_data
         delta = delta / options.temperature
-        self.decay_history[self.epoch] = (delta, hyper.sigma_noise, str(self.likelihood))
+        self.decay_history[self.epoch] = (delta, sigma, str(self.likelihood))
 
     def state_dict(self, problem: Problem) -> dict[str, Any]:
         """Plain data and tensors, by the names of the fields; and what they are the state of."""

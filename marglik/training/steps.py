@@ -21,6 +21,7 @@ from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import (
     is_part,
+    is_sharded,
     local_part,
     local_parts,
     norms_over_parts,
@@ -48,7 +49,8 @@ def add_penalty(
     values = local_parts(parameters)
     for i, row in padding.items():
         values[i] = without_row(parameters[i], row)
-    present = [None if p.grad is None else local_part(p.grad) for p in parameters]
+    own = iter(local_parts(p.grad for p in parameters if p.grad is not None))
+    present = [None if p.grad is None else next(own) for p in parameters]
     if values[0].device.type == "cpu":
         # As torch's SGD adds a weight decay: a quarter of the time of its foreach functions, which
         # are loops here. In place unless two parameters share a gradient, as after a compiled
@@ -171,22 +173,24 @@ def renew_batch_norm(
     """Set BatchNorm's running statistics to their means over the batches, at present parameters.
 
     The statistics that training collected belong to the parameters of the steps, not to their
-    average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks.
+    average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks, some
+    of whose batches may be empty.
     """
     norms = batch_norms(model)
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
-    device = next(model.parameters()).device
+    device, num_batches = next(model.parameters()).device, 0
     with preserve_mode(model):
-        model.train()
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # torch's way to ask for the mean over all batches
         try:
             for batch in loader:
                 x, y = split_batch(batch, options)
-                if len(y):
+                num_batches += len(y) > 0
+                if len(y) or is_sharded(model):  # the other ranks' batches need this one's part
+                    model.train(len(y) > 0)  # otherwise statistics stay as they are
                     # A copy, since a model may change its input in place.
                     args, kwargs = arguments(model, deepcopy(to_device(x, device)))
                     model(*args, **kwargs)
@@ -195,5 +199,5 @@ def renew_batch_norm(
                 norm.momentum = momentum
     statistics: Any = [s for norm in norms for s in (norm.running_mean, norm.running_var)]
     if ranks.size > 1:
+        torch._foreach_mul_(statistics, num_batches / sum(ranks.gather(num_batches)))
         ranks.sum_(statistics)
-        torch._foreach_div_(statistics, ranks.size)

@@ -22,6 +22,7 @@ from experiments.speed import (
     bench_predictive,
     bench_quick,
     ekfac_timing,
+    fits,
     price,
     transformer_timing,
 )
@@ -47,9 +48,11 @@ TABLES = {
     "bench_curvature_cpu": ("speed.bench_curvature",),
     "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),
     "bench_predictive_cpu": ("speed.bench_predictive",),
+    "confidence_thresholds": ("predictions.confidence_thresholds",),
     "default_options": ("weight_decay.default_options",),
     "ekfac_timing": ("speed.ekfac_timing",),
     "exactness": ("exactness.modes",),
+    "fits": ("speed.fits",),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "label_noise": ("labels.label_noise",),
     "large_classes": ("speed.large_classes",),
@@ -230,6 +233,10 @@ def small_bench_curvature(patch):
     found = [bench_curvature.run_passes(config) | {"name": "passes"}]
     found.append(bench_curvature.run_batch(config) | {"name": "batch_32"})
     return found, bench_curvature.tables
+
+
+def small_fits(patch):
+    return [fits.run(fits.Config("mlp", 4, 2, 1)) | {"name": "mlp"}], fits.table
 
 
 def small_bench_predictive(patch):

@@ -13,7 +13,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.engine import memory
+from kfac_backend.engine import factor_sums
 from tests import oracles
 from tests.kfac_backend.block_checks import MODES, OTHER
 from tests.kfac_backend.covariance.posteriors import (
@@ -143,7 +143,7 @@ def test_covariances_and_determinants_are_those_of_the_dense_blocks(tied):
 @pytest.mark.parametrize("kfac_approx", ["expand", "auto"])
 def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkeypatch):
     """A vocabulary of 50,257: 9.4 GiB, and two copies in float64 for the eigenvalues."""
-    monkeypatch.setattr(memory, "total_memory", lambda device: 16 * 2**30)
+    monkeypatch.setattr(factor_sums, "total_memory", lambda device: 16 * 2**30)
     for tied, name in ((True, "token_embedding"), (False, "head")):
         model = GPT(50257, 8, 4, 1, 1, tied=tied)
         options = {"kfac_approx": kfac_approx, "fisher": "mc"}
@@ -159,7 +159,7 @@ def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkey
         # With enough memory it is tried.
         model.head.weight.requires_grad_(True)
         with monkeypatch.context() as larger:
-            larger.setattr(memory, "total_memory", lambda device: 48 * 2**30)
+            larger.setattr(factor_sums, "total_memory", lambda device: 48 * 2**30)
             CurvaturePass(model, "classification", **options)
 
 

@@ -100,11 +100,11 @@ def test_exhausted_memory_does_not_choose_the_precision(monkeypatch):
     monkeypatch.setattr(driver, "LONG_PASS", 6)
     add, used = driver.Driver.add_part, []
 
-    def exhausted(self, x, y):
+    def exhausted(self, x, y, *mask):
         used.append(self.arithmetic.precision)
         if self.arithmetic.precision == "tf32":
             raise torch.OutOfMemoryError
-        add(self, x, y)
+        add(self, x, y, *mask)
 
     monkeypatch.setattr(driver.Driver, "add_part", exhausted)
     x, y = data(12)

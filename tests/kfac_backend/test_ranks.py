@@ -3,12 +3,16 @@
 The functions at the end are called on each rank, see `tests.worlds`.
 """
 
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -16,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import compute_eigenvalues, decompose
+from kfac_backend.blocks.eigen import eigendecompositions
 from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
@@ -24,6 +29,7 @@ from tests.kfac_backend.block_checks import MODES
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.networks import OwnNorm, data, network
 from tests.kfac_backend.test_factor_derivatives import Moved
+from tests.random_numbers import normal
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +100,16 @@ def test_a_rank_that_is_gone_ends_the_others(told):
     assert told["gone"] != "no error"
 
 
+def test_a_rank_drops_what_others_keep_block_by_block(worlds):
+    """Of four linear layers: a weight and its bias have one B, and A is whole when it is sent."""
+    square = 8 * 32**2
+    for peak, sent, solved in worlds.all(2, "tests.kfac_backend.test_ranks:memory_of_a_pass"):
+        assert sent == (4 + 4) * square  # Σ (d_in² + d_out²)
+        # All four B, the two A of its own and the one that is sent, beside a few rows.
+        assert peak < (4 + 2 + 1) * square
+        assert solved == 4 + 4  # on both ranks together
+
+
 # --- on each rank ---
 
 
@@ -128,7 +144,8 @@ def tensors(name: str, factors) -> dict[str, Tensor]:
         found[f"{name}, {n}, B"] = block.B
         if block.A is not None:
             found[f"{name}, {n}, A"] = block.A
-        found[f"{name}, {n}, terms"] = torch.tensor(block.num_terms, dtype=torch.float64)
+        terms = -1 if block.num_terms is None else block.num_terms
+        found[f"{name}, {n}, terms"] = torch.tensor(terms, dtype=torch.float64)
         found[f"{name}, {n}, constants"] = torch.tensor(block.constants, dtype=torch.float64)
     return found
 
@@ -246,6 +263,32 @@ def everything() -> dict[str, Tensor]:
     alone = kronecker_factors(network(), loader, "classification", process_group=None)
     found = of_layers(ranks) | of_fishers(ranks) | tensors("no group", alone)
     return found | {f"mc, {name}": tensor for name, tensor in of_labels(ranks).items()}
+
+
+def memory_of_a_pass() -> tuple[int, int, int]:
+    """Most bytes of new tensors at a reduction, all that are reduced, and factors solved."""
+    model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]).double(), normal(6, 32)
+    live, sent, solved, reduce = [], [], [], dist.reduce
+    before = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
+
+    def counting(tensor: Tensor, **keywords: Any) -> Any:
+        tensors = [t for t in gc.get_objects() if type(t) is Tensor and not t.is_meta]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        live.append(sum(size for address, size in storages.items() if address not in before))
+        sent.append(tensor.nbytes)
+        return reduce(tensor, **keywords)
+
+    def solving(factors: Sequence[Any], **keywords: Any) -> Any:
+        solved.extend(factors)
+        return eigendecompositions(factors, **keywords)
+
+    gc.freeze()  # so that it lists new objects alone
+    with patch.object(dist, "reduce", counting):
+        factors = kronecker_factors(model, [(x, x)], "regression")
+    gc.unfreeze()
+    with patch("kfac_backend.blocks.block.eigendecompositions", solving):
+        compute_eigenvalues(factors.blocks.values(), Ranks())
+    return max(live), sum(sent), sum(Ranks().gather(len(solved)))
 
 
 def error_of(use) -> str:

@@ -29,9 +29,11 @@ from kfac_backend.factor_derivatives import factor_gradients
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.likelihoods import IGNORED
 from kfac_backend.optimizer import KFAC
+from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, local_part
 from marglik import Posterior, PriorLearner
+from marglik.training.steps import renew_batch_norm
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.test_ranks import error_of, tensors
 from tests.random_numbers import normal
@@ -88,7 +90,7 @@ def assert_shares(shares: list[dict[str, int]], whole: dict[str, int], is_sharde
         share = whole["parameters"] / (len(shares) if is_sharded else 1)
         assert share / 1.15 <= of_rank["parameters"] <= 1.15 * share
         assert of_rank["factors"] <= 1.15 * whole["factors"] / len(shares) + whole["largest"]
-        assert of_rank["reduced"] == whole["factors"]  # each once, to its owner
+        assert of_rank["reduced"] == whole["factors"] == FACTORS_OF_GPT
     assert sum(of_rank["factors"] for of_rank in shares) == whole["factors"]
 
 
@@ -241,6 +243,15 @@ def made(name: str) -> nn.Module:
     return MODELS[name]().double()
 
 
+FACTORS_OF_GPT = 8 * (
+    # Of a block: norm, attention's three maps and output, up, down. d_in² + d_out² of each map.
+    2 * (2 * 8**2 + 3 * (8**2 + 8**2) + (8**2 + 8**2) + 2 * (8**2 + 16**2))
+    + (5 + 8**2)  # embedding: counts of tokens
+    + (4 * 8) ** 2  # positions: dense
+    + (8**2 + 5**2)  # head
+)
+"""Bytes of all factors, each once: what a rank hands to the reduction of a pass."""
+
 WHOLE: list[str] = []
 """Not empty where each rank has whole models, in DistributedDataParallel."""
 
@@ -329,13 +340,18 @@ def at_rest(is_sharded: bool) -> dict[str, int]:
 
     with patch.object(dist, "reduce", counting):
         factors = kronecker_factors(model, batches(x, y), "classification")
+    # A weight and its bias share their B.
     blocks = [
-        sum(F.nbytes for F, _ in block.named_factors() if not F.is_meta)
+        {F.data_ptr(): F.nbytes for F, _ in block.named_factors() if not F.is_meta}
         for block in factors.blocks.values()
     ]
     parameters = sum(local_part(p).nbytes for p in model.parameters())
-    sizes = {"parameters": parameters, "factors": sum(blocks), "largest": max(blocks)}
-    return sizes | {"reduced": sum(sent)}
+    return {
+        "parameters": parameters,
+        "factors": sum({address: size for b in blocks for address, size in b.items()}.values()),
+        "largest": max(sum(block.values()) for block in blocks),
+        "reduced": sum(sent),
+    }
 
 
 def of_whole_models() -> dict[str, Tensor]:
@@ -517,6 +533,22 @@ def of_corrected_eigenvalues() -> dict[str, Tensor]:
         results[f"{name}, corrected f, V"] = torch.cat(
             [t.flatten() for t in posterior.output_distribution(x[:2], "last")]
         )
+    return results
+
+
+def of_batch_norm() -> dict[str, Tensor]:
+    """Renewed statistics over three batches: two of the first rank's, and an empty one."""
+    results, (x, y), ranks = {}, whole_data("cnn", 6), Ranks()
+    parts = torch.arange(6).split(2)
+    own = parts if ranks.size == 1 else (parts[:2], (parts[2], parts[2][:0]))[ranks.rank]
+    for sharding in (nn.Module.train, shard):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
+        sharding(model)
+        renew_batch_norm(model, [(x[part], y[part]) for part in own], TargetOptions(), ranks)
+        norm: Any = model[1]
+        statistics = torch.cat([norm.running_mean, norm.running_var])
+        results[f"batch norm, {sharding.__name__}"] = statistics
     return results
 
 
@@ -703,7 +735,7 @@ def refused() -> dict[str, str]:
 def everything() -> dict[str, Any]:
     """All of it."""
     results = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
-    results |= of_masks() | of_shifted_labels()
+    results |= of_masks() | of_shifted_labels() | of_batch_norm()
     results |= of_corrected_eigenvalues() | of_whole_models()
     results |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
     x, y = whole_data("gpt")

@@ -62,6 +62,27 @@ def test_a_batch_of_the_exact_pass(mode, most):
     assert not WAITS & set(dispatched.counts)
 
 
+def test_a_mask_is_asked_for_once():
+    """Whether it hides anything is a wait."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x, attention_mask):
+            return (self.layer(x) * attention_mask[..., None]).sum(1)
+
+    mask = torch.arange(5) < torch.tensor([[5], [3], [5], [4]])
+    batch = {"x": torch.randn(4, 5, 3), "attention_mask": mask}, torch.tensor([0, 1, 1, 0])
+    curvature = CurvaturePass(Pooled(), "classification", kfac_approx="reduce")
+    for _ in range(2):
+        curvature.add(*batch)
+    with Dispatched() as dispatched:
+        curvature.add(*batch)
+    assert dispatched.counts["all"] == 1
+
+
 @pytest.mark.parametrize(
     ("likelihood", "spoil", "message"),
     [

@@ -38,7 +38,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,9 @@ from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.embedding import EmbeddingRule
 from kfac_backend.layers.stacked import by_matrix
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
+
+if TYPE_CHECKING:
+    from kfac_backend.engine.operations.copies import Copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +144,7 @@ class Follower(TorchFunctionMode):
     Args:
         operations: what each operation is.
         leaves: name -> a leaf that requires a gradient.
-        copies: called with an expression and a number M, returns a copy (M, ...) for each row.
+        copies: makes a copy of an expression for each row.
         layer: called with a layer, its input and its output; returns the output.
         once: layers whose output starts an expression, since they run once for all examples.
     """
@@ -150,13 +153,13 @@ class Follower(TorchFunctionMode):
         self,
         operations: Operations,
         leaves: Mapping[str, Tensor],
-        copies: Callable[[Expression, int], Tensor],
+        copies: "Copies",
         layer: Callable[[TrackedLayer, Tensor, Tensor], Tensor],
         once: Container[nn.Module] = (),
     ) -> None:
         super().__init__()
         self._operations = operations
-        self._copies, self._layer, self._once = copies, layer, once
+        self.copies, self._layer, self._once = copies, layer, once
         self._expressions: dict[int, Expression] = {}  # by the id of the value
         self._roots: dict[int, str] = {}  # id of a parameter's value -> its name
         self.inside: list[TrackedLayer] = []
@@ -257,7 +260,7 @@ class Follower(TorchFunctionMode):
         copies: dict[int, Tensor] = {}
         for e in call.expressions:
             if id(e.value) not in copies:
-                copies[id(e.value)] = _aligned(self._copies(e, M), axis)
+                copies[id(e.value)] = _aligned(self.copies.for_rows(e, M), axis)
         output = call.run(lambda value: copies.get(id(value), value))
         if not isinstance(output, Tensor) or output.dim() < -axis or output.shape[axis] != M:
             raise NotImplementedError(
@@ -297,7 +300,7 @@ class Follower(TorchFunctionMode):
             replacements = {id(use.a): a[None], id(use.weight): weight}
             return call.run(lambda value: replacements.get(id(value), value))[0]
 
-        return torch.func.vmap(of_row)(use.a, self._copies(e, len(use.a)))
+        return torch.func.vmap(of_row)(use.a, self.copies.for_rows(e, len(use.a)))
 
     def _add_expression(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
         self._expressions[id(value)] = Expression(value, twin, key, leaves)

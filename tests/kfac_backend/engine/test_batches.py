@@ -89,10 +89,10 @@ def test_a_batch_that_exhausts_the_memory_is_named_with_a_size_that_fits(monkeyp
     x, y = torch.randn(8, 2, 4, 4).double(), torch.randint(3, (8,))
     add = Driver.add_part
 
-    def small(self, x, y):
+    def small(self, x, y, *mask):
         if len(y) > 3:
             raise torch.OutOfMemoryError
-        add(self, x, y)
+        add(self, x, y, *mask)
 
     monkeypatch.setattr(Driver, "add_part", small)
     with pytest.raises(torch.OutOfMemoryError, match="batches of 8 examples. Batches of 2 fit"):

@@ -247,40 +247,59 @@ def test_a_small_language_model(likelihood, tmp_path, recwarn):
     assert not [w for w in recwarn if "loss" in str(w.message)]
 
 
+def training(folder, kind, examples=24, resumes=None, save_strategy="no", **options):
+    """Called in each rank: what a training learns, or the rest of one."""
+    labelled = [{"x": x.double(), "labels": y} for x, y in dataset()][:examples]
+    size = Ranks().size
+    if size > 1:
+        options["ddp_backend"] = "gloo"
+    # Labels that are wrong to evaluate, so that the first average is the best.
+    wrong = [e | {"labels": (e["labels"] + 1) % 3} for e in labelled]
+    run = trainer(
+        folder, Classifier().double(), kind=KINDS[kind], evaluated=wrong,
+        per_device_train_batch_size=8 // size, save_strategy=save_strategy, **options,
+    )  # fmt: skip
+    run.train_dataset = labelled
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train(resume_from_checkpoint=None if resumes is None else str(folder / resumes))
+    assert is_sharded(run.model) == (kind == "FSDP2")
+    numbers = gathered_state({n: p.detach() for n, p in run.model.named_parameters()})
+    numbers["decays"] = prior.learner.weight_decays()
+    numbers["evidences"] = torch.tensor(prior.learner.evidences).double()
+    return numbers
+
+
+KINDS = {"DDP": InOrder, "FSDP2": Sharding}
+KEEPS_BEST = {
+    "load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch",
+}  # fmt: skip
+
+
 def on_ranks(folder):
-    """Called in each rank: what training learns, in DDP and in FSDP2, and what is refused."""
+    """Called in each rank: whole trainings, resumed ones, those with the best average, refusals."""
     results, size = {}, Ranks().size
-    examples = [{"x": x.double(), "labels": y} for x, y in dataset()]
     group = {"ddp_backend": "gloo"} if size > 1 else {}
-
-    def training(kind, examples, **options):
-        run = trainer(
-            folder, Classifier().double(), kind=kind, per_device_train_batch_size=8 // size,
-            **group, **options,
-        )  # fmt: skip
-        run.train_dataset = examples
-        prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
-        run.train()
-        return run.model, prior
-
-    for kind in (InOrder, Sharding)[:size]:
-        model, prior = training(kind, examples[:24])
-        assert is_sharded(model) == (kind is Sharding)
-        numbers = gathered_state({n: p.detach() for n, p in model.named_parameters()})
-        numbers["decays"] = prior.learner.weight_decays()
-        numbers["evidences"] = torch.tensor(prior.learner.evidences).double()
-        results[kind.__name__] = numbers
+    for kind in ("DDP", "FSDP2")[:size]:
+        here = folder / f"{kind}, {size}"
+        results[kind] = training(here, kind, save_strategy="epoch")
+        # The fourth epoch is averaged, at whose last step this was saved.
+        results[f"{kind}, resumed"] = training(here, kind, resumes="checkpoint-12")
+        if size == 1 or kind == "FSDP2":
+            results["best"] = training(here / "best", kind, **KEEPS_BEST)
         if size > 1:
             with pytest.raises(ValueError, match="30 examples are no multiple of the 8 of a step"):
-                training(kind, examples)
+                training(folder, kind, examples=30)
     if size > 1:
-        with pytest.raises(NotImplementedError, match='save_strategy="no"'):
-            training(Sharding, examples[:24], save_strategy="epoch")
         with pytest.raises(NotImplementedError, match="LengthGroupedSampler, draws from torch's"):
             lengths: Any = {"train_sampling_strategy": "group_by_length"}
             if lengths.keys().isdisjoint(f.name for f in fields(transformers.TrainingArguments)):
                 lengths = {"group_by_length": True}  # its name in transformers 5.0
-            training(transformers.Trainer, [e | {"input_ids": [0]} for e in examples], **lengths)
+            run = trainer(
+                folder, Classifier().double(), kind=transformers.Trainer, **group, **lengths
+            )
+            run.train_dataset = [{"x": x, "labels": y, "input_ids": [0]} for x, y in dataset()]
+            MarginalLikelihood.attached(run, "classification", **OPTIONS)
+            run.train()
         # Shuffled shards do not overlap where processes draw other numbers.
         run = trainer(folder, Classifier().double(), kind=transformers.Trainer, **group)
         loader = run.get_train_dataloader()
@@ -291,11 +310,31 @@ def on_ranks(folder):
     return results
 
 
+HERE = "tests.marglik.callbacks.test_transformers"
+
+
+def assert_same(numbers, expected):
+    assert numbers.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(numbers[name], tensor, rtol=1e-10, atol=1e-12)
+
+
 def test_ranks_learn_what_one_process_learns(worlds, tmp_path):
-    function = "tests.marglik.callbacks.test_transformers:on_ranks"
-    ((alone,),) = (of_rank.values() for of_rank in worlds.all(1, function, tmp_path))
-    for of_rank in worlds.all(2, function, tmp_path):
-        assert of_rank.keys() == {"InOrder", "Sharding"}
-        for numbers in of_rank.values():
-            for name, tensor in alone.items():
-                assert_close(numbers[name], tensor, rtol=1e-10, atol=1e-12)
+    """Also from a checkpoint on, which any number of ranks may resume."""
+    (alone,) = worlds.all(1, f"{HERE}:on_ranks", tmp_path)
+    assert_same(alone["DDP, resumed"], alone["DDP"])
+    assert not torch.equal(alone["best"]["decays"], alone["DDP"]["decays"])
+    for of_rank in worlds.all(2, f"{HERE}:on_ranks", tmp_path):
+        for kind in ("DDP", "FSDP2"):
+            assert_same(of_rank[kind], alone["DDP"])
+            assert_same(of_rank[f"{kind}, resumed"], alone["DDP"])
+        assert_same(of_rank["best"], alone["best"])
+    (resumed,) = worlds.all(1, f"{HERE}:training", tmp_path / "DDP, 2", "DDP", 24, "checkpoint-12")
+    assert_same(resumed, alone["DDP"])
+
+
+@pytest.mark.slow
+def test_more_ranks_resume_a_sharded_training(worlds, tmp_path):
+    whole, _ = worlds.all(2, f"{HERE}:training", tmp_path, "FSDP2", 24, None, "epoch")
+    for resumed in worlds.all(4, f"{HERE}:training", tmp_path, "FSDP2", 24, "checkpoint-12"):
+        assert_same(resumed, whole)

@@ -37,6 +37,10 @@ def test_no_gpu_is_named(capsys):
 
 
 EVALUATES = {
+    "an option of data that are not named": (
+        ["--data.path", "x"],
+        "--data.path is an option of a class; pass --data CLASS before it. marglik has CIFAR10, ",
+    ),
     "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), and"),
     "linearised networks of a layer": (
         ["--methods", "[linearised]", "--predictive.layers", "last"],

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend.laplace_torch.interface import KfacGGN
-from marglik import KronLaplace, marglik_training
+from marglik import marglik_training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,15 +37,18 @@ THEIRS = {
 """What laplace-torch does: the update with the best evidence, at a constant rate."""
 
 
-@pytest.mark.parametrize("prior_structure", ["layerwise", "scalar"])
-def test_same_numbers_in_classification(prior_structure):
-    options = OPTIONS | {"prior_structure": prior_structure}
+@pytest.mark.parametrize(
+    ("prior_structure", "structure"),
+    [("layerwise", "kron"), ("scalar", "kron"), ("scalar", "full"), ("layerwise", "diag")],
+)
+def test_same_numbers_in_classification(prior_structure, structure):
+    options = OPTIONS | {"prior_structure": prior_structure, "hessian_structure": structure}
     ours = marglik_training(network(), loader(), **options, **THEIRS)
     theirs = laplace_torch_training(network(), loader(), backend=KfacGGN, **options)
     assert len(ours) == len(theirs) == 4
     assert_close(torch.tensor(ours[2]), torch.tensor(theirs[2]), rtol=1e-6, atol=0)
     assert_close(torch.tensor(ours[3]), torch.tensor(theirs[3]), rtol=1e-6, atol=0)
-    assert isinstance(ours[0], KronLaplace)
+    assert ours[0].structure == structure
     x = next(iter(loader()))[0]
     assert_close(ours[1](x), theirs[1](x), rtol=1e-5, atol=1e-7)
     # laplace-torch keeps the precision of before the last hyperparameter step.
@@ -83,10 +86,20 @@ def test_what_it_returns():
     ("options", "error", "message"),
     [
         ({"prior_structure": "diag"}, ValueError, "'diag'.*use laplace.marglik_training"),
-        ({"hessian_structure": "full"}, ValueError, "'full'.*use laplace.marglik_training"),
+        ({"hessian_structure": "block"}, ValueError, "'block' is not supported"),
+        (
+            {
+                "hessian_structure": "full",
+                "likelihood": "student_t(df=4)",
+                "model": network(1),
+                "train_loader": loader("regression"),
+            },
+            NotImplementedError,
+            "'full' has no derivatives",
+        ),
         ({"backend": CurvlinopsHessian}, ValueError, "'CurvlinopsHessian' is neither of the GGN"),
     ],
 )
 def test_wrong_options(options, error, message):
     with pytest.raises(error, match=message):
-        marglik_training(network(), loader(), **options)
+        marglik_training(**{"model": network(), "train_loader": loader()} | options)

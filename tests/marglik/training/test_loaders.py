@@ -9,12 +9,12 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.engine.preparation import Preparation
+from kfac_backend.engine.driver import Preparation
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.algorithm import end_of_epoch, finish
-from marglik.training.sampled_data import own_iteration, sample_size, sampled
+from marglik.training.loaders import own_iteration, sample_size, sampled
 from marglik.training.schedule import Schedule
 from marglik.training.state import LearnerState
 
