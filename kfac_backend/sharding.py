@@ -52,8 +52,7 @@ def local_part(parameter: Tensor) -> Tensor:
 
 def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
     """`local_part` of each."""
-    values = [p.detach() for p in parameters]
-    return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
+    return [local_part(p) for p in parameters]
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

@@ -31,7 +31,7 @@ class KroneckerBlock:
     """The parameter's name, for errors."""
     B: Tensor
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
-    A: Tensor | None = None
+    A: Tensor | None = field(default_factory=lambda: None)  # no attribute of the class
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
     num_terms: float | tuple[float, ...] | None = None
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
@@ -42,7 +42,7 @@ class KroneckerBlock:
     padding: the block is zero there, and they have no prior."""
 
     def __post_init__(self) -> None:
-        A_shape = None if self.A is None else self.A.shape
+        A_shape = self._A_shape
         square = self.B.dim() in (2, 3) and self.B.shape[-1] == self.B.shape[-2]
         if A_shape is not None:
             same_groups = A_shape[:-2] in (self.B.shape[:-2], ())
@@ -66,12 +66,30 @@ class KroneckerBlock:
         """A block whose A is the Gram matrix of few rows (..., M, d_in), which it keeps.
 
         The eigenvalues of A come from these rows, also after the block was scaled, added to
-        another or moved, and they are saved in A's place. After A was changed in place they no
-        longer count.
+        another or moved, and they are saved in A's place; A itself is computed when it is first
+        asked for. After A was changed in place they no longer count.
         """
-        block = cls(name, B, gram_matrix(rows), num_terms, **fields)
+        block = cls(name, B, None, num_terms, **fields)
+        del block.__dict__["A"]
         block._remember("_rows", rows)
+        block.__post_init__()
         return block
+
+    def __getattr__(self, name: str) -> Any:
+        """A, of a block that has only its rows so far."""
+        if name != "A" or "_rows" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        # A copy's version is 0, which is what the one that was missing counted as.
+        self.__dict__["A"] = A = gram_matrix(self.__dict__["_rows"][1]).clone()
+        return A
+
+    @property
+    def _A_shape(self) -> torch.Size | None:
+        """The shape of A, without computing it."""
+        if "A" not in self.__dict__:
+            rows = self.__dict__["_rows"][1]
+            return torch.Size((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]))
+        return None if self.A is None else self.A.shape
 
     @property
     def rows_of_A(self) -> Tensor | None:
@@ -81,7 +99,7 @@ class KroneckerBlock:
     @cached_property
     def numel(self) -> int:
         """P, the number of entries of the parameter tensor."""
-        return self.B.shape[:-1].numel() * (1 if self.A is None else self.A.shape[-1])
+        return self.B.shape[:-1].numel() * (1 if self._A_shape is None else self._A_shape[-1])
 
     @property
     def num_parameters(self) -> int:
@@ -92,7 +110,8 @@ class KroneckerBlock:
     def version(self) -> object:
         """Another one after a tensor of the block was changed in place, by torch's counters."""
         # 0 of tensors of inference mode, which cannot change outside.
-        return [0 if t.is_inference() else t._version for t in (self.B, self.A) if t is not None]
+        factors = self.B, self.__dict__.get("A")
+        return [0 if t is None or t.is_inference() else t._version for t in factors]
 
     def fits(self, shape: torch.Size) -> bool:
         """Whether the block can be that of a parameter of this shape: B's rows are its first axes.
@@ -125,13 +144,12 @@ class KroneckerBlock:
 
     def scale(self, weight: float) -> Self:
         """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
-        terms = self.num_terms
+        B, terms = self.B * weight, self.num_terms
         if terms is not None:
             terms = _one_or_all(tuple(number * weight for number in self._terms))
-        scaled = replace(self, B=self.B * weight, num_terms=terms)
         if (rows := self.rows_of_A) is not None:
-            scaled._remember("_rows", rows)
-        return scaled
+            return type(self).of_rows(self.name, B, rows, terms, constants=self.constants)
+        return replace(self, B=B, num_terms=terms)
 
     def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
@@ -215,6 +233,14 @@ class KroneckerBlock:
         """B, and A if there is one, with their names for errors."""
         factors = [(self.B, f"{self.name}, B")]
         return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
+
+    def _to_solve(self, vectors: bool) -> list[Factor]:
+        """The factors to decompose; without vectors of A its rows, with any matrix of its shape."""
+        rows = self.rows_of_A
+        if rows is None or vectors:
+            return [Factor(*named) for named in self.named_factors()]
+        any_matrix = rows[..., :1, :].mT.expand(self._A_shape)  # pyright: ignore
+        return [Factor(self.B, f"{self.name}, B"), Factor(any_matrix, f"{self.name}, A", rows)]
 
     @property
     def cost(self) -> int:
@@ -350,16 +376,12 @@ def _solved(
     vectors: bool,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
-    ranks, named = ranks or Ranks(None), [one for b in blocks for one in b.named_factors()]
+    ranks, to_solve = ranks or Ranks(None), [F for b in blocks for F in b._to_solve(vectors)]
     # By memory, so that a factor which a weight and its bias share is solved once.
-    numbers, of_all = _by_memory([F for F, _ in named], ranks)
-    factors = {number: Factor(*named[number]) for number in numbers}
-    of_blocks, rest = [], iter(numbers)
-    for block in blocks:
-        of_blocks.append([next(rest) for _ in block.named_factors()])
-        if block.A is not None and (rows := block.rows_of_A) is not None:
-            number = of_blocks[-1][1]
-            factors[number] = factors[number]._replace(rows=rows)
+    numbers, of_all = _by_memory([F.matrix for F in to_solve], ranks)
+    factors = {number: to_solve[number] for number in numbers}
+    rest = iter(numbers)
+    of_blocks = [[next(rest) for _ in range(1 if b._A_shape is None else 2)] for b in blocks]
     # Each rank solves its own factors, the largest first, and receives those of the others.
     costs = {number: _cost(F.matrix) for number, F in factors.items()}
     keys = sorted(factors, key=lambda number: -costs[number])

@@ -32,7 +32,7 @@ class Factor(NamedTuple):
     """A matrix to be decomposed."""
 
     matrix: Float[Tensor, "*G d d"]
-    """Symmetric positive semi-definite up to rounding."""
+    """Symmetric positive semi-definite up to rounding; where rows are solved, any of its shape."""
     name: str
     """For errors."""
     rows: Float[Tensor, "*G M d"] | None = None
@@ -98,9 +98,10 @@ def eigendecompositions(factors: Sequence[Factor], *, vectors: bool) -> list[Eig
 def check_finite(factors: Sequence[Factor]) -> None:
     """Raise a ValueError that names a factor, unless all entries of all are finite."""
     # A sum is the quickest look at all entries. One of finite entries may overflow: look at each.
-    if torch.stack([factor.matrix.sum().double() for factor in factors]).isfinite().all():
+    entries = [factor.matrix if factor.rows is None else factor.rows for factor in factors]
+    if torch.stack([values.sum().double() for values in entries]).isfinite().all():
         return
-    finite = torch.stack([torch.isfinite(factor.matrix).all() for factor in factors]).tolist()
+    finite = torch.stack([torch.isfinite(values).all() for values in entries]).tolist()
     if not all(finite):
         raise ValueError(
             f"The curvature factor of '{factors[finite.index(False)].name}' is not finite. Likely "

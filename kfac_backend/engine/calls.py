@@ -434,10 +434,11 @@ def each_batch(
     The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
     DataLoader would start its workers twice and draw more seeds.
     """
+    if not progress:
+        return iter(loader)
+    # disable=None: shown on a terminal only.
     total = length(loader)
-    hidden = None if progress else True  # None: shown on a terminal only
-    bar = tqdm(iter(loader), description, total, leave=False, unit=unit, disable=hidden)
-    return iter(bar)
+    return iter(tqdm(iter(loader), description, total, leave=False, unit=unit, disable=None))
 
 
 def length(loader: Any) -> int | None:

@@ -32,7 +32,6 @@ from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader
 
 
-@torch.no_grad()
 def add_penalty(
     parameters: list[nn.Parameter],
     weight_decays: Sequence[float],
@@ -57,13 +56,13 @@ def add_penalty(
         # backward pass.
         addresses = [g.data_ptr() for g in present if g is not None and not g.is_sparse]
         out = torch.Tensor.add_ if len({*addresses}) == len(addresses) else torch.Tensor.add
-        pulls = []
+        pulls, scale = [], float(scale)
         for g, value, wd in zip(present, values, weight_decays, strict=True):
             if g is None or g.is_sparse:  # an embedding's, which the prior makes dense
-                pull = value * (wd * float(scale))
+                pull = value * (wd * scale)
                 pulls.append(pull if g is None else pull + g)
             else:
-                pulls.append(out(g, value, alpha=wd * float(scale)))
+                pulls.append(out(g, value, alpha=wd * scale))
     else:
         pulls = torch._foreach_mul(values, list(weight_decays))
         torch._foreach_mul_(pulls, scale)
@@ -80,6 +79,9 @@ def add_penalty(
         return 0.5 * sum(wd * float(n) ** 2 for n, wd in zip(norms, weight_decays, strict=True))
     weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
     return 0.5 * torch.stack(weighted).square().sum()
+
+
+_update_means: Any = get_swa_multi_avg_fn()
 
 
 class WeightAverage:
@@ -101,9 +103,7 @@ class WeightAverage:
         if not self.count:
             self._values = [part.clone() for part in local_parts(self._parameters)]
         else:
-            add = get_swa_multi_avg_fn()
-            parts = local_parts(self._parameters)
-            add(self._values, parts, self.count)  # pyright: ignore[reportArgumentType]
+            _update_means(self._values, local_parts(self._parameters), self.count)
         self.count += 1
 
     @torch.no_grad()

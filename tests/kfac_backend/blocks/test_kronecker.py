@@ -398,3 +398,21 @@ def test_eigenvalues_follow_changes_in_place(which):
     block.A.mul_(3)
     dense = torch.linalg.eigvalsh(block.to_dense()).clamp(min=0)
     assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)
+
+
+def test_a_sample_s_A_is_computed_when_it_is_asked_for(monkeypatch):
+    """Eigenvalues of few rows need no A; that of a block that was scaled is its Gram matrix."""
+    a, b = normal(2, 6), normal(9, 3, seed=1)
+    scaled = KroneckerBlock.of_rows("w", b.mT @ b, a, 2).scale(3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "gram_matrix", lambda _: pytest.fail("A is formed"))
+        values = scaled.eigenvalues().sort().values
+        assert scaled.numel == len(values) == 18
+        with pytest.raises(pytest.fail.Exception, match="A is formed"):
+            _ = scaled.A
+    dense = torch.kron(3 * b.mT @ b, a.mT @ a)
+    assert_close(values, torch.linalg.eigvalsh(dense).clamp(min=0), rtol=1e-9, atol=1e-9)
+    assert_close(scaled.to_dense(), dense)
+    assert_close(scaled.A, a.mT @ a)
+    scaled.A.mul_(2)  # as in any block, the eigenvalues are then those of the changed factor
+    assert_close(scaled.eigenvalues().sort().values, 2 * values, rtol=1e-9, atol=1e-9)
