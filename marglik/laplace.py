@@ -188,8 +188,7 @@ class ParametricLaplace(Posterior):
 
     subset: ClassVar[Subset] = "all"
     hessian_structure: ClassVar[Structure] = "kron"
-    adds_at_other_weights = True
-    _is_of_density = False
+    bound_to_weights = False
 
     def __init__(
         self,
@@ -312,19 +311,6 @@ class ParametricLaplace(Posterior):
                 f"last_layer_name={ran!r} (or another one)."
             )
 
-    def check_weights(self, *, by_value: bool = True) -> None:
-        """As of `Posterior`, except for the density, which does not depend on the network."""
-        if not self._is_of_density:
-            super().check_weights(by_value=by_value)
-
-    def _density(self) -> Precision:
-        """The precision of the fit, also where the network has other weights since."""
-        self._is_of_density = True
-        try:
-            return self.precision()
-        finally:
-            self._is_of_density = False
-
     # What laplace-torch calls the parts of the posterior.
 
     @property
@@ -362,7 +348,7 @@ class ParametricLaplace(Posterior):
 
         Of "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
         """
-        precision = self._density()
+        precision = self.precision()
         if isinstance(precision, KroneckerPrecision):
             return precision
         if isinstance(precision, DiagonalPrecision):
@@ -378,12 +364,12 @@ class ParametricLaplace(Posterior):
     @property
     def posterior_covariance(self) -> Tensor:
         """Σ, (P, P)."""
-        return self._density().covariance()
+        return self.precision().covariance()
 
     @property
     def posterior_variance(self) -> Tensor:
         """The diagonal of Σ, (P,)."""
-        return self._density().variances().to(self._wide_dtype)
+        return self.precision().variances().to(self._wide_dtype)
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -416,7 +402,7 @@ class ParametricLaplace(Posterior):
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """Log det(H/(σ²T) + P₀)."""
-        return self._density().logdet()
+        return self.precision().logdet()
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -439,7 +425,7 @@ class ParametricLaplace(Posterior):
         difference = value - self.mean
         if isinstance(self._curvature, JacobianGGN):
             difference = difference[..., self._curvature.indices]
-        return log_prob(self._density(), difference, normalized)
+        return log_prob(self.precision(), difference, normalized)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """J Σ Jᵀ (N, C, C) of Jacobians (N, C, P)."""

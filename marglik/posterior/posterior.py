@@ -107,8 +107,9 @@ class Posterior:
         TypeError: a keyword that is no option.
     """
 
-    adds_at_other_weights: ClassVar[bool] = False
-    """Whether ``fit(override=False)`` after more training adds the curvature at the new weights."""
+    bound_to_weights: ClassVar[bool] = True
+    """Whether density, evidence and adding data are errors where the network has other weights since
+    the fit, whose they are. Samples and predictions always are."""
 
     def __init__(
         self,
@@ -371,7 +372,7 @@ class Posterior:
                 "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
                 "hold for the old ones. Fit with all the data at once, or with corrected=False."
             )
-        if adds and not self.adds_at_other_weights:
+        if adds and self.bound_to_weights:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
@@ -598,7 +599,8 @@ class Posterior:
         """
         if self._curvature is None:
             raise AttributeError(NOT_FITTED)
-        self.check_weights(by_value=False)
+        if self.bound_to_weights:
+            self.check_weights(by_value=False)
         if isinstance(self._curvature, KroneckerFactors):
             # What was computed from blocks that were changed in place since is computed anew.
             version = [block.version for block in self._curvature.blocks.values()]
