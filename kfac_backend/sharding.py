@@ -52,7 +52,8 @@ def local_part(parameter: Tensor) -> Tensor:
 
 def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
     """`local_part` of each."""
-    return [local_part(p) for p in parameters]
+    values = [p.detach() for p in parameters]
+    return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

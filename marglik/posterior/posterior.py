@@ -108,8 +108,10 @@ class Posterior:
     """
 
     bound_to_weights: ClassVar[bool] = True
-    """Whether density, evidence and adding data are errors where the network has other weights since
-    the fit, whose they are. Samples and predictions always are."""
+    """Whether density, evidence and adding data are errors after the network's weights changed.
+
+    Samples and predictions always are.
+    """
 
     def __init__(
         self,
