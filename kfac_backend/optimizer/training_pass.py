@@ -98,6 +98,8 @@ class TrainingPass:
         self._mean_over: MeanOver = mean_over
         self._model = model
         self._now: _Forward | None = None
+        self._runs_again = ExitStack()
+        """The context of checkpoints, which run layers again in the backward pass."""
         self._probe = next(model.parameters(), None)
         self._is_paused = False
         self._is_compared = False  # whether the loss was found to be the likelihood's, or not
@@ -132,6 +134,7 @@ class TrainingPass:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._runs_again.close()
         # No `reset`: its new pass would fail where the process group of a sharded model is gone.
         if self._now is not None:
             self._now.forget()
@@ -139,6 +142,7 @@ class TrainingPass:
 
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
+        self._runs_again.close()
         if self._now is not None:
             self._now.forget()
         self._now = None
@@ -192,6 +196,7 @@ class TrainingPass:
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
+        self._runs_again.close()  # of a backward pass that failed
         if self._now is not None and not self._now.is_over:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
@@ -309,10 +314,14 @@ class TrainingPass:
                 warnings.warn(why, stacklevel=2)
         forward.is_seen = True
         driver.state.add(f, y, driver.task.likelihood)
+        # Layers in checkpoints run again in this backward pass, by the same parts. torch calls
+        # what is queued at its end, and not at all if it fails.
+        self._runs_again = explicit_forwards(driver.preparation.proof.assignment)
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        queue_callback(self._runs_again.close)
         if driver.fisher.is_loss_gradient:
-            # The backward pass that goes on from here shows the gradients. torch calls this at its
-            # end, and not at all if it fails.
-            torch.autograd.Variable._execution_engine.queue_callback(forward.backward_ended)
+            # The backward pass that goes on from here shows the gradients.
+            queue_callback(forward.backward_ended)
             return
         try:
             with gathered_again(self._model):

@@ -193,6 +193,7 @@ CHECKPOINTED = {
     "scale": (Scale, (3,)),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (3,)),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (3,)),
+    "by parts": (lambda: nn.TransformerEncoderLayer(4, 2, 4, 0.0, batch_first=True), (5, 3)),
 }
 
 
