@@ -190,23 +190,23 @@ class PairedRows(FactorSums):
         for tracked, rule in self.rules.items():
             for local, name in tracked.parameters.items():
                 index, count = slot = tracked.slots.get(local, (0, 1))
-                if of_slot.setdefault((name, slot), rule.B[local]) is not rule.B[local]:
+                G, terms = self._of_factors.get(name), self._factors.blocks[name].num_terms
+                is_one_use = of_slot.setdefault((name, slot), rule.B[local]) is rule.B[local]
+                if not is_one_use or (G is not None and G.A is not None and terms is None):
                     raise NotImplementedError(
                         f"Parameter '{name}' is used in different ways, and its block, the nearest "
                         "product of both, cannot be differentiated. Use separate tensors, or "
                         "freeze it (requires_grad_(False))."
                     )
-                if name not in self._of_factors:
+                if G is None:
                     continue
-                G, terms = self._of_factors[name], self._factors.blocks[name].num_terms
                 of_B = G.B if count == 1 else G.B[index : index + 1]
                 if G.A is None:
                     weights[rule.B[local]] = of_B
                     continue
                 of_A = G.A if count == 1 else G.A[index : index + 1]
                 # The factor over the columns is a mean over its terms.
-                terms = terms[index] if isinstance(terms, tuple) else terms
-                assert terms is not None  # as of a tensor used in two ways, which is refused above
+                terms: Any = terms[index] if isinstance(terms, tuple) else terms
                 rows, columns = rule.B[local], rule.A[local]
                 rows, columns = (columns, rows) if rule.transposed else (rows, columns)
                 weights |= {rows: of_B, columns: of_A / max(terms, 1)}

@@ -51,7 +51,7 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """`local_part` of each."""
+    """`local_part` of each, without a call for each, which small steps would notice."""
     values = [p.detach() for p in parameters]
     return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
 

@@ -8,7 +8,7 @@ calls, each of which is tested on both.
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.calls import attempt, call_with, detached
+from kfac_backend.engine.calls import detached
 from kfac_backend.engine.task import Task, split_batch
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
@@ -77,7 +77,8 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
             others are constants.
         hessian_structure: "kron", or from Jacobians "diag", "full" (P, P) and "lowrank".
-        arguments: further arguments of `ParametricLaplace` by position, σ first.
+        arguments: further arguments of `ParametricLaplace` by position, σ first; so do
+            laplace-torch's classes but those of subnetworks and low rank.
         options: arguments of `ParametricLaplace`.
 
     Raises:
@@ -188,7 +189,7 @@ class ParametricLaplace(Posterior):
 
     subset: ClassVar[Subset] = "all"
     hessian_structure: ClassVar[Structure] = "kron"
-    bound_to_weights = False
+    adds_at_other_weights = True
 
     def __init__(
         self,
@@ -261,55 +262,30 @@ class ParametricLaplace(Posterior):
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
         """Compute the curvature; arguments as `Posterior.fit`.
 
-        With override=False after more training, as in continual learning, the curvature at the new
-        weights is added to that at the old ones, and the mean is the new weights.
+        With override=False after more training of all layers, as in continual learning, the
+        curvature at the new weights is added to that at the old ones, and the mean is the new
+        weights. Of a last layer or a subnetwork that is an error.
 
         Raises:
             ValueError: the last layer that the model lists does not run last; targets of a wrong
                 dtype, for which laplace-torch's error is one, too.
         """
-        if self._whole is not None or self.options.dict_key_x is not None:
+        if self._whole is not None:
             batches = iter(train_loader)
             first = next(batches, None)
             if batches is train_loader:  # read only once, so that the first batch must go back
                 train_loader = [] if first is None else chain([first], batches)
             if first is not None:
-                self._take_mapping_whole(first)
-                self._check_last_layer(first)
+                x, _ = split_batch(first, self.options)
+                if (ran := last_layer(self._whole, x)) != self._last:
+                    raise ValueError(
+                        f"The model lists {self._last!r} last, but {ran!r} runs last; pass "
+                        f"last_layer_name={ran!r} (or another one)."
+                    )
         try:
             super().fit(train_loader, *args, **keywords)
         except TypeError as error:
             raise ValueError(str(error)) from error
-
-    def _take_mapping_whole(self, batch: Any) -> None:
-        """Drop ``dict_key_x`` for a model of whole mappings, which laplace-torch gives to all."""
-        whole = self.options.replace(dict_key_x=None)
-        if whole == self.options or not isinstance(batch, Mapping):
-            return
-
-        def fails(options: CurvatureOptions) -> bool:
-            x = detached(split_batch(batch, options)[0], self._device)
-            with eval_mode(self.model), torch.no_grad():
-                return isinstance(attempt(lambda: call_with(self.model, {}, x)), Exception)
-
-        if fails(self.options) and not fails(whole):
-            warnings.warn(
-                f"{type(self.model).__name__} does not take the batches' entry "
-                f"dict_key_x={self.options.dict_key_x!r}, but the mapping as a whole, which it is "
-                "given; leave dict_key_x out.",
-                stacklevel=3,
-            )
-            self.options = whole
-
-    def _check_last_layer(self, batch: Any) -> None:
-        if self._whole is None:
-            return
-        x, _ = split_batch(batch, self.options)
-        if (ran := last_layer(self._whole, x)) != self._last:
-            raise ValueError(
-                f"The model lists {self._last!r} last, but {ran!r} runs last; pass "
-                f"last_layer_name={ran!r} (or another one)."
-            )
 
     # What laplace-torch calls the parts of the posterior.
 
@@ -348,7 +324,7 @@ class ParametricLaplace(Posterior):
 
         Of "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
         """
-        precision = self.precision()
+        precision = self.precision(any_weights=True)
         if isinstance(precision, KroneckerPrecision):
             return precision
         if isinstance(precision, DiagonalPrecision):
@@ -364,12 +340,12 @@ class ParametricLaplace(Posterior):
     @property
     def posterior_covariance(self) -> Tensor:
         """Σ, (P, P)."""
-        return self.precision().covariance()
+        return self.precision(any_weights=True).covariance()
 
     @property
     def posterior_variance(self) -> Tensor:
         """The diagonal of Σ, (P,)."""
-        return self.precision().variances().to(self._wide_dtype)
+        return self.precision(any_weights=True).variances().to(self._wide_dtype)
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -402,7 +378,7 @@ class ParametricLaplace(Posterior):
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """Log det(H/(σ²T) + P₀)."""
-        return self.precision().logdet()
+        return self.precision(any_weights=True).logdet()
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -425,7 +401,7 @@ class ParametricLaplace(Posterior):
         difference = value - self.mean
         if isinstance(self._curvature, JacobianGGN):
             difference = difference[..., self._curvature.indices]
-        return log_prob(self.precision(), difference, normalized)
+        return log_prob(self.precision(any_weights=True), difference, normalized)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """J Σ Jᵀ (N, C, C) of Jacobians (N, C, P)."""
@@ -748,6 +724,7 @@ class LLLaplace(ParametricLaplace):
     """Of the last layer."""
 
     subset = "last_layer"
+    adds_at_other_weights = False  # the curvature is of features, which have changed
 
 
 class FullLLLaplace(LLLaplace):
@@ -770,6 +747,7 @@ class SubnetLaplace(ParametricLaplace):
     """Of a subnetwork."""
 
     subset = "subnetwork"
+    adds_at_other_weights = False
 
     @property
     def n_params_subnet(self) -> int:

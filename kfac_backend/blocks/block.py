@@ -157,14 +157,14 @@ class KroneckerBlock:
         if self.B.is_meta != other.B.is_meta:  # the sum is with the owner, who has both
             return self._shapes().add(other._shapes())
         B = self.B + other.B
-        if self.A is None or other.A is None:
+        if self._A_shape is None or other._A_shape is None:
             return replace(self, B=B)
         terms = tuple(m + t for m, t in zip(self._terms, other._terms, strict=True))
         # The share of the other block in each group's terms; 0 where neither has a term.
         shares = [t / n if n else 0.0 for t, n in zip(other._terms, terms, strict=True)]
         share: Any = shares[0]
         if len(shares) > 1:
-            of_groups = torch.tensor(shares, dtype=self.A.dtype, device=self.A.device)
+            of_groups = torch.tensor(shares, dtype=B.dtype, device=B.device)
             share = of_groups[:, None, None]
         rows, others = self.rows_of_A, other.rows_of_A
         if rows is not None and others is not None:
@@ -182,8 +182,8 @@ class KroneckerBlock:
 
     def _shapes(self) -> "KroneckerBlock":
         """The block without values, as of another rank."""
-        A = None if self.A is None else self.A.to("meta")
-        return replace(self, B=self.B.to("meta"), A=A)
+        shape, B = self._A_shape, self.B.to("meta")
+        return replace(self, B=B, A=None if shape is None else B.new_empty(shape))
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
@@ -192,14 +192,15 @@ class KroneckerBlock:
                 f"The block of '{self.name}' has corrected eigenvalues, and a sum has other "
                 "eigenvectors. Add the factors as they are, and correct the sum over all the data."
             )
-        alike = self.B.shape == other.B.shape and (self.A is None) == (other.A is None)
+        has_A = self._A_shape is not None
+        alike = self.B.shape == other.B.shape and has_A == (other._A_shape is not None)
         if not alike or self.constants != other.constants:
             raise ValueError(
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
                 "only factors of the same model can be added."
             )
         # Not by values, which only the owner of a block has: all ranks add, or none.
-        if self.A is not None and None in (self.num_terms, other.num_terms):
+        if has_A and None in (self.num_terms, other.num_terms):
             raise ValueError(
                 f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
                 "tensor used in two ways has none: pass all the data at once."
@@ -237,7 +238,7 @@ class KroneckerBlock:
     def _to_solve(self, vectors: bool) -> list[Factor]:
         """The factors to decompose; without vectors of A its rows, with any matrix of its shape."""
         rows = self.rows_of_A
-        if rows is None or vectors:
+        if rows is None or vectors or not rows.shape[-2]:
             return [Factor(*named) for named in self.named_factors()]
         any_matrix = rows[..., :1, :].mT.expand(self._A_shape)  # pyright: ignore
         return [Factor(self.B, f"{self.name}, B"), Factor(any_matrix, f"{self.name}, A", rows)]
@@ -245,7 +246,7 @@ class KroneckerBlock:
     @property
     def cost(self) -> int:
         """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
-        return sum(_cost(F) for F in (self.B, self.A) if F is not None)
+        return sum(_cost(shape) for shape in (self.B.shape, self._A_shape) if shape is not None)
 
     @property
     def _terms(self) -> tuple[float, ...]:
@@ -383,7 +384,7 @@ def _solved(
     rest = iter(numbers)
     of_blocks = [[next(rest) for _ in range(1 if b._A_shape is None else 2)] for b in blocks]
     # Each rank solves its own factors, the largest first, and receives those of the others.
-    costs = {number: _cost(F.matrix) for number, F in factors.items()}
+    costs = {number: _cost(F.matrix.shape) for number, F in factors.items()}
     keys = sorted(factors, key=lambda number: -costs[number])
     holders = [of_all[number] for number in keys]
     if not all(holders):
@@ -444,9 +445,9 @@ def _identity(factor: Tensor) -> object:
     return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
 
 
-def _cost(factor: Tensor) -> int:
+def _cost(shape: torch.Size) -> int:
     """G d³ for G groups."""
-    return factor.shape[:-2].numel() * factor.shape[-1] ** 3
+    return shape[:-2].numel() * shape[-1] ** 3
 
 
 def _one_or_all(terms: tuple[float, ...]) -> float | tuple[float, ...]:

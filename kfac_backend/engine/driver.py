@@ -198,9 +198,8 @@ class Driver:
                 way_out = (
                     f"Batches of {fitting} fit."
                     if fitting
-                    else "No part of it fits: use smaller batches, keep large factors by their "
-                    "diagonal (diagonal_above), or freeze the largest layers "
-                    "(requires_grad_(False))."
+                    else "Use smaller batches, keep large factors by their diagonal "
+                    "(diagonal_above), or freeze the largest layers (requires_grad_(False))."
                 )
                 raise torch.OutOfMemoryError(
                     f"Out of memory on {self.device} in a curvature pass with batches of {len(y)} "

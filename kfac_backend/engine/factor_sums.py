@@ -344,7 +344,8 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
         for which, sums in (("B", rule.B), ("A", rule.A)):
             for local, of_name in sums.items():
                 names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
-    grams = {name: gram for gram, name in names.items()}  # of layers that share a tensor, one
+    # Of layers that share a tensor, the largest.
+    grams = {name: gram for gram, name in sorted(names.items(), key=lambda one: one[0].nbytes)}
     if memory is None or not grams:
         return
     total = sum(gram.nbytes for gram in grams.values())

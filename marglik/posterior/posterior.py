@@ -107,11 +107,8 @@ class Posterior:
         TypeError: a keyword that is no option.
     """
 
-    bound_to_weights: ClassVar[bool] = True
-    """Whether density, evidence and adding data are errors after the network's weights changed.
-
-    Samples and predictions always are.
-    """
+    adds_at_other_weights: ClassVar[bool] = False
+    """Whether ``fit(override=False)`` after more training adds the curvature at the new weights."""
 
     def __init__(
         self,
@@ -132,11 +129,10 @@ class Posterior:
         **keywords: Any,
     ) -> None:
         check_module(model)
-        check_option("structure", structure, Structure)
         options = options.replace(**keywords) if keywords else options
+        check_structure(options, structure)
         if structure != "kron":
             check_whole(model, f"structure {structure!r}")
-            _check_of_jacobians(options, structure)
         self.structure, self.rank, self.enable_backprop = structure, rank, enable_backprop
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
@@ -374,7 +370,7 @@ class Posterior:
                 "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
                 "hold for the old ones. Fit with all the data at once, or with corrected=False."
             )
-        if adds and self.bound_to_weights:
+        if adds and not self.adds_at_other_weights:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
@@ -592,8 +588,11 @@ class Posterior:
         self._covariances: dict[Any, tuple[tuple, Any]] = {}
         self._terms: EvidenceTerms | None = None
 
-    def fitted_curvature(self) -> KroneckerFactors | JacobianGGN:
+    def fitted_curvature(self, *, any_weights: bool = False) -> KroneckerFactors | JacobianGGN:
         """The curvature of the fit.
+
+        Args:
+            any_weights: whether the network may have other weights by now.
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -601,7 +600,7 @@ class Posterior:
         """
         if self._curvature is None:
             raise AttributeError(NOT_FITTED)
-        if self.bound_to_weights:
+        if not any_weights:
             self.check_weights(by_value=False)
         if isinstance(self._curvature, KroneckerFactors):
             # What was computed from blocks that were changed in place since is computed anew.
@@ -611,13 +610,13 @@ class Posterior:
                 self._version = version
         return self._curvature
 
-    def fitted_factors(self) -> KroneckerFactors:
-        """The curvature of a fit with structure "kron"; errors as of `fitted_curvature`.
+    def fitted_factors(self, *, any_weights: bool = False) -> KroneckerFactors:
+        """The curvature of a fit with structure "kron"; otherwise as `fitted_curvature`.
 
         Raises:
             NotImplementedError: another structure, which has no Kronecker factors.
         """
-        curvature = self.fitted_curvature()
+        curvature = self.fitted_curvature(any_weights=any_weights)
         if not isinstance(curvature, KroneckerFactors):
             raise NotImplementedError(
                 f"A posterior with structure {self.structure!r} has no Kronecker factors; fit one "
@@ -716,19 +715,23 @@ class Posterior:
 
     # --- the Gaussian ---
 
-    def precision(self) -> Precision:
+    def precision(self, *, any_weights: bool = False) -> Precision:
         """H/(σ²T) + P₀ at the current hyperparameters, an operator.
+
+        Args:
+            any_weights: whether the network may have other weights by now: H is that of the fit.
 
         Raises:
             AttributeError: the posterior is not fitted.
             ValueError: the network has other weights.
         """
-        curvature = self.fitted_curvature()
+        curvature = self.fitted_curvature(any_weights=any_weights)
 
         def make() -> Precision:
             if isinstance(curvature, KroneckerFactors):
                 constants = {name: block.constants for name, block in curvature.blocks.items()}
-                return KroneckerPrecision(self.precision_blocks(), constants)
+                blocks = self.precision_blocks(any_weights=any_weights)
+                return KroneckerPrecision(blocks, constants)
             return self._precision_of(curvature)
 
         return self._cached("precision", make)
@@ -740,13 +743,13 @@ class Posterior:
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 
     def precision_blocks(
-        self, names: Collection[str] | None = None
+        self, names: Collection[str] | None = None, *, any_weights: bool = False
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
         """Parameter name -> eigenvectors and eigenvalues of its block of H/(σ²T) + P₀.
 
         Only of the parameters in ``names``, if given, which saves decomposing the others.
         """
-        factors = self.fitted_factors()
+        factors = self.fitted_factors(any_weights=any_weights)
         scale = 1 / (self.sigma_noise.square() * self.temperature)
         delta = self.prior_precision.expand(len(factors))
         names = set(factors.blocks if names is None else names)
@@ -1023,8 +1026,11 @@ def _checked(indices: Any, number: int) -> Tensor:
     return indices
 
 
-def _check_of_jacobians(options: CurvatureOptions, structure: str) -> None:
-    """Raise a ValueError for options of Kronecker factors, which a GGN from Jacobians has not."""
+def check_structure(options: CurvatureOptions, structure: str) -> None:
+    """Raise a ValueError for options of Kronecker factors where the GGN is one from Jacobians."""
+    check_option("structure", structure, Structure)
+    if structure == "kron":
+        return
     defaults = CurvatureOptions()
     for name in ("kfac_approx", "unsupported", "backward_precision", "diagonal_above"):
         value = getattr(options, name)

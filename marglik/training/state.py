@@ -20,11 +20,12 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
+from kfac_backend.sharding import check_whole
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.jacobian_ggn import Structure
-from marglik.posterior.posterior import Posterior
+from marglik.posterior.posterior import Posterior, check_structure
 from marglik.posterior.prior import (
     Hyperparameters,
     PriorGroups,
@@ -77,7 +78,7 @@ class LearnerOptions:
         curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
             labels in all but the last, if exact ones would take longer than the training.
         hessian_structure: of the curvature, "kron", or from Jacobians "full", "diag" or "lowrank",
-            as of `Posterior`.
+            as of `Posterior`, by exact passes over all data.
 
     Raises:
         ValueError: a value that is not supported.
@@ -103,7 +104,7 @@ class LearnerOptions:
         self.curvature.check(self.likelihood)
         check_option("mean_over", self.mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
-        check_option("hessian_structure", self.hessian_structure, Structure)
+        check_structure(self.curvature, self.hessian_structure)
         for name in ("weight_decay", "temperature", "loss_scale"):
             check_positive(name, getattr(self, name))
         if self.learn_sigma_noise and not self.likelihood.has_sigma:
@@ -206,6 +207,8 @@ class Problem:
     ) -> "Problem":
         """What `PriorLearner.start` is given, checked, with its examples counted; collective."""
         check_module(model)
+        if options.hessian_structure != "kron":
+            check_whole(model, f"hessian_structure {options.hessian_structure!r}")
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         parts = parts_of(optimizers_of(optimizer, trainable), trainable)
         ranks = Ranks() if ranks is None else ranks
@@ -250,10 +253,7 @@ class Problem:
         of drawn labels is larger, and an exact pass takes no time to speak of.
         """
         options, schedule, V = self.options, self.options.schedule, self.vectors
-        if options.curvature_from != "auto" or options.curvature.fisher != "exact":
-            return False
-        # With keep="best", noise would choose among the evidences.
-        if schedule.epochs is None or schedule.keep == "best":
+        if takes_all(options) or options.curvature.fisher != "exact" or schedule.epochs is None:
             return False
         every = schedule.every
         updates = schedule.updates if every is None else schedule.epochs // every
@@ -378,6 +378,7 @@ class Problem:
             "mean_over": options.mean_over,
             "loss_scale": options.loss_scale,
             "curvature_from": options.curvature_from,
+            "hessian_structure": options.hessian_structure,
             "num_data": self.num_data,
             "steps_per_epoch": self.steps_per_epoch,
             "optimisers": [part.names for part in self.parts],
@@ -646,8 +647,10 @@ class LearnerState:
 
 def takes_all(options: LearnerOptions) -> bool:
     """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
-    # With keep="best", noise would choose among the evidences.
-    return options.curvature_from != "auto" or options.schedule.keep == "best"
+    # With keep="best", noise would choose among the evidences. Jacobians cost the same for drawn
+    # labels.
+    is_for_samples = options.curvature_from == "auto" and options.hessian_structure == "kron"
+    return not is_for_samples or options.schedule.keep == "best"
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-3]

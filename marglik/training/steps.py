@@ -185,11 +185,14 @@ def renew_batch_norm(
             norm.reset_running_stats()
             norm.momentum = None  # torch's way to ask for the mean over all batches
         try:
+            latest: Any = None
             for batch in loader:
                 x, y = split_batch(batch, options)
                 num_batches += len(y) > 0
                 if len(y) or is_sharded(model):  # the other ranks' batches need this one's part
                     model.train(len(y) > 0)  # otherwise statistics stay as they are
+                    # Not every model can run without examples.
+                    latest = x = x if len(y) or latest is None else latest
                     # A copy, since a model may change its input in place.
                     args, kwargs = arguments(model, deepcopy(to_device(x, device)))
                     model(*args, **kwargs)

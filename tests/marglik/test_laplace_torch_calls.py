@@ -2,7 +2,6 @@
 
 import math
 import re
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -300,11 +299,9 @@ def test_jacobians_of_mappings_and_of_several_terms(form, structure, likelihood)
     if form != "pairs":
         given = {"inputs": x, "more": torch.zeros(5)}
         batches = [{"inputs": a, "more": torch.zeros(len(a)), "labels": b} for a, b in batches]
-    key = "inputs" if form == "whole mappings" else None  # as in laplace-torch's example
-    la = Laplace(model, likelihood, "all", structure, dict_key_x=key, **options)
+    la = Laplace(model, likelihood, "all", structure, **options)
     la.prior_precision, la.sigma_noise = 0.7, sigma
-    with nullcontext() if key is None else pytest.warns(match="Named does not take .*'inputs'"):
-        la.fit(batches)
+    la.fit(batches)
     expected = by_definition(bare, x, y, likelihood, structure, sigma, 0.7)
     assert_close(la.log_marginal_likelihood(), expected[0])
     assert_close(la.output_distribution(given), expected[1:])

@@ -18,9 +18,8 @@ def small_terms(likelihood="regression"):
     eigenvalues = [torch.rand(n, dtype=torch.float64, generator=generator) * 9 for n in (3, 1, 5)]
     eigenvalues[0][0] = 0.0
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
-    sizes = torch.tensor([3.0, 1.0, 5.0], dtype=torch.float64)
     spectra = Spectra.of(KroneckerBlock(f"{v}", torch.diag(v)) for v in eigenvalues)
-    return EvidenceTerms(spectra, sizes, norms, 4.2, 10, likelihood_of(likelihood))
+    return EvidenceTerms(spectra, norms, 4.2, 10, likelihood_of(likelihood))
 
 
 def test_gradients_in_all_hyperparameters():
