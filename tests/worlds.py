@@ -88,6 +88,9 @@ def _one_rank(rank: int, folder: str, size: int, function: str, timeout: float) 
     import torch
     from torch import distributed as dist
 
+    # torch replaces its pool of threads at the first use after a fork. Two threads that do so at
+    # once, such as this one and one of autograd's, would end the process.
+    torch.set_num_threads(1)
     # As torchrun says it, which is how Fabric learns of it.
     own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
     own |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "test"}
