@@ -996,7 +996,8 @@ class Posterior:
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
         also if this call is under inference_mode.
         """
-        self.fitted_curvature()  # drops what is of other factors
+        # Drops what is of other factors. Whoever calls this has checked the weights.
+        self.fitted_curvature(any_weights=True)
         state = self._hyperparameters
         if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():

@@ -408,6 +408,7 @@ def test_a_sample_s_A_is_computed_when_it_is_asked_for(monkeypatch):
         patch.setattr(block, "gram_matrix", lambda _: pytest.fail("A is formed"))
         values = scaled.eigenvalues().sort().values
         assert scaled.numel == len(values) == 18
+        both = scaled.add(KroneckerBlock.of_rows("w", b.mT @ b, normal(1, 6, seed=2), 2))
         with pytest.raises(pytest.fail.Exception, match="A is formed"):
             _ = scaled.A
     dense = torch.kron(3 * b.mT @ b, a.mT @ a)
@@ -416,3 +417,7 @@ def test_a_sample_s_A_is_computed_when_it_is_asked_for(monkeypatch):
     assert_close(scaled.A, a.mT @ a)
     scaled.A.mul_(2)  # as in any block, the eigenvalues are then those of the changed factor
     assert_close(scaled.eigenvalues().sort().values, 2 * values, rtol=1e-9, atol=1e-9)
+    A = (6 * a.mT @ a + 2 * normal(1, 6, seed=2).mT @ normal(1, 6, seed=2)) / 8
+    assert_close(both.to_dense(), torch.kron(4 * b.mT @ b, A))
+    none = KroneckerBlock.of_rows("w", b.mT @ b, a[:0], 0)  # as of an expert without tokens
+    assert not none.eigenvalues().any() and not none.to_dense().any()

@@ -97,6 +97,11 @@ def test_what_it_returns():
             NotImplementedError,
             "'full' has no derivatives",
         ),
+        (
+            {"hessian_structure": "full", "kfac_approx": "reduce"},
+            ValueError,
+            "for structure 'kron'",
+        ),
         ({"backend": CurvlinopsHessian}, ValueError, "'CurvlinopsHessian' is neither of the GGN"),
     ],
 )

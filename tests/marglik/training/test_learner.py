@@ -292,6 +292,11 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
     second.load_state_dict(state)  # the control
     second.start(model, sgd(model), loader(), EPOCHS)
 
+    other = PriorLearner("classification", average="last", hessian_structure="full")
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="hessian_structure is 'kron' there"):
+        other.start(model, sgd(model), loader(), EPOCHS)
+
     third = PriorLearner("classification", average="last")
     third.load_state_dict(state)
     double, (x, y) = network().double(), dataset().tensors

@@ -194,13 +194,15 @@ def test_the_last_update_draws_labels_where_it_would_take_over_a_tenth_of_the_tr
 ):
     schedule = Schedule(epochs=epochs)
     options = SimpleNamespace(
-        curvature_from="auto", schedule=schedule, curvature=CurvatureOptions()
-    )
+        curvature_from="auto", schedule=schedule, curvature=CurvatureOptions(),
+        hessian_structure="kron",
+    )  # fmt: skip
     problem = SimpleNamespace(options=options, num_data=N, vectors=V, draws_labels=V > 1)
     state = SimpleNamespace(steps=[1], epoch=epochs, updated_at=None)
     assert LearnerState.cheap_pass(state, problem, is_last=True) == cheap_pass
-    options.curvature_from = "pass"
-    assert LearnerState.cheap_pass(state, problem, is_last=True) == (False, N)
+    for name, value in {"curvature_from": "pass", "hessian_structure": "full"}.items():
+        problem.options = SimpleNamespace(**vars(options) | {name: value})
+        assert LearnerState.cheap_pass(state, problem, is_last=True) == (False, N)
 
 
 def test_a_last_update_that_drew_labels_says_so():
