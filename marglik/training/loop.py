@@ -533,7 +533,6 @@ class OneDevice:
     """What the loop asks of a Fabric, for one device in full precision: Lightning loads slowly."""
 
     world_size = 1
-    backward = staticmethod(Tensor.backward)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -543,6 +542,10 @@ class OneDevice:
     def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Both as they are."""
         return model, optimizer
+
+    def backward(self, objective: Tensor) -> None:
+        """Add the gradients."""
+        objective.backward()
 
 
 def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:
