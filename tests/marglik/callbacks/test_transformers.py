@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -275,6 +276,18 @@ KEEPS_BEST = {
 }  # fmt: skip
 
 
+def ranks_resume():
+    """Whether torch can load a tensor to "cpu:0", as ranks without a GPU do; 2.9 cannot."""
+    saved = BytesIO()
+    torch.save(torch.ones(1), saved)
+    saved.seek(0)
+    try:
+        torch.load(saved, map_location="cpu:0", weights_only=True)
+    except RuntimeError:
+        return False
+    return True
+
+
 def on_ranks(folder):
     """Called in each rank: whole trainings, resumed ones, those with the best average, refusals."""
     results, size = {}, Ranks().size
@@ -282,8 +295,9 @@ def on_ranks(folder):
     for kind in ("DDP", "FSDP2")[:size]:
         here = folder / f"{kind}, {size}"
         results[kind] = training(here, kind, save_strategy="epoch")
-        # The fourth epoch is averaged, at whose last step this was saved.
-        results[f"{kind}, resumed"] = training(here, kind, resumes="checkpoint-12")
+        if size == 1 or ranks_resume():
+            # The fourth epoch is averaged, at whose last step this was saved.
+            results[f"{kind}, resumed"] = training(here, kind, resumes="checkpoint-12")
         if size == 1 or kind == "FSDP2":
             results["best"] = training(here / "best", kind, **KEEPS_BEST)
         if size > 1:
@@ -327,10 +341,12 @@ def test_ranks_learn_what_one_process_learns(worlds, tmp_path):
     for of_rank in worlds.all(2, f"{HERE}:on_ranks", tmp_path):
         for kind in ("DDP", "FSDP2"):
             assert_same(of_rank[kind], alone["DDP"])
-            assert_same(of_rank[f"{kind}, resumed"], alone["DDP"])
+            if ranks_resume():
+                assert_same(of_rank[f"{kind}, resumed"], alone["DDP"])
         assert_same(of_rank["best"], alone["best"])
-    (resumed,) = worlds.all(1, f"{HERE}:training", tmp_path / "DDP, 2", "DDP", 24, "checkpoint-12")
-    assert_same(resumed, alone["DDP"])
+    if ranks_resume():  # the Trainer of that time would also keep the batch size of each process
+        one = worlds.all(1, f"{HERE}:training", tmp_path / "DDP, 2", "DDP", 24, "checkpoint-12")
+        assert_same(one[0], alone["DDP"])
 
 
 @pytest.mark.slow
