@@ -134,7 +134,7 @@ def peer(
     """Factors of a batch through laplace-torch's interface."""
     if backend is not KfacGGN:
         for p in model.parameters():
-            p.requires_grad_(p.numel() > 1)
+            p.requires_grad_(p.requires_grad and p.numel() > 1)
     mode: dict[str, Any] = {"kfac_approx": kfac_approx}
     if backend is KfacGGN:  # whose mode is an option of the backend
         curvature = backend(model, "classification", stochastic=fisher == "mc", **mode)
