@@ -256,8 +256,12 @@ class PassSums:
         tensors = []
         for name in names:
             for one in self.blocks.get(name, []):
-                tensors += [t for t in (one.B, one.A) if t is not None][name in same_B :]
-            tensors += [self.others[name]] if name in self.others else []
+                if name not in same_B:
+                    tensors.append(one.B)
+                if one.A is not None:
+                    tensors.append(one.A)
+            if name in self.others:
+                tensors.append(self.others[name])
         return tensors
 
     def kinds(self) -> dict[str, Any]:

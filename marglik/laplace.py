@@ -77,8 +77,8 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
             others are constants.
         hessian_structure: "kron", or from Jacobians "diag", "full" (P, P) and "lowrank".
-        arguments: further arguments of `ParametricLaplace` by position, σ first; so do
-            laplace-torch's classes but those of subnetworks and low rank.
+        arguments: further arguments of `ParametricLaplace` by position, σ first, as in
+            laplace-torch, whose classes for subnetworks and low rank have another order.
         options: arguments of `ParametricLaplace`.
 
     Raises:
@@ -264,7 +264,8 @@ class ParametricLaplace(Posterior):
 
         With override=False after more training of all layers, as in continual learning, the
         curvature at the new weights is added to that at the old ones, and the mean is the new
-        weights. Of a last layer or a subnetwork that is an error.
+        weights. Of a last layer or a subnetwork that has changed itself that is an error; other
+        layers, whose features it takes, are not compared.
 
         Raises:
             ValueError: the last layer that the model lists does not run last; targets of a wrong
@@ -302,7 +303,7 @@ class ParametricLaplace(Posterior):
             return zeros if self.structure == "diag" else zeros.diag()
         if self._curvature is None:
             return None
-        names = self.precision_blocks()  # which computes the eigenvectors
+        names = self.precision_blocks(any_weights=True)  # which computes the eigenvectors
         return KroneckerPrecision({n: (self._eigen[n], self._eigen[n].spectrum()) for n in names})
 
     @property
@@ -724,7 +725,7 @@ class LLLaplace(ParametricLaplace):
     """Of the last layer."""
 
     subset = "last_layer"
-    adds_at_other_weights = False  # the curvature is of features, which have changed
+    adds_at_other_weights = False  # the sum would be of different features
 
 
 class FullLLLaplace(LLLaplace):

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 
 from kfac_backend.engine.rule_assignment import RuleAssignment
+from kfac_backend.layers import LayerByParts
 from kfac_backend.sharding import is_sharded, reshard, substituted, whole_parameters
 
 T = TypeVar("T")
@@ -284,7 +285,13 @@ def explicit_forwards(assignment: RuleAssignment) -> ExitStack:
     """A context in which layers that are divided into parts run by these parts."""
     with ExitStack() as replaced:  # ends here if one is refused
         for divided in assignment.divided:
-            if "forward" in divided.layer.__dict__:
+            present = divided.layer.__dict__.get("forward")
+            # One of ours may be left where an interrupted backward pass has not ended, or a copy of
+            # the layer was made meanwhile.
+            is_ours = isinstance(present, partial) and isinstance(
+                getattr(present.func, "__self__", None), LayerByParts
+            )
+            if present is not None and not is_ours:
                 raise NotImplementedError(
                     f"Layer '{divided.name}' ({type(divided.layer).__name__}) has a forward of its "
                     "own, which the curvature would replace. Derive a class, or freeze it "
@@ -292,7 +299,7 @@ def explicit_forwards(assignment: RuleAssignment) -> ExitStack:
                 )
             by_parts = partial(divided.by_parts.forward, divided.layer, divided.parts)
             divided.layer.forward = by_parts
-            replaced.callback(delattr, divided.layer, "forward")
+            replaced.callback(divided.layer.__dict__.pop, "forward", None)
         return replaced.pop_all()
 
 

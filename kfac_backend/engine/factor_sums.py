@@ -344,10 +344,12 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
         for which, sums in (("B", rule.B), ("A", rule.A)):
             for local, of_name in sums.items():
                 names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
-    # Of layers that share a tensor, the largest.
-    grams = {name: gram for gram, name in sorted(names.items(), key=lambda one: one[0].nbytes)}
-    if memory is None or not grams:
+    if memory is None or not names:
         return
+    grams: dict[str, Gram] = {}
+    for gram, name in names.items():  # of layers that share a tensor, the largest
+        if name not in grams or gram.nbytes > grams[name].nbytes:
+            grams[name] = gram
     total = sum(gram.nbytes for gram in grams.values())
     largest = max(grams, key=lambda name: grams[name].nbytes)
     gram = grams[largest]

@@ -98,7 +98,7 @@ class TrainingPass:
         self._mean_over: MeanOver = mean_over
         self._model = model
         self._now: _Forward | None = None
-        self._runs_again = ExitStack()
+        self._runs_again: ExitStack | None = None
         """The context of checkpoints, which run layers again in the backward pass."""
         self._probe = next(model.parameters(), None)
         self._is_paused = False
@@ -134,7 +134,7 @@ class TrainingPass:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._runs_again.close()
+        self._end_runs_again()
         # No `reset`: its new pass would fail where the process group of a sharded model is gone.
         if self._now is not None:
             self._now.forget()
@@ -142,7 +142,7 @@ class TrainingPass:
 
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
-        self._runs_again.close()
+        self._end_runs_again()
         if self._now is not None:
             self._now.forget()
         self._now = None
@@ -152,6 +152,12 @@ class TrainingPass:
     def is_due(self) -> bool:
         """Whether this step makes factors: it is scheduled, or unfrozen parameters have none."""
         return self.is_scheduled or not self.trained.now() <= self.covered
+
+    def _end_runs_again(self) -> None:
+        """Called at the end of a backward pass, and before whatever comes after one that failed."""
+        if self._runs_again is not None:
+            self._runs_again.close()
+        self._runs_again = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,7 +202,7 @@ class TrainingPass:
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
-        self._runs_again.close()  # of a backward pass that failed
+        self._end_runs_again()  # of a backward pass that failed
         if self._now is not None and not self._now.is_over:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
@@ -290,6 +296,12 @@ class TrainingPass:
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
         """The training's backward pass has reached the model's output, with the gradient g."""
         driver = self.driver
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        if self._runs_again is None:
+            # Layers in checkpoints run again in this backward pass, by the same parts. torch calls
+            # what is queued at its end, and not at all if it fails.
+            self._runs_again = explicit_forwards(driver.preparation.proof.assignment)
+            queue_callback(self._end_runs_again)
         # The curvature's own vectors begin at this output and call this hook, too, as does the
         # backward pass of a second loss.
         if forward.is_seen and not driver.fisher.is_loss_gradient:
@@ -314,11 +326,6 @@ class TrainingPass:
                 warnings.warn(why, stacklevel=2)
         forward.is_seen = True
         driver.state.add(f, y, driver.task.likelihood)
-        # Layers in checkpoints run again in this backward pass, by the same parts. torch calls
-        # what is queued at its end, and not at all if it fails.
-        self._runs_again = explicit_forwards(driver.preparation.proof.assignment)
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        queue_callback(self._runs_again.close)
         if driver.fisher.is_loss_gradient:
             # The backward pass that goes on from here shows the gradients.
             queue_callback(forward.backward_ended)

@@ -38,6 +38,7 @@ from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import (
     check_whole,
+    is_part,
     is_sharded,
     local_part,
     reshard,
@@ -536,8 +537,7 @@ class Posterior:
     def _weights(self) -> dict[str, Tensor]:
         """The network's trainable parameters and running statistics, by name."""
         trainable = {
-            name: local_part(p) if hasattr(p, "to_local") else p
-            for name, p in self._named_params().items()
+            name: local_part(p) if is_part(p) else p for name, p in self._named_params().items()
         }
         return running_statistics(self.model) | trainable
 
@@ -696,7 +696,8 @@ class Posterior:
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta, sigma = self.of_blocks(as_tensor(delta)), as_tensor(sigma).squeeze()
+        delta = self.of_blocks(torch.as_tensor(delta, dtype=torch.float64))
+        sigma = torch.as_tensor(sigma, dtype=torch.float64).squeeze()
         return terms.log_marginal_likelihood(delta, sigma, self.temperature)
 
     @property
@@ -1005,14 +1006,6 @@ class Posterior:
         return self._covariances[key][1]
 
 
-def as_tensor(value: float | Tensor) -> Tensor:
-    """A tensor as it is, a number in float64.
-
-    In torch's default dtype, float32, a number would be rounded even for a float64 model.
-    """
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
-
-
 def _checked(indices: Any, number: int) -> Tensor:
     """Indices of some of the trainable parameters.
 
@@ -1027,17 +1020,20 @@ def _checked(indices: Any, number: int) -> Tensor:
     return indices
 
 
-def check_structure(options: CurvatureOptions, structure: str) -> None:
-    """Raise a ValueError for options of Kronecker factors where the GGN is one from Jacobians."""
-    check_option("structure", structure, Structure)
+def check_structure(options: CurvatureOptions, structure: str, name: str = "structure") -> None:
+    """Raise a ValueError for options of Kronecker factors where the GGN is one from Jacobians.
+
+    ``name`` is that of the structure's own option.
+    """
+    check_option(name, structure, Structure)
     if structure == "kron":
         return
     defaults = CurvatureOptions()
-    for name in ("kfac_approx", "unsupported", "backward_precision", "diagonal_above"):
-        value = getattr(options, name)
-        if value != getattr(defaults, name) and (name, value) != ("kfac_approx", "expand"):
+    for option in ("kfac_approx", "unsupported", "backward_precision", "diagonal_above"):
+        value = getattr(options, option)
+        if value != getattr(defaults, option) and (option, value) != ("kfac_approx", "expand"):
             raise ValueError(
-                f"{name}={value!r} is for structure 'kron'; {structure!r} computes the GGN from "
+                f"{option}={value!r} is for {name} 'kron'; {structure!r} computes the GGN from "
                 "Jacobians."
             )
 

@@ -310,7 +310,7 @@ def update_prior(
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)
-    terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
+    _ = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
     evidences = hyperparameters.update(posterior, steps)
     if ranks.size > 1:
@@ -323,19 +323,17 @@ def update_prior(
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
-    likelihood, T, factors = posterior.likelihood, posterior.temperature, posterior.factors
-    weight_decay = precision_to_weight_decay(delta, num_data, T)
+    likelihood, factors = posterior.likelihood, posterior.factors
+    weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
     names = [n for n, p in posterior.model.named_parameters() if p.requires_grad]
-    of_blocks = posterior.of_blocks(posterior.prior_precision)
-    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
-    gamma = posterior.sum_over_blocks(gamma)
+    gamma = posterior.effective_parameters().tolist()
     record: dict[str, Any] = {
         "evidence_before": evidences[0],
         "evidence": evidences[-1],
         "evidence_per_example": evidences[-1] / num_data,
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
-        "effective_parameters": dict(zip(names, gamma.tolist(), strict=True)),
+        "effective_parameters": dict(zip(names, gamma, strict=True)),
         "clipped_eigenvalues": 0 if factors is None else factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,

@@ -1,40 +1,28 @@
 """`PriorLearner`: learns weight decays while a network trains, in two lines of a loop.
 
 What it does is in `marglik.training.algorithm`, whose functions all loops and callbacks here call.
-
-A pre-hook comes before a step, but after `GradScaler.step` has unscaled the gradients, and after
-the loop has clipped them. Of a step with a closure it comes before the backward pass, and so hands
-on a closure that adds the prior's gradient after it. Fused optimisers unscale in their own step and
-are called with infinite gradients, too: they then have the attributes ``grad_scale`` and
-``found_inf``. A step that a scaler skips is none.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.likelihoods import Likelihood, likelihood_of
-from kfac_backend.options import CurvatureOptions, check_keys, check_positive
+from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import ranges_of, set_ranges
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_weight_decay
 from marglik.training import algorithm
 from marglik.training.decay_policy import DecayPolicy
+from marglik.training.hooks import StepHooks, remove_hooks, steps_in_epoch
 from marglik.training.loaders import Loader
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
-
-_HANDLES: "WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]" = WeakKeyDictionary()
-"""The hooks of each optimiser, so that another start replaces them."""
 
 
 class PriorLearner:
@@ -212,112 +200,3 @@ class PriorLearner:
             raise RuntimeError("The learner has started; call load_state_dict(state) before start.")
         check_keys("PriorLearner", state, ["identity", *SAVED])
         self._saved = dict(state)
-
-
-# --- the hooks on the optimisers' steps ---
-
-
-class StepHooks:
-    """The hooks of a training, until `remove`, or until it is no longer referred to.
-
-    The optimisers refer to it weakly, so that a loop may end in any way.
-
-    Args:
-        problem: what is trained.
-        state: changed by the steps.
-    """
-
-    def __init__(self, problem: Problem, state: LearnerState) -> None:
-        self.problem, self.state = problem, state
-        hooks = weakref.ref(self)
-        for part in problem.parts:
-            _HANDLES[part.optimizer] = [
-                part.optimizer.register_step_pre_hook(partial(_before_step, hooks, part.index)),
-                part.optimizer.register_step_post_hook(partial(_after_step, hooks, part.index)),
-            ]
-        self._handles = [handle for part in problem.parts for handle in _HANDLES[part.optimizer]]
-        weakref.finalize(self, _remove, self._handles)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        _remove(self._handles)
-
-    def add_penalty(self, optimizer: torch.optim.Optimizer, part: int) -> None:
-        """Add the prior's gradient, if the step will be made."""
-        if not _is_skipped(optimizer):
-            scale = getattr(optimizer, "grad_scale", None)
-            algorithm.penalty(self.problem, self.state, 1.0 if scale is None else scale, part)
-
-    def end_of_step(self, part: int) -> None:
-        """End the epoch after the last of its steps; after an error in it, after the next step."""
-        steps, state = self.problem.steps_per_epoch, self.state
-        is_last = part == len(self.problem.parts) - 1
-        if steps and is_last and state.steps[part] >= (state.epoch + 1) * steps:
-            algorithm.end_of_epoch(self.problem, state, state.epoch + 1)
-
-
-def _before_step(
-    hooks: Callable[[], StepHooks | None],
-    part: int,
-    optimizer: torch.optim.Optimizer,
-    arguments: Any,
-    keywords: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    own = hooks()
-    if own is None:
-        return None
-    closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
-    if closure is None:
-        own.add_penalty(optimizer, part)
-        return None
-    calls: list[Any] = []
-
-    def with_prior() -> Any:
-        if calls:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has evaluated its closure twice in one step; the "
-                "prior learns in steps of one evaluation, as those of SGD and Adam."
-            )
-        calls.append(closure())
-        own.add_penalty(optimizer, part)
-        return calls[0]
-
-    return (arguments[0], with_prior, *arguments[2:]), {
-        name: value for name, value in keywords.items() if name != "closure"
-    }
-
-
-def _after_step(
-    hooks: Callable[[], StepHooks | None], part: int, optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    own = hooks()
-    if own is not None and not _is_skipped(optimizer):
-        own.end_of_step(part)
-
-
-def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a gradient scaler makes a fused optimiser leave the parameters as they are."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def remove_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the hooks of an earlier training, if there are any."""
-    _remove(_HANDLES.pop(optimizer, []))
-
-
-def steps_in_epoch(loader: Loader, steps: int | None) -> int:
-    """The number of steps in an epoch that was given, or that of the loader's batches."""
-    if steps is None and not isinstance(loader, Sized):
-        raise ValueError(
-            f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
-            "number of the optimiser's steps in an epoch."
-        )
-    steps = len(loader) if steps is None else steps  # pyright: ignore[reportArgumentType]
-    check_positive("steps_per_epoch", steps)
-    return steps

@@ -78,7 +78,7 @@ class LearnerOptions:
         curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
             labels in all but the last, if exact ones would take longer than the training.
         hessian_structure: of the curvature, "kron", or from Jacobians "full", "diag" or "lowrank",
-            as of `Posterior`, by exact passes over all data.
+            as of `Posterior`, by passes over all data as ``curvature`` says.
 
     Raises:
         ValueError: a value that is not supported.
@@ -104,7 +104,7 @@ class LearnerOptions:
         self.curvature.check(self.likelihood)
         check_option("mean_over", self.mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
-        check_structure(self.curvature, self.hessian_structure)
+        check_structure(self.curvature, self.hessian_structure, "hessian_structure")
         for name in ("weight_decay", "temperature", "loss_scale"):
             check_positive(name, getattr(self, name))
         if self.learn_sigma_noise and not self.likelihood.has_sigma:

@@ -144,6 +144,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "sample": "NotImplementedError: A sample of parameters needs whole parameters",
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
         "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",
+        "Jacobians in training": "NotImplementedError: hessian_structure 'diag' needs whole par",
         "derivatives": "NotImplementedError: The gradient of factors in what the inputs depend on",
         "laplace-torch": "NotImplementedError: laplace-torch needs whole parameters",
         "whole model": "ValueError: The state's 'momentum_buffer' is spread over ranks",
@@ -564,6 +565,13 @@ def of_checkpoints() -> dict[str, Tensor]:
     return of_kfac(name) | {f"{name}, evidence": posterior.log_marginal_likelihood()}
 
 
+class AsRows(nn.Module):
+    """A layer that cannot run without examples."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.view(len(h), -1)
+
+
 def of_batch_norm() -> dict[str, Tensor]:
     """Renewed statistics over three batches: two of the first rank's, and an empty one."""
     results, (x, y), ranks = {}, whole_data("cnn", 6), Ranks()
@@ -571,7 +579,7 @@ def of_batch_norm() -> dict[str, Tensor]:
     own = parts if ranks.size == 1 else (parts[:2], (parts[2], parts[2][:0]))[ranks.rank]
     for sharding in (nn.Module.train, shard):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), AsRows()).double()
         sharding(model)
         renew_batch_norm(model, [(x[part], y[part]) for part in own], TargetOptions(), ranks)
         norm: Any = model[1]
@@ -745,6 +753,9 @@ def refused() -> dict[str, str]:
         "sample": lambda: posterior.sample(1),
         "all layers": lambda: posterior.output_distribution(x[:2]),
         "Jacobians": lambda: Posterior(model, "classification", structure="diag"),
+        "Jacobians in training": lambda: PriorLearner(
+            "classification", hessian_structure="diag"
+        ).start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 2),
         "no process group": passes(model, [(x, y)], process_group=None),
         "derivatives": lambda: factor_gradients(
             posterior.fitted_factors(), model, [], [y.double()], {}

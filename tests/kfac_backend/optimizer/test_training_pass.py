@@ -15,6 +15,7 @@ from kfac_backend import kronecker_factors
 from kfac_backend.layers import Scale
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
+from marglik import Posterior
 from tests.kfac_backend.block_checks import MODES, randomize
 from tests.kfac_backend.networks import convolution_flops, data, network
 from tests.random_numbers import error, normal
@@ -218,6 +219,33 @@ def test_checkpoints_change_no_number(name, fisher, monkeypatch):
         assert block.to_dense().any()
         assert_close(block.to_dense(), other.to_dense(), rtol=1e-12, atol=0)
     assert_close(gradients, plain_gradients, rtol=1e-12, atol=0)
+
+
+def test_backward_passes_of_two_losses_and_one_that_is_interrupted():
+    """Through a layer that runs by parts, in a checkpoint; other passes go on in between."""
+    make, shape = CHECKPOINTED["by parts"]
+    model, x, y = Checkpointed(make()).double(), normal(6, *shape), torch.tensor([0, 1, 1, 0, 1, 0])
+    curvature = training_pass(model, fisher="mc")
+    f = model(x)
+    loss_of(f, y).backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss_of(f, y).backward()
+    assert_close([p.grad for p in model.parameters()], [2 * g for g in once])
+    expected = curvature.mean_blocks()
+
+    def interrupt(parameter):
+        raise KeyboardInterrupt
+
+    handle = model.first.weight.register_post_accumulate_grad_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model(x), y).backward()
+    handle.remove()
+    for _ in range(2):
+        Posterior(model, "classification").fit([(x, y)])
+    curvature.reset()
+    loss_of(model(x), y).backward()
+    assert curvature.mean_blocks().keys() == expected.keys()
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,9 @@ def ranks_resume():
     return True
 
 
+NO_RESUME = "all but resuming was tested: this torch loads no tensor to 'cpu:0'"
+
+
 def on_ranks(folder):
     """Called in each rank: whole trainings, resumed ones, those with the best average, refusals."""
     results, size = {}, Ranks().size
@@ -341,15 +344,16 @@ def test_ranks_learn_what_one_process_learns(worlds, tmp_path):
     for of_rank in worlds.all(2, f"{HERE}:on_ranks", tmp_path):
         for kind in ("DDP", "FSDP2"):
             assert_same(of_rank[kind], alone["DDP"])
-            if ranks_resume():
-                assert_same(of_rank[f"{kind}, resumed"], alone["DDP"])
+            assert_same(of_rank.get(f"{kind}, resumed", alone["DDP"]), alone["DDP"])
         assert_same(of_rank["best"], alone["best"])
-    if ranks_resume():  # the Trainer of that time would also keep the batch size of each process
-        one = worlds.all(1, f"{HERE}:training", tmp_path / "DDP, 2", "DDP", 24, "checkpoint-12")
-        assert_same(one[0], alone["DDP"])
+    if not ranks_resume():  # the Trainer of that time would also keep a process's batch size
+        pytest.skip(NO_RESUME)
+    (one,) = worlds.all(1, f"{HERE}:training", tmp_path / "DDP, 2", "DDP", 24, "checkpoint-12")
+    assert_same(one, alone["DDP"])
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not ranks_resume(), reason=NO_RESUME)
 def test_more_ranks_resume_a_sharded_training(worlds, tmp_path):
     whole, _ = worlds.all(2, f"{HERE}:training", tmp_path, "FSDP2", 24, None, "epoch")
     for resumed in worlds.all(4, f"{HERE}:training", tmp_path, "FSDP2", 24, "checkpoint-12"):

@@ -86,7 +86,7 @@ def test_what_it_returns():
     ("options", "error", "message"),
     [
         ({"prior_structure": "diag"}, ValueError, "'diag'.*use laplace.marglik_training"),
-        ({"hessian_structure": "block"}, ValueError, "'block' is not supported"),
+        ({"hessian_structure": "block"}, ValueError, "hessian_structure='block' is not supported"),
         (
             {
                 "hessian_structure": "full",
@@ -100,7 +100,7 @@ def test_what_it_returns():
         (
             {"hessian_structure": "full", "kfac_approx": "reduce"},
             ValueError,
-            "for structure 'kron'",
+            "for hessian_structure 'kron'",
         ),
         ({"backend": CurvlinopsHessian}, ValueError, "'CurvlinopsHessian' is neither of the GGN"),
     ],
