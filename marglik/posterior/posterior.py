@@ -10,7 +10,6 @@ evidence needs only eigenvalues; eigenvectors are computed when a prediction fir
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
-from operator import add
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
@@ -412,7 +411,7 @@ class Posterior:
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
         if self.structure != "kron":
-            part = jacobian_ggn(
+            return jacobian_ggn(
                 self.model,
                 data,
                 self._likelihood,
@@ -420,11 +419,10 @@ class Posterior:
                 structure=self.structure,
                 rank=self.rank,
                 indices=self.indices.to(self._device),
+                ranks=self.ranks,
                 generator=self.generator,
                 progress=progress,
             )
-            parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
-            return reduce(add, [part.to(self._device) for part in parts])
         key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
