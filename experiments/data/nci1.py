@@ -63,8 +63,8 @@ class NCI1(DataSource):
         validation = None
         if self.validation:
             size = round(self.validation * len(train))
-            held, train = divide(train, size, f"validation={self.validation}")
-            validation = graphs[held], labels[held]
+            chosen, train = divide(train, size, f"validation={self.validation}")
+            validation = graphs[chosen], labels[chosen]
         pairs = [(graphs[which], labels[which]) for which in (train, test)]
         return Splits(pairs[0], validation, pairs[1], "NCI1", classes)
 
