@@ -25,6 +25,7 @@ from experiments.speed import (
     fits,
     price,
     transformer_timing,
+    update_step_timing,
 )
 from experiments.speed import large_classes as classes
 from experiments.studies import SHIPPED, record_of
@@ -36,7 +37,7 @@ from experiments.weight_decay import (
     sampled_updates,
     weight_decay_study,
 )
-from experiments.weight_decay.training import convolutions, digits, mlp, no_norm
+from experiments.weight_decay.training import digits, mlp, no_norm
 from marglik.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
@@ -146,7 +147,6 @@ def blobs(n, seed=0):
 
 
 SPLITS = Splits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
-WRN = {"batch_size": 1, "width": 1, "repetitions": 1}
 
 
 def few_digits():
@@ -226,7 +226,8 @@ def small_beyond_the_data(patch):
 
 def small_bench_curvature(patch):
     patch.setattr(bench_curvature, "GROWTH", {"batch_size": ("batch size", (1,))})
-    config = bench_curvature.Config(**WRN)
+    patch.setattr(bench_curvature, "network", partial(bench_curvature.network, depth=10))
+    config = bench_curvature.Config(1, 1, image_size=8, num_classes=3, repetitions=1)
     found = [bench_curvature.run_growth(config) | {"name": "growth"}]
     assert bench_curvature.figures(found)
     patch.setattr(bench_curvature, "PASS", (4, (2,)))
@@ -279,8 +280,7 @@ def small_ekfac_timing(patch):
 
 
 def small_update_step_timing(patch):
-    from experiments.speed import update_step_timing
-
+    patch.setattr(update_step_timing, "network", partial(update_step_timing.network, depth=10))
     found = record_of(update_step_timing.run, update_step_timing.Config(2, repetitions=1, width=1))
     assert found["times_sgd"]["SGD"] == 1.0 and set(found["amortised_times_sgd"]) == {
         "expand", "reduce",
@@ -317,13 +317,11 @@ def small_price(patch):
 def small_learned_ranges(patch):
     for name in ("digits, ±45°", "CIFAR-10 (JPEG), 1,000"):
         data = learned_ranges.PROBLEMS[name]
-        # Digits in three colours stand in for the photos.
-        images = few_digits
-        if data.colour:
-            images = lambda: (few_digits()[0].expand(-1, 3, -1, -1), few_digits()[1])  # noqa: E731
+        channels = 3 if data.colour else 1  # digits in three colours stand in for the photos
         small = replace(
-            data, examples=50, held_out=20, epochs=2, data=images,
-            make=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.make,
+            data, examples=20, held_out=10, epochs=2, batch_size=10,
+            data=lambda n=channels: (few_digits()[0].expand(-1, n, -1, -1), few_digits()[1]),
+            make=lambda n=channels: mlp(64 * n, 10, no_norm, hidden=8),
         )  # fmt: skip
         patch.setitem(learned_ranges.PROBLEMS, name, small)
     patch.setattr(learned_ranges, "SHARES", (0.5,))
