@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.engine.driver import Preparation
+from kfac_backend.engine import automatic_mode
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
@@ -259,10 +259,13 @@ def test_passes_over_samples_prove_once_and_the_last_one_again():
 
 
 def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypatch):
-    decisions, decide = [], Preparation.decide_mode
-    monkeypatch.setattr(
-        Preparation, "decide_mode", lambda *args: (decisions.append(1), decide(*args))
-    )
+    decisions, decide = [], automatic_mode.mode_of_first_batches
+
+    def counted(*arguments):
+        decisions.append(1)
+        return decide(*arguments)
+
+    monkeypatch.setattr(automatic_mode, "mode_of_first_batches", counted)
 
     def run(saved=None, epochs=3):
         decisions.clear()
