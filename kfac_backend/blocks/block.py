@@ -3,7 +3,7 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar, cast
@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import eigendecompositions
+from kfac_backend.blocks.eigen import LARGEST_BATCHED, eigendecompositions
 from kfac_backend.layers.gram import Factor
 from kfac_backend.ranks import Ranks
 
@@ -284,6 +284,20 @@ def compute_eigenvalues(
     solved = _solved(factors, ranks, device, vectors=False)
     for (factor, _), eigenvalues in zip(factors, solved, strict=True):
         factor.eigenvalues = eigenvalues
+
+
+def take_eigenvalues(blocks: Iterable[KroneckerBlock], former: MutableMapping[str, Factor]) -> None:
+    """Give factors that equal the former ones of their names, to the bit, the eigenvalues of these.
+
+    They become the former ones. Only large ones: small ones are solved in batches, whose size their
+    bits may depend on, and a training that is resumed knows no former ones.
+    """
+    for factor, name in _named(blocks):
+        other, entries = former.get(name), factor.entries
+        if other is not None and other.eigenvalues and entries.shape[-2] > LARGEST_BATCHED:
+            if not entries.is_meta and torch.equal(entries, other.entries):
+                factor.eigenvalues = other.eigenvalues
+        former[name] = factor
 
 
 def decompose(
