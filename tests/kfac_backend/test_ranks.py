@@ -102,22 +102,25 @@ def test_a_rank_that_is_gone_ends_the_others(told):
 
 
 def test_memory_and_bytes_are_those_of_the_formulas(worlds):
-    """Of four linear layers, d → d; a weight and its bias have one B, and M rows are all of an A.
+    """Of four linear layers, d → d; a weight and its bias have one B.
 
-    With fisher="empirical", as in K-FAC's step, B has M rows, too.
+    Each rank has 6 rows of A, and with fisher="empirical", as in K-FAC's step, of B. Those of both
+    ranks are few for d = 32; for d = 16 they become matrices when they are sent.
     """
-    d, M, P = 32, 6 + 6, 4 * (32**2 + 32)
-    for numbers in worlds.all(2, "tests.kfac_backend.test_ranks:bytes_and_memory"):
-        # At most all four B, beside a few rows.
-        assert numbers.pop("peak") < (4 + 2) * 8 * d**2
-        assert numbers == {
-            "reduced": 8 * 4 * (d**2 + M * d),
-            "solved": 4 + 4,  # on both ranks together
-            "eigenvalues": 8 * 4 * (d + d) + 8 * (4 + 4),  # and how many were clipped
-            "eigenvectors": 8 * 4 * 2 * (d**2 + d),
-            "factors of K-FAC": 8 * 4 * (M * d + M * d),
-            "gradients of K-FAC": 8 * P,
-        }
+    by_size = {16: 16, 32: 6 + 6}
+    for of_sizes in worlds.all(2, "tests.kfac_backend.test_ranks:bytes_and_memory"):
+        for d, rows in by_size.items():
+            numbers = of_sizes[d]
+            # At most all four B, the two A of its own and the one that is sent, beside a few rows.
+            assert numbers.pop("peak") < (4 + 2 + (rows == d)) * 8 * d**2
+            assert numbers == {
+                "reduced": 8 * 4 * (d**2 + rows * d),
+                "solved": 4 + 4,  # on both ranks together
+                "eigenvalues": 8 * 4 * (d + d) + 8 * (4 + 4),  # and how many were clipped
+                "eigenvectors": 8 * 4 * 2 * (d**2 + d),
+                "factors of K-FAC": 8 * 4 * (rows * d + rows * d),
+                "gradients of K-FAC": 8 * 4 * (d**2 + d),
+            }
 
 
 # --- on each rank ---
@@ -278,9 +281,14 @@ def everything() -> dict[str, Tensor]:
     return found | {f"mc, {name}": tensor for name, tensor in of_labels(ranks).items()}
 
 
-def bytes_and_memory() -> dict[str, int]:
+def bytes_and_memory() -> dict[int, dict[str, int]]:
+    """By the width d of layers."""
+    return {d: _bytes_and_memory(d) for d in (16, 32)}
+
+
+def _bytes_and_memory(d: int) -> dict[str, int]:
     """Most bytes of new tensors at a reduction, factors solved, and bytes of each kind sent."""
-    model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]).double(), normal(6, 32)
+    model, x = nn.Sequential(*[nn.Linear(d, d) for _ in range(4)]).double(), normal(6, d)
     live, solved, sent, ranks = [], [], dict[str, int](), Ranks()
     before = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
 

@@ -364,6 +364,9 @@ def test_few_rows_are_solved_by_their_inner_products(which, kfac_approx, num_dat
     assert (bias.eigenvalues()[-1] - torch.linalg.eigvalsh(dense["A"])[-1]).abs() > 1e-3
     for name in ("B", "A"):
         assert_close(getattr(weight, name), dense[name])
+    H = torch.block_diag(torch.kron(dense["B"], dense["A"]), dense["B"])
+    regular = H + 0.3 * torch.eye(len(H)).double()
+    assert_close(factors.log_det(0.3), torch.linalg.slogdet(regular).logabsdet)
     # With a weight, a B is solved by its rows, and the mean A is the same: it is not solved again.
     sizes.clear()
     scaled = factors * 3
