@@ -71,13 +71,10 @@ def maximize_evidence(
             "With corrected eigenvalues the evidence is a lower bound, whose maximum misleads. Fit "
             "with corrected=False, call maximize_evidence, then fit with corrected=True to predict."
         )
-    groups = PriorGroups.from_model(laplace.model, structure)
-    terms, start = laplace.evidence_terms, laplace.prior_precision.double()
+    groups, terms = PriorGroups.from_model(laplace.model, structure), laplace.evidence_terms
     # A group starts at the geometric mean of its tensors.
-    logs = laplace.of_blocks(start).log()
-    sums, numbers = (
-        groups.sum_over_tensors(laplace.sum_over_blocks(v)) for v in (logs, torch.ones_like(logs))
-    )
+    logs = laplace.of_blocks(laplace.prior_precision.double()).log()
+    sums, numbers = (terms.sum_over_blocks(v, groups.index) for v in (logs, torch.ones_like(logs)))
     initial = (sums / numbers.clamp(min=1)).tolist()
     learns_noise = learn_sigma_noise and laplace.likelihood.has_sigma
     bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
@@ -86,7 +83,7 @@ def maximize_evidence(
         bounds.append((np.log(SMALLEST_NOISE), np.log(LARGEST_NOISE)))
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
-        v = torch.tensor(values, dtype=torch.float64, device=start.device, requires_grad=True)
+        v = torch.tensor(values, device=logs.device, requires_grad=True)
         delta = laplace.of_blocks(groups.of_tensors(v[: len(groups.names)].exp()))
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
         value = -terms.log_marginal_likelihood(delta, sigma, laplace.temperature)
@@ -101,7 +98,7 @@ def maximize_evidence(
     # "ABNORMAL" is a line search that rounding keeps from getting higher: it is at the maximum.
     if not minimum.success and "ABNORMAL" not in str(minimum.message):
         raise FloatingPointError(f"The prior's evidence could not be maximised: {minimum.message}.")
-    values = torch.tensor(minimum.x, dtype=torch.float64).exp().to(start.device)
+    values = torch.tensor(minimum.x, device=logs.device).exp()
     delta = values[: len(groups.names)]
     laplace.prior_precision = groups.of_tensors(delta)
     if learns_noise:

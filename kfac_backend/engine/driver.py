@@ -41,6 +41,7 @@ from kfac_backend.engine.task import (
     Task,
     check_inputs,
     counting,
+    has_no_examples,
     split_batch,
 )
 from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum, num_counted_terms
@@ -154,10 +155,15 @@ class Driver:
         )
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
-        """Add all batches of some data; errors are those of `add`."""
+        """Add all batches of some data; errors are those of `add`.
+
+        Of several ranks some may have no example of a batch, or no batch at all.
+        """
         batches = each_batch(data, description, progress)
-        for batch in self.sharded.in_step(batches) if self.sharded else batches:
-            x, y = split_batch(batch, self.options)
+        pairs = (split_batch(batch, self.options) for batch in batches)
+        if self.ranks.size > 1:
+            pairs = (pair for pair in pairs if not has_no_examples(pair[1]))
+        for x, y in self.sharded.in_step(pairs) if self.sharded else pairs:
             is_long = self.state.num_data >= LONG_PASS
             if self.arithmetic.precision == "auto" and not self.sharded and is_long:
                 # Loaded only where a pass is long.
@@ -177,7 +183,7 @@ class Driver:
         """
         self._go_on()
         x, y = detached(x, self.device), detached(y, self.device)
-        if isinstance(y, Tensor) and y.dim() and not len(y):
+        if has_no_examples(y):
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.

@@ -44,6 +44,11 @@ WHICH_LABEL = (
 """The way out of errors where a model's own loss does not show whether it shifts labels."""
 
 
+def has_no_examples(y: Any) -> bool:
+    """Whether a batch with these targets is empty."""
+    return isinstance(y, Tensor) and y.dim() > 0 and not len(y)
+
+
 def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
     """A batch's input and targets.
 

@@ -5,6 +5,7 @@ over the data. Source: Immer et al. 2021 (arXiv:2104.04975); the likelihood is t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ class EvidenceTerms:
     itself, in which each parameter is a block of its own."""
     squared_norms: Tensor
     """‖θ_b‖² per block, (B,), float64."""
+    tensors: Tensor
+    """Number of the trainable tensor that each block belongs to, (B,)."""
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
     num_targets: float
@@ -38,7 +41,7 @@ class EvidenceTerms:
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, mean: Tensor) -> "EvidenceTerms":
         """The terms of factors at the parameters ``mean`` (P,), both in ``parameters()`` order."""
-        blocks = list(factors.blocks.values())
+        blocks = [*factors.blocks.values()]
         squares = mean.double().square().split([block.numel for block in blocks])
         for block, part in zip(blocks, squares, strict=True):
             part[slice(*block.constants)] = 0
@@ -50,22 +53,35 @@ class EvidenceTerms:
         return cls(
             spectra=Spectra.of(factors.blocks.values()),
             squared_norms=squared_norms,
+            tensors=torch.arange(len(squared_norms), device=squared_norms.device),
             loss=factors.loss,
             num_targets=factors.num_loss_terms * factors.num_outputs,
             likelihood=factors.likelihood,
         )
 
     @classmethod
-    def from_ggn(cls, ggn: JacobianGGN, mean: Tensor) -> "EvidenceTerms":
-        """The terms of a GGN from Jacobians; ``mean`` are all trainable parameters."""
+    def from_ggn(cls, ggn: JacobianGGN, mean: Tensor, tensors: Tensor) -> "EvidenceTerms":
+        """The terms of a GGN from Jacobians; ``mean`` are all trainable parameters.
+
+        ``tensors`` has the number of each of the GGN's parameters' tensor.
+        """
         squares = mean.double().square()[ggn.indices]
         return cls(
             spectra=ggn,
             squared_norms=squares,
+            tensors=tensors,
             loss=ggn.loss,
             num_targets=ggn.num_loss_terms * ggn.num_outputs,
             likelihood=ggn.likelihood,
         )
+
+    def sum_over_blocks(self, values: Tensor, groups: Sequence[int]) -> Tensor:
+        """One value per block (B,), summed within the groups of tensors, by each tensor's number.
+
+        With ``range(number of tensors)`` each tensor is a group of its own.
+        """
+        index = torch.tensor([*groups], device=values.device)
+        return values.new_zeros(max(groups) + 1).index_add(0, index[self.tensors], values)
 
     def log_likelihood(
         self, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0

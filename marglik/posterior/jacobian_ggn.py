@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import torch
@@ -11,9 +13,10 @@ from torch.func import jacrev
 
 from kfac_backend.engine.calls import call_with, detached, each_batch, plain_attention, to_device
 from kfac_backend.engine.operations.padding import padding_rows
-from kfac_backend.engine.task import Task, check_finite
+from kfac_backend.engine.task import Task, check_finite, has_no_examples
 from kfac_backend.likelihoods import Likelihood, likelihood_of, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, check_keys
+from kfac_backend.ranks import Ranks
 from marglik.posterior.precision import (
     DensePrecision,
     DiagonalPrecision,
@@ -202,20 +205,24 @@ def jacobian_ggn(
     structure: str,
     rank: int,
     indices: Int[Tensor, "P"],
+    ranks: Ranks,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> JacobianGGN:
     """The GGN at the model's current parameters, or the matrix that ``options.fisher`` names.
 
+    Collective where there are several ranks, some of which may have no data.
+
     Args:
         model: the network, in eval mode.
-        data: batches.
+        data: batches; of several ranks each has a shard.
         likelihood: of the targets.
         options: of the targets, and which matrix.
         structure: "full", "diag" or "lowrank".
         rank: the number of eigenpairs of "lowrank".
         indices: of the parameters, in the vector of all trainable ones. Those that are an
             embedding's padding are left out: they have neither curvature nor prior.
+        ranks: all end with the sum over their data.
         generator: of fisher="mc".
         progress: whether to show a bar.
 
@@ -227,6 +234,8 @@ def jacobian_ggn(
     ggn: JacobianGGN | None = None
     for batch in each_batch(data, "Fitting", progress):
         x, y = (detached(part, device) for part in task.split(batch))
+        if ranks.size > 1 and has_no_examples(y):
+            continue
         y = task.targets(model, x, y)
         if ggn is None:
             indices = _without_padding(model, x, indices)
@@ -249,9 +258,10 @@ def jacobian_ggn(
             float(num_counted_terms(f, y, task.likelihood)),
         )
         ggn = part if ggn is None else ggn + part
-    if ggn is None:
+    parts = [part.to(device) for part in ranks.gather(ggn) if part is not None]
+    if not parts:
         raise ValueError("The data is empty: the loader yields no batch.")
-    return ggn
+    return reduce(add, parts)
 
 
 def _matrix(structure: str, rank: int, rows: Float[Tensor, "K P"]) -> Tensor:

@@ -10,7 +10,6 @@ evidence needs only eigenvalues; eigenvectors are computed when a prediction fir
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
-from operator import add
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
@@ -412,7 +411,7 @@ class Posterior:
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
         if self.structure != "kron":
-            part = jacobian_ggn(
+            return jacobian_ggn(
                 self.model,
                 data,
                 self._likelihood,
@@ -420,11 +419,10 @@ class Posterior:
                 structure=self.structure,
                 rank=self.rank,
                 indices=self.indices.to(self._device),
+                ranks=self.ranks,
                 generator=self.generator,
                 progress=progress,
             )
-            parts = [part] if self.ranks.size == 1 else self.ranks.gather(part)
-            return reduce(add, [part.to(self._device) for part in parts])
         key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
         if key not in self.passes:
             self.passes[key] = CurvaturePass(
@@ -638,7 +636,8 @@ class Posterior:
             elif isinstance(curvature, KroneckerFactors):
                 self._terms = EvidenceTerms.from_factors(curvature, difference)
             else:
-                self._terms = EvidenceTerms.from_ggn(curvature, difference)
+                tensors = self._tensor_of(self._ggn_indices())
+                self._terms = EvidenceTerms.from_ggn(curvature, difference, tensors)
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:
@@ -652,13 +651,6 @@ class Posterior:
             each = delta.new_zeros(sum(self._sizes))
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[tensors]
-
-    def sum_over_blocks(self, values: Tensor) -> Tensor:
-        """One value per block of `evidence_terms` as one per trainable tensor, their sum."""
-        if self.structure == "kron":
-            return values
-        tensors = self._tensor_of(self._ggn_indices())
-        return values.new_zeros(self.n_layers).index_add(0, tensors, values)
 
     def _ggn_indices(self) -> Tensor:
         """Of the parameters that have a posterior; after a fit from Jacobians without padding."""
@@ -712,7 +704,7 @@ class Posterior:
         """
         terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
         gamma = terms.effective_parameters(delta, self.sigma_noise, self.temperature)
-        return self.sum_over_blocks(gamma)
+        return terms.sum_over_blocks(gamma, range(self.n_layers))
 
     # --- the Gaussian ---
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.options import check_keys, check_option, check_positive
+from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.posterior import Posterior
 
 PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
@@ -213,57 +214,42 @@ class Hyperparameters:
             for name, value in own.items():
                 value.copy_(state[name])
 
-    def update(self, posterior: Posterior, steps: int) -> list[float]:
+    @torch.no_grad()
+    def update(self, terms: EvidenceTerms, steps: int, temperature: float = 1.0) -> list[float]:
         """Take steps that raise the evidence; returns it (nats) before each step and at the end.
 
         Args:
-            posterior: fitted; its hyperparameters become the new ones.
+            terms: of a fitted posterior, see `Posterior.evidence_terms`.
             steps: number of steps.
+            temperature: T.
 
         Raises:
             FloatingPointError: the evidence is not finite.
         """
-        evidences, T = [], posterior.temperature
-        terms = posterior.evidence_terms  # checks once that it is of the network as it is
-        device, fixed = terms.squared_norms.device, posterior.sigma_noise.double()
-        groups = posterior.of_blocks(torch.tensor(self.groups.index)).long().cpu()  # of each block
-
-        with torch.no_grad():
-            for step in range(steps + 1):
-                delta = self._log_delta.exp()[groups].to(device)  # of each block
-                sigma = self._log_sigma.exp().to(device) if self.learn_sigma_noise else fixed
-                evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
-                if step == steps:
-                    break
-                if self.method == "adam":
-                    of_blocks, of_sigma = terms.gradient(delta, sigma, T)
-                    gradient = torch.zeros_like(self._log_delta)
-                    self._log_delta.grad = gradient.index_add_(0, groups, -of_blocks.cpu())
-                    if self.learn_sigma_noise:
-                        self._log_sigma.grad = -of_sigma.cpu()
-                    self._adam.step()
-                else:
-                    self._fixed_point_step(posterior)
-        self.give_to(posterior)
+        evidences, T, device = [], temperature, terms.squared_norms.device
+        groups = self.groups.index
+        of_blocks = torch.tensor(groups)[terms.tensors.cpu()]  # the group of each block
+        norms = terms.sum_over_blocks(terms.squared_norms, groups).cpu()
+        for step in range(steps + 1):
+            delta, sigma = self.prior_precision[of_blocks].to(device), self.sigma_noise.to(device)
+            evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
+            if step == steps:
+                break
+            if self.method == "adam":
+                in_blocks, in_sigma = terms.gradient(delta, sigma, T)
+                self._log_delta.grad = -terms.sum_over_blocks(in_blocks, groups).cpu()
+                if self.learn_sigma_noise:
+                    self._log_sigma.grad = -in_sigma.cpu()
+                self._adam.step()
+                continue
+            gamma = terms.effective_parameters(delta, sigma, T)
+            gamma = terms.sum_over_blocks(gamma, groups).cpu()
+            fixed_point = gamma / norms.clamp(min=torch.finfo(norms.dtype).tiny)  # no 0/0
+            self._log_delta.copy_(fixed_point.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
+            if self.learn_sigma_noise:
+                free = (terms.num_targets / T - gamma.sum()).clamp(min=1e-3)
+                self._log_sigma.copy_((2 * terms.loss / T / free).log() / 2)
         return evidences
-
-    def give_to(self, posterior: Posterior) -> None:
-        """Make these the hyperparameters of a posterior."""
-        posterior.prior_precision = self.groups.of_tensors(self.prior_precision)
-        if self.learn_sigma_noise:
-            posterior.sigma_noise = self.sigma_noise
-
-    def _fixed_point_step(self, posterior: Posterior) -> None:
-        self.give_to(posterior)
-        terms, gamma = posterior.evidence_terms, posterior.effective_parameters()
-        norms = self.groups.sum_over_tensors(posterior.sum_over_blocks(terms.squared_norms))
-        tiny = torch.finfo(norms.dtype).tiny  # of zero parameters: no 0/0
-        delta = self.groups.sum_over_tensors(gamma) / norms.clamp(min=tiny)
-        self._log_delta.copy_(delta.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
-        if self.learn_sigma_noise:
-            temperature = posterior.temperature
-            free = (terms.num_targets / temperature - gamma.sum()).clamp(min=1e-3)
-            self._log_sigma.copy_((2 * terms.loss / temperature / free).log() / 2)
 
 
 def update_prior(
@@ -299,7 +285,7 @@ def update_prior(
         ValueError: the pass saw another number of examples than ``num_data``.
         FloatingPointError: the evidence is not finite.
     """
-    ranks, device = posterior.ranks, posterior.mean.device
+    ranks, device, T = posterior.ranks, posterior.mean.device, posterior.temperature
     start = _now(device)
     posterior.fit(data, progress_bar=progress, stands_for=num_data if is_sample else None)
     # The weight decays T·δ/N of the steps and the evidence must be of the same N.
@@ -310,30 +296,32 @@ def update_prior(
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)
-    _ = posterior.evidence_terms  # with the eigenvalues, which all steps share
+    terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
-    evidences = hyperparameters.update(posterior, steps)
+    evidences = hyperparameters.update(terms, steps, T)
     if ranks.size > 1:
         # Each rank has taken the same steps, but on another processor they may round otherwise, and
         # ranks with different weight decays would drift apart.
         evidences, state = ranks.gather((evidences, hyperparameters.state_dict()))[0]
         hyperparameters.load_state_dict(state)
-        hyperparameters.give_to(posterior)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
+    posterior.prior_precision = groups.of_tensors(delta)
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
     likelihood, factors = posterior.likelihood, posterior.factors
-    weight_decay = precision_to_weight_decay(delta, num_data, posterior.temperature)
+    weight_decay = precision_to_weight_decay(delta, num_data, T)
     names = [n for n, p in posterior.model.named_parameters() if p.requires_grad]
-    gamma = posterior.effective_parameters().tolist()
+    of_blocks = posterior.prior_precision.double()[terms.tensors]
+    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
+    gamma = terms.sum_over_blocks(gamma, range(len(names)))
     record: dict[str, Any] = {
         "evidence_before": evidences[0],
         "evidence": evidences[-1],
         "evidence_per_example": evidences[-1] / num_data,
         "prior_precision": groups.summary(delta),
         "weight_decay": groups.summary(weight_decay),
-        "effective_parameters": dict(zip(names, gamma, strict=True)),
+        "effective_parameters": dict(zip(names, gamma.tolist(), strict=True)),
         "clipped_eigenvalues": 0 if factors is None else factors.num_clipped(),
         "seconds": {
             "pass": fitted - start,

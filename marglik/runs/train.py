@@ -72,7 +72,6 @@ from marglik.storage.run_folder import (
 )
 from marglik.training.decay_policy import DecayPolicy
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import WithExamples
 from marglik.training.loop import OneDevice, OnlineResult, OnlineTraining, ranks_of
 
 if TYPE_CHECKING:
@@ -559,8 +558,7 @@ class Setup:
             # in two ways do not add up.
             parts = [self._batches("train", self.run.batch_size, shuffle=True)]
             parts += [self._batches("validation", self.run.batch_size)]
-            both = chain.from_iterable(map(WithExamples, parts))
-            laplace.fit(both, progress_bar=self.run.progress)
+            laplace.fit(chain(*parts), progress_bar=self.run.progress)
             # They stay, as a little more data changes the posterior little.
             laplace.calibrations = calibrations
 

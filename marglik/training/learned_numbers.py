@@ -38,7 +38,7 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
-from marglik.training.loaders import Loader, WithExamples, own_iteration, sampled
+from marglik.training.loaders import Loader, own_iteration, sampled
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.state import LearnerState, Problem
 
@@ -97,13 +97,12 @@ def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> Non
         check_whole(problem.model, "Learning what the inputs depend on")
     curvature, group = problem.options.curvature, problem.ranks.process_group
     posterior = Posterior(problem.model, state.likelihood, curvature, process_group=group)
-    data = list(WithExamples([batch], curvature))  # of some ranks it may have none
     with forked_random_numbers(problem.model):
-        posterior.fit(data)
+        posterior.fit([batch])
         if modules:
-            list(evidence_gradient(posterior, [data], [module.ranges for module in modules]))
+            list(evidence_gradient(posterior, [[batch]], [module.ranges for module in modules]))
         if names:
-            likelihood_step(posterior, data, names)
+            likelihood_step(posterior, [batch], names)
 
 
 def likelihood_step(

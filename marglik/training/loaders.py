@@ -52,17 +52,16 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
             count = len(sampler)
             return count - count % batch_size if getattr(owner, "drop_last", False) else count
     check_read_twice(loader)
-    return sum(len(_targets(batch, options)) for batch in loader)
-
-
-def _targets(batch: Any, options: TargetOptions) -> Tensor:
-    _, y = split_batch(batch, options)
-    if not isinstance(y, Tensor):
-        raise TypeError(
-            f"A batch's targets are {type(y).__name__}; make tensors of arrays: "
-            "torch.from_numpy(array)."
-        )
-    return y
+    count = 0
+    for batch in loader:
+        _, y = split_batch(batch, options)
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                f"A batch's targets are {type(y).__name__}; make tensors of arrays: "
+                "torch.from_numpy(array)."
+            )
+        count += len(y)
+    return count
 
 
 def num_batches(loader: Any) -> int:
@@ -193,23 +192,6 @@ class _Some:
 
 
 # --- several ranks ---
-
-
-class WithExamples:
-    """The batches of a loader without the empty ones: a rank's shard of a small batch may be empty.
-
-    The curvature pass has no use for a batch without examples; network steps do, since there all
-    ranks step together.
-    """
-
-    def __init__(self, loader: Loader, options: TargetOptions = TargetOptions()) -> None:  # noqa: B008
-        self._loader = loader
-        self._options = options
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            if len(_targets(batch, self._options)):
-                yield batch
 
 
 def count_on_ranks(loader: Loader, ranks: Ranks, options: TargetOptions) -> int:

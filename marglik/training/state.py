@@ -36,7 +36,6 @@ from marglik.posterior.prior import (
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
 from marglik.training.loaders import (
     Loader,
-    WithExamples,
     check_shards,
     count_on_ranks,
     own_iteration,
@@ -471,7 +470,7 @@ class LearnerState:
         if not takes_all(problem.options):
             self.has_samples |= number < N
             data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
-        return data if problem.ranks.size == 1 else WithExamples(data, problem.options.curvature)
+        return data
 
     def cheap_pass(self, problem: Problem, is_last: bool) -> tuple[bool, int]:
         """Whether an update that follows now draws labels, and M, the examples that it sees.

@@ -19,7 +19,8 @@ def small_terms(likelihood="regression"):
     eigenvalues[0][0] = 0.0
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     spectra = Spectra.of(KroneckerBlock(f"{v}", torch.diag(v)) for v in eigenvalues)
-    return EvidenceTerms(spectra, norms, 4.2, 10, likelihood_of(likelihood))
+    tensors = torch.arange(len(norms))
+    return EvidenceTerms(spectra, norms, tensors, 4.2, 10, likelihood_of(likelihood))
 
 
 def test_gradients_in_all_hyperparameters():

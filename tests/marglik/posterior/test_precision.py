@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.ranks import Ranks
 from marglik import (
     Laplace,
     Posterior,
@@ -199,6 +200,29 @@ def test_data_added_later_counts_as_if_it_had_been_there(structure):
         return
     assert_close(added.log_marginal_likelihood(), at_once.log_marginal_likelihood())
     assert_close(added.output_distribution(x), at_once.output_distribution(x))
+
+
+def evidences_on_ranks():
+    """Of each structure, where the second rank has an empty batch, and the third has none."""
+    x, y = data("regression")
+    shards = [[(x, y)]] if Ranks().size == 1 else [[(x[:7], y[:7])], [(x[:0], y[:0])], []]
+    if len(shards) > 1:
+        shards[0].append((x[7:], y[7:]))
+    found = {}
+    for structure in STRUCTURES:
+        posterior = Posterior(network(), "regression", structure=structure, prior_precision=DELTA)
+        posterior.fit(shards[Ranks().rank])
+        found[structure] = posterior.log_marginal_likelihood(), posterior.n_data
+        with pytest.raises(ValueError, match="The data is empty"):
+            posterior.fit([])
+    return found
+
+
+def test_ranks_without_data_have_the_posterior_of_all(worlds):
+    """And an error on all of them where none has data."""
+    (alone,) = worlds.all(1, "tests.marglik.posterior.test_precision:evidences_on_ranks")
+    for of_rank in worlds.all(3, "tests.marglik.posterior.test_precision:evidences_on_ranks"):
+        assert_close(of_rank, alone)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
