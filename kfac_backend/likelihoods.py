@@ -1130,9 +1130,9 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
     return likelihood.loss(at_least_float32(f), y)
 
 
-def counted_terms(y: Tensor, likelihood: Likelihood) -> Tensor | None:
+def counted_terms(y: Any, likelihood: Likelihood) -> Tensor | None:
     """A mask of the labels that count; None for targets that are not labels, which all count."""
-    return y != IGNORED if likelihood.has_labels else None
+    return y != IGNORED if likelihood.has_labels and isinstance(y, Tensor) else None
 
 
 def num_counted_terms(

@@ -293,8 +293,6 @@ def sum_over_ranks(
     Raises:
         RankError: a rank has another model, other options or another version.
     """
-    if ranks.size == 1:
-        return sums
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     must_agree = {
