@@ -58,8 +58,8 @@ class PriorLearner:
         hyperparameters: Hyperparameters | None = None,
         **options: Any,
     ) -> None:
-        learner_options = LearnerOptions(likelihood_of(likelihood), curvature, schedule, policy)
-        self.options = learner_options.with_options(**options)
+        likelihood = likelihood_of(likelihood)
+        self.options = LearnerOptions.of(likelihood, curvature, schedule, policy, options)
         self._hyperparameters = hyperparameters
         self._replayed: tuple[Mapping[int, Any], Mapping[str, float]] = {}, {}
         self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
@@ -108,7 +108,9 @@ class PriorLearner:
             RankError: ranks that differ.
         """
         self.detach()
-        options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))
+        options = self.options
+        if epochs != options.schedule.epochs:
+            options = replace(options, schedule=replace(options.schedule, epochs=epochs))
         if hooks == "all":
             steps_per_epoch = steps_in_epoch(loader, steps_per_epoch)
         problem = Problem.of(options, model, optimizer, loader, ranks, steps_per_epoch, held_out)

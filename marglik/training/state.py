@@ -118,20 +118,27 @@ class LearnerOptions:
                 "fits it."
             )
 
-    def with_options(self, **options: Any) -> "LearnerOptions":
-        """These with single ones changed, or single fields of the objects inside.
+    @classmethod
+    def of(
+        cls,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions,
+        schedule: Schedule,
+        policy: DecayPolicy,
+        options: Mapping[str, Any],
+    ) -> "LearnerOptions":
+        """These, with single fields, also of the objects inside, from ``options``.
 
         Raises:
             TypeError: a name that is a field of none of them.
         """
-        inside = "schedule", "policy", "curvature"
-        own = [f.name for f in fields(self) if f.name not in ("likelihood", *inside)]
-        changed = {name: value for name, value in options.items() if name in own}
-        names = {part: [f.name for f in fields(getattr(self, part))] for part in inside}
+        inside: dict[str, Any] = {"schedule": schedule, "policy": policy, "curvature": curvature}
+        own = [f.name for f in fields(cls) if f.name not in ("likelihood", *inside)]
+        names = {part: [f.name for f in fields(value)] for part, value in inside.items()}
         for name in options:
             if not any(name in one for one in (own, *names.values())):
                 objects = " and ".join(
-                    f"those of {type(getattr(self, part)).__name__} ({', '.join(one)})"
+                    f"those of {type(inside[part]).__name__} ({', '.join(one)})"
                     for part, one in names.items()
                 )
                 raise TypeError(
@@ -140,8 +147,8 @@ class LearnerOptions:
                 )
         for part, one in names.items():
             if values := {name: value for name, value in options.items() if name in one}:
-                changed[part] = replace(getattr(self, part), **values)
-        return replace(self, **changed)
+                inside[part] = replace(inside[part], **values)
+        return cls(likelihood, **inside, **{n: v for n, v in options.items() if n in own})
 
     @property
     def learns(self) -> bool:
