@@ -42,6 +42,7 @@ from marglik.training.learned_numbers import (
     likelihood_step,
 )
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
+from marglik.training.samples import cheap_pass, pass_of_update
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import add_penalty
 
@@ -153,14 +154,11 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
 def fit(
     problem: Problem, state: LearnerState, steps: int, is_last: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """A posterior of what `LearnerState.cheap_pass` says, and steps on its evidence."""
+    """A posterior of what `cheap_pass` says, and steps on its evidence."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
-    curvature, (draws, number) = options.curvature, state.cheap_pass(problem, is_last)
-    if draws:
-        curvature = curvature.replace(fisher="mc", mc_samples=1)
-    if state.kfac_approx is not None and number < N and not is_last:
-        curvature = curvature.replace(kfac_approx=state.kfac_approx)
-    data, former = state.data_of_update(problem, number), state.posterior
+    draws, number = cheap_pass(problem, state, is_last)
+    curvature, data = pass_of_update(problem, state, draws, number, is_last)
+    former = state.posterior
     state.posterior = posterior = Posterior(
         problem.model,
         state.likelihood,
@@ -235,7 +233,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
             is_fitted = is_fitted and state.likelihood == of_training
         if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
             numbers = update(problem, state, is_last=True)
-        elif not is_fitted or latest != state.cheap_pass(problem, is_last=True):
+        elif not is_fitted or latest != cheap_pass(problem, state, is_last=True):
             if is_updated:  # the same update's, of a cheaper pass or before a resume
                 state.evidences.pop()
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])

@@ -34,23 +34,13 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
-from marglik.training.loaders import (
-    Loader,
-    check_shards,
-    count_on_ranks,
-    own_iteration,
-    sample_size,
-    sampled,
-)
+from marglik.training.loaders import Loader, check_shards, count_on_ranks, own_iteration
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
 from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
 
 _logger = logging.getLogger(__name__)
-
-FEW_VECTORS = 3_000
-"""Backward passes of one example each, of an exact pass over all of the data."""
 
 
 @dataclass(frozen=True)
@@ -249,22 +239,6 @@ class Problem:
     def rate(self) -> float:
         """The learning rate of the first optimiser."""
         return float(self.parts[0].optimizer.param_groups[0]["lr"])
-
-    @property
-    def draws_labels(self) -> bool:
-        """Whether updates draw labels, as exact passes would take longer than the training.
-
-        In passes over one example: a training step is a forward pass and a backward pass of twice
-        its cost; an exact pass is a forward pass and V backward passes. With few examples the noise
-        of drawn labels is larger, and an exact pass takes no time to speak of.
-        """
-        options, schedule, V = self.options, self.options.schedule, self.vectors
-        if takes_all(options) or options.curvature.fisher != "exact" or schedule.epochs is None:
-            return False
-        every = schedule.every
-        updates = schedule.updates if every is None else schedule.epochs // every
-        is_long = updates * (1 + 2 * V) > 3 * schedule.epochs
-        return is_long and V > 1 and V * self.num_data > FEW_VECTORS
 
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
@@ -467,38 +441,6 @@ class LearnerState:
             Measures(sorted(problem.named), [None for _ in problem.parts]),
         )
 
-    def data_of_update(self, problem: Problem, number: int) -> Iterable[Any]:
-        """The batches of the curvature pass: of all N examples, or a sample of M of them.
-
-        Of a plain DataLoader both come in large batches, see `sampled`, unless ``curvature_from``
-        and ``keep`` ask for the loader's own.
-        """
-        data, N = own_iteration(problem.loader), problem.num_data
-        if not takes_all(problem.options):
-            self.has_samples |= number < N
-            data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
-        return data
-
-    def cheap_pass(self, problem: Problem, is_last: bool) -> tuple[bool, int]:
-        """Whether an update that follows now draws labels, and M, the examples that it sees.
-
-        The last one is exact and sees all data unless that alone would take longer than a tenth of
-        the training. Then it draws labels, of all data if that is short enough: its predictions
-        and its evidence are closer to the exact ones than those of a sample's exact curvature.
-        """
-        options, N, V = problem.options, problem.num_data, problem.vectors
-        if takes_all(problem.options) or not self.steps[-1]:
-            return False, N
-        is_exact = options.curvature.fisher == "exact"
-        draws, seen = problem.draws_labels, N * self.epoch
-        if is_last:
-            if is_exact and (V * N <= FEW_VECTORS or sample_size(N, seen, V) == N):
-                return False, N
-            draws = is_exact and V > 1
-        elif self.updated_at:
-            seen *= 1 - self.updated_at / self.steps[-1]
-        return draws, sample_size(N, seen, V if is_exact and not draws else 1)
-
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
         options, hyper = problem.options, self.hyperparameters
@@ -649,14 +591,6 @@ class LearnerState:
             if ranges:
                 set_ranges(model, ranges)
             raise
-
-
-def takes_all(options: LearnerOptions) -> bool:
-    """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
-    # With keep="best", noise would choose among the evidences. Jacobians cost the same for drawn
-    # labels.
-    is_for_samples = options.curvature_from == "auto" and options.hessian_structure == "kron"
-    return not is_for_samples or options.schedule.keep == "best"
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-3]

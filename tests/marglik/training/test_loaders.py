@@ -14,9 +14,9 @@ from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.algorithm import end_of_epoch, finish
-from marglik.training.loaders import own_iteration, sample_size, sampled
+from marglik.training.loaders import own_iteration
+from marglik.training.samples import cheap_pass, sample_size, sampled
 from marglik.training.schedule import Schedule
-from marglik.training.state import LearnerState
 
 ALONE = Ranks(None)
 N = 1000
@@ -180,7 +180,7 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("N", "V", "epochs", "cheap_pass"),
+    ("N", "V", "epochs", "expected"),
     [
         (1_000, 9, 64, (False, 1_000)),  # 19 passes are a tenth of 3 · 64
         (1_000, 9, 40, (True, 1_000)),
@@ -190,19 +190,19 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
     ],
 )
 def test_the_last_update_draws_labels_where_it_would_take_over_a_tenth_of_the_training(
-    N, V, epochs, cheap_pass
+    N, V, epochs, expected
 ):
     schedule = Schedule(epochs=epochs)
     options = SimpleNamespace(
         curvature_from="auto", schedule=schedule, curvature=CurvatureOptions(),
         hessian_structure="kron",
     )  # fmt: skip
-    problem = SimpleNamespace(options=options, num_data=N, vectors=V, draws_labels=V > 1)
+    problem = SimpleNamespace(options=options, num_data=N, vectors=V)
     state = SimpleNamespace(steps=[1], epoch=epochs, updated_at=None)
-    assert LearnerState.cheap_pass(state, problem, is_last=True) == cheap_pass
+    assert cheap_pass(problem, state, is_last=True) == expected
     for name, value in {"curvature_from": "pass", "hessian_structure": "full"}.items():
         problem.options = SimpleNamespace(**vars(options) | {name: value})
-        assert LearnerState.cheap_pass(state, problem, is_last=True) == (False, N)
+        assert cheap_pass(problem, state, is_last=True) == (False, N)
 
 
 def test_a_last_update_that_drew_labels_says_so():
