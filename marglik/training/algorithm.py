@@ -44,7 +44,7 @@ from marglik.training.learned_numbers import (
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
 from marglik.training.samples import cheap_pass, pass_of_update
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import add_penalty
+from marglik.training.steps import add_penalty, take_average
 
 
 def start(
@@ -211,7 +211,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         state.epoch += 1  # which was cut short
     # Step 1: the average takes the place of the last step's parameters.
     if average:
-        state.take_average(problem)
+        take_average(problem, state)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}

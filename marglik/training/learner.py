@@ -23,6 +23,7 @@ from marglik.training.hooks import StepHooks, remove_hooks, steps_in_epoch
 from marglik.training.loaders import Loader
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
+from marglik.training.steps import averaged
 
 
 class PriorLearner:
@@ -132,10 +133,10 @@ class PriorLearner:
             self._hooks = None
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        """A context with the network as `finish` would leave it, see `LearnerState.averaged`."""
+        """A context with the network as `finish` would leave it, see `steps.averaged`."""
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet; call start before averaged.")
-        return self.state.averaged(self.problem)
+        return averaged(self.problem, self.state)
 
     def finish(self, average: bool = True) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.

@@ -92,7 +92,7 @@ def pass_of_update(
         curvature = curvature.replace(kfac_approx=state.kfac_approx)
     if takes_all(problem.options):
         return curvature, own_iteration(problem.loader)
-    state.has_samples |= number < N
+    state.measures.has_samples |= number < N
     return curvature, sampled(problem.loader, number, N, problem.ranks, state.epoch)
 
 

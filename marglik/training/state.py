@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -34,11 +34,10 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
-from marglik.training.loaders import Loader, check_shards, count_on_ranks, own_iteration
+from marglik.training.loaders import Loader, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.random_state import random_numbers_restored
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
-from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
+from marglik.training.steps import WeightAverage
 
 _logger = logging.getLogger(__name__)
 
@@ -372,7 +371,7 @@ class Problem:
 
 @dataclass(eq=False)
 class LearnerState:
-    """What the learner has come to; saved and loaded by its fields, all but the last three."""
+    """What the learner has come to; saved and loaded by its fields, all but the last two."""
 
     hyperparameters: Hyperparameters
     """δ of each group and σ."""
@@ -398,8 +397,6 @@ class LearnerState:
     """Number of steps before the latest update, if it was made at the present parameters."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) after each update."""
-    has_samples: bool = False
-    """Whether some update saw a sample, so that its evidence is an estimate."""
     kfac_approx: Any = None
     """The layers' modes in the latest update, which decides for the following samples."""
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -416,8 +413,6 @@ class LearnerState:
     """What `update_prior` recorded in the latest update, with its seconds."""
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
-    is_averaged: bool = False
-    """Whether the network has its average now, within `averaged`."""
 
     @property
     def has_average(self) -> bool:
@@ -522,56 +517,6 @@ class LearnerState:
             numbers["label_noise"] = self.likelihood.parameters["noise"].item()
         return numbers
 
-    def take_average(self, problem: Problem) -> None:
-        """Give the network the mean over about the last third of the steps, if there is one."""
-        schedule = problem.options.schedule
-        made, averaged = self.steps[-1], self.averages[-1].count
-        if self.has_average:
-            for average in self.averages:
-                average.add()
-                average.write()
-            self.updated_at = None
-            with forked_random_numbers(problem.model):
-                targets = problem.options.curvature
-                renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
-            _logger.info("parameters are their mean over the last %d of %d steps", averaged, made)
-        elif schedule.averages and made and self.epoch < (schedule.epochs or 0):
-            warnings.warn(
-                f"The training ended after {made} steps, in epoch {self.epoch} of "
-                f"{schedule.epochs}: the parameters are those of the last step, not the mean over "
-                "the last third of the steps. If gradients are accumulated, pass start(..., "
-                "steps_per_epoch=...).",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        self.averages = [WeightAverage(part.parameters) for part in problem.parts]
-
-    @contextmanager
-    def averaged(self, problem: Problem) -> Iterator[nn.Module]:
-        """A context in which the network has the average of its parameters so far.
-
-        It is the network that `PriorLearner.finish` would leave: the validation loss, early
-        stopping and "keep the best" are about the average, and not about the last step's
-        parameters. Its BatchNorm statistics are renewed by a pass over the training data.
-        Afterwards, also after an error, parameters and statistics are what they were. As long as
-        fewer than a sixth of the steps are averaged, `finish` takes no average, and this changes
-        nothing. With several ranks it is collective.
-        """
-        with ExitStack() as stack:
-            if self.has_average and not self.is_averaged:
-                self.is_averaged = True
-                stack.callback(setattr, self, "is_averaged", False)  # noqa: FBT003
-                for average in self.averages:
-                    stack.enter_context(average.written())
-                norms = batch_norms(problem.model)
-                statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
-                stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
-                data, targets = own_iteration(problem.loader), problem.options.curvature
-                # The loop must draw the same numbers whether it validates or not.
-                with random_numbers_restored(problem.loader):
-                    renew_batch_norm(problem.model, data, targets, problem.ranks)
-            yield problem.model
-
     @contextmanager
     def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:
         """A context after which an error, as of the data, has left the state as it was."""
@@ -593,7 +538,7 @@ class LearnerState:
             raise
 
 
-SAVED = [field.name for field in fields(LearnerState)][:-3]
+SAVED = [field.name for field in fields(LearnerState)][:-2]
 
 
 def _to_plain(value: Any) -> Any:
