@@ -126,7 +126,7 @@ class CurvaturePass:
             sink=FactorSums(options),
         )  # fmt: skip
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
-        check_memory(self.driver.preparation.proof.assignment, options, self.driver.device)
+        check_memory(self.driver.proof.assignment, options, self.driver.device)
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""
@@ -153,16 +153,16 @@ class CurvaturePass:
         proves all. ``likelihood`` is the same with other options, such as noises, and
         ``kfac_approx`` another mode; both hold from now on.
         """
-        driver, preparation = self.driver, self.driver.preparation
+        driver = self.driver
         if likelihood is not None:
             driver.task.likelihood = likelihood
         if kfac_approx is not None:
             driver.options = driver.options.replace(kfac_approx=kfac_approx)
-        stays = not proves_again and preparation.proof.is_of_this_structure()
-        if not stays and not preparation.proof.renew():
+        stays = not proves_again and driver.proof.is_of_this_structure()
+        if not stays and not driver.proof.renew():
             assignment = assign_rules(driver.model, driver.options.unsupported)
-            preparation.proof = Proof(driver.model, assignment)
-        preparation.kfac_approx = driver.options.kfac_approx
+            driver.proof = Proof(driver.model, assignment)
+        driver.kfac_approx = driver.options.kfac_approx
         self.reset()
         driver.add_all(data, "Curvature", progress)
         return self.factors()

@@ -90,10 +90,8 @@ def corrected_factors(
     factors = factors.to(driver.device)
     # The bases are those of the blocks that are corrected, whose layers have no exact rule, and of
     # those that the proof may find to be a layer's.
-    names = {
-        name for t in driver.preparation.proof.assignment.all for name in t.parameters.values()
-    }
-    names |= driver.preparation.proof.assignment.unknown.keys()
+    names = {name for t in driver.proof.assignment.all for name in t.parameters.values()}
+    names |= driver.proof.assignment.unknown.keys()
     blocks = [block for name, block in factors.blocks.items() if name in names]
     eigen = decompose(blocks, driver.ranks, driver.device)
     bases = {block.name: basis for block, basis in zip(blocks, eigen, strict=True)}

@@ -23,7 +23,7 @@ from marglik.models import WideResNetFixup
 
 PROBLEMS = {
     **sampled_updates.PROBLEMS,
-    **{f"default options: {name}": of for name, of in default_options.PROBLEMS.items()},
+    **{f"default options: {name}": problem for name, problem in default_options.PROBLEMS.items()},
     "WRN-16-4 Fixup, 5 epochs": Problem(
         lambda: WideResNetFixup(16, 4, 10), 5, batch_size=128, data=small_images, examples=2000
     ),
@@ -60,24 +60,25 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Seconds of a plain training, the cost of learning in these, and both NLLs."""
     rounds: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for of in found:
-        rounds[of["config"]["problem"], of["config"]["wrong"]].append(of["results"])
+    for result in results:
+        rounds[result["config"]["problem"], result["config"]["wrong"]].append(result["results"])
     rows = [["network", "wrong", "rounds", "plain, s", "cost", "updates", "NLL, plain", "learned"]]
     for problem in PROBLEMS:
         for wrong in (0.0, WRONG):
-            if not (results := rounds[problem, wrong]):
+            if not (pairs := rounds[problem, wrong]):
                 continue
-            plain, learned = ([of[name] for of in results] for name in ("plain", "learned"))
+            plain, learned = ([pair[name] for pair in pairs] for name in ("plain", "learned"))
             ratios = [b["seconds"] / a["seconds"] for a, b in zip(plain, learned, strict=True)]
             rows.append([
-                problem, f"{wrong:.0%}", str(len(results)),
-                f"{statistics.median(of['seconds'] for of in plain):.1f}",
+                problem, f"{wrong:.0%}", str(len(pairs)),
+                f"{statistics.median(training['seconds'] for training in plain):.1f}",
                 f"{statistics.median(ratios):.2f}",
-                f"{statistics.median(of['updates'] for of in results):g}",
-                *(mean_with_error([of["nll"] for of in each]) for each in (plain, learned)),
+                f"{statistics.median(pair['updates'] for pair in pairs):g}",
+                mean_with_error([training["nll"] for training in plain]),
+                mean_with_error([training["nll"] for training in learned]),
             ])  # fmt: skip
     return (
         "Processor seconds of one thread; the cost is the median ratio of a round, in plain "

@@ -80,9 +80,9 @@ def rows_of_digits() -> tuple[Tensor, Tensor]:
 
 def cancer() -> tuple[Tensor, Tensor]:
     """569 vectors of 30 features, two classes."""
-    found: Any = load_breast_cancer()
-    x = torch.tensor(found.data, dtype=torch.float32)
-    return (x - x.mean(0)) / x.std(0), torch.tensor(found.target)
+    features, labels = load_breast_cancer(return_X_y=True)
+    x = torch.tensor(features, dtype=torch.float32)
+    return (x - x.mean(0)) / x.std(0), torch.tensor(labels)
 
 
 of_digits = partial(Problem, data=digits)
@@ -142,13 +142,13 @@ def run(config: Config) -> dict[str, Any]:
     }
     if config.part == "grid":
         ways = {f"{decay:g}": (decay, "settling") for decay in GRID}
-    found = {}
+    results = {}
     problem.warm_up(train_split)
     for way, (decay, rate) in ways.items():
         trained = problem.run(train_split, config.seed, decay, rate)
-        found[way] = scores_of(trained.model, held_out, test)
-        found[way] |= {"seconds": trained.seconds} | trained.record
-    return {"results": found, "seconds": sum(of["seconds"] for of in found.values())}
+        results[way] = scores_of(trained.model, held_out, test)
+        results[way] |= {"seconds": trained.seconds} | trained.record
+    return {"results": results, "seconds": sum(result["seconds"] for result in results.values())}
 
 
 def shares(problem: str) -> tuple[float, ...]:
@@ -168,12 +168,12 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Learned minus the others, paired by seed; with the number of problems where it loses."""
     runs: dict[tuple[str, float, int], dict[str, Any]] = defaultdict(dict)
-    for of in found:
-        config = of["config"]
-        runs[config["problem"], config["wrong"], config["seed"]] |= of["results"]
+    for result in results:
+        config = result["config"]
+        runs[config["problem"], config["wrong"], config["seed"]] |= result["results"]
     rivals = ("none", "none, cosine", "grid")
     head = ["network", "wrong", "learned: NLL, accuracy", *(f"− {rival}" for rival in rivals)]
     rows = [[*head, "cost"]]
@@ -181,16 +181,17 @@ def table(found: list[dict[str, Any]]) -> str:
     judged: set[str] = set()
     for problem in PROBLEMS:
         for wrong in shares(problem):
-            seeds = [of for key, of in sorted(runs.items()) if key[:2] == (problem, wrong)]
-            seeds = [of for of in seeds if "learned" in of]
+            seeds = [ways for key, ways in sorted(runs.items()) if key[:2] == (problem, wrong)]
+            seeds = [ways for ways in seeds if "learned" in ways]
             if not seeds:
                 continue
-            learned = [of["learned"] for of in seeds]
-            accuracy = 100 * statistics.fmean(of["accuracy"] for of in learned)
+            learned = [ways["learned"] for ways in seeds]
+            accuracy = 100 * statistics.fmean(result["accuracy"] for result in learned)
             row = [problem, f"{wrong:.0%}"]
-            row.append(f"{mean_with_error([of['nll'] for of in learned])}, {accuracy:.1f} %")
+            nll = mean_with_error([result["nll"] for result in learned])
+            row.append(f"{nll}, {accuracy:.1f} %")
             for rival in rivals:
-                pairs = [(of["learned"], rival_of(of, rival)) for of in seeds]
+                pairs = [(ways["learned"], rival_of(ways, rival)) for ways in seeds]
                 differences = [a["nll"] - b["nll"] for a, b in pairs if b]
                 row.append(mean_with_error(differences, "{:+.3f}") if differences else "")
                 if len(differences) > 1:  # one seed has no standard error
@@ -198,7 +199,7 @@ def table(found: list[dict[str, Any]]) -> str:
                 if is_worse(differences):
                     losses[rival].append(f"{problem} ({wrong:.0%})")
             cost = statistics.fmean(
-                of["learned"]["seconds"] / of["none"]["seconds"] for of in seeds
+                ways["learned"]["seconds"] / ways["none"]["seconds"] for ways in seeds
             )
             rows.append([*row, f"{cost:.1f}"])
     notes = [
@@ -215,7 +216,7 @@ def rival_of(results: dict[str, Any], rival: str) -> dict[str, float] | None:
     if rival != "grid":
         return results.get(rival)
     grid = [results[f"{decay:g}"] for decay in GRID if f"{decay:g}" in results]
-    return min(grid, key=lambda of: of["held_out_nll"]) if grid else None
+    return min(grid, key=lambda result: result["held_out_nll"]) if grid else None
 
 
 def is_worse(differences: list[float]) -> bool:

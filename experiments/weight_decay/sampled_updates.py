@@ -97,7 +97,7 @@ def run(config: Config) -> dict[str, Any]:
         trained = problem.run(split, config.seed, decays, loader=loader, **options)
         results[name] = scores_of(trained.model, held_out, test)
         results[name] |= {"seconds": trained.seconds} | trained.record
-    return {"results": results, "seconds": sum(of["seconds"] for of in results.values())}
+    return {"results": results, "seconds": sum(result["seconds"] for result in results.values())}
 
 
 def tasks(options: argparse.Namespace) -> list[Config]:
@@ -110,23 +110,25 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Cost and NLL, with errors over seeds; and the largest factor between the decays."""
     runs: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for of in found:
-        runs[of["config"]["problem"], of["config"]["wrong"]].append(of["results"])
+    for result in results:
+        runs[result["config"]["problem"], result["config"]["wrong"]].append(result["results"])
     rows = [["network", "wrong", "cost, all data", "cost, sampled", "NLL, all data", "NLL, sampled",
              "sampled − all", "decays differ by"]]  # fmt: skip
     for (problem, wrong), seeds in runs.items():
         costs = {
-            name: statistics.median(of[name]["seconds"] / of["plain"]["seconds"] for of in seeds)
+            name: statistics.median(
+                seed[name]["seconds"] / seed["plain"]["seconds"] for seed in seeds
+            )
             for name in ("all data", "sampled")
         }
-        nlls = {name: [of[name]["nll"] for of in seeds] for name in costs}
+        nlls = {name: [seed[name]["nll"] for seed in seeds] for name in costs}
         difference = [a - b for a, b in zip(nlls["sampled"], nlls["all data"], strict=True)]
         factors = [
-            math.exp(statistics.median(abs(math.log(a / b)) for a, b in pairs_of_decays(of)))
-            for of in seeds
+            math.exp(statistics.median(abs(math.log(a / b)) for a, b in pairs_of_decays(seed)))
+            for seed in seeds
         ]
         rows.append([
             problem, f"{wrong:.0%}", *(f"{cost:.2f}" for cost in costs.values()),

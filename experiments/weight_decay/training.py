@@ -61,9 +61,9 @@ def no_norm(width: int) -> nn.Module:
 
 def digits() -> tuple[Tensor, Tensor]:
     """Images (N, 1, 8, 8), standardised, and labels."""
-    found: Any = load_digits()
-    x = torch.tensor(found.images, dtype=torch.float32)[:, None]
-    return (x - x.mean()) / x.std(), torch.tensor(found.target)
+    pixels, labels = load_digits(return_X_y=True)
+    x = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
+    return (x - x.mean()) / x.std(), torch.tensor(labels)
 
 
 def small_images() -> tuple[Tensor, Tensor]:
@@ -217,10 +217,10 @@ class Training:
         updates = [record for record in result.records if record["kind"] == "update"]
         record = {
             "weight_decay": updates[-1]["weight_decay"],
-            "evidence_per_example": [of["evidence_per_example"] for of in updates],
+            "evidence_per_example": [update["evidence_per_example"] for update in updates],
         }
         if "ranges" in updates[0]:
-            record["path"] = [of["ranges"] for of in updates]
+            record["path"] = [update["ranges"] for update in updates]
         return Trained(model.eval(), seconds, record, result)
 
     def warm_up(self, split: Split) -> None:

@@ -123,8 +123,8 @@ class Way:
     chosen: Any = None
 
 
-class Ways:
-    """The ways of one configuration."""
+class Comparison:
+    """All ways of one configuration."""
 
     def __init__(self, config: Config) -> None:
         self.problem, self.seed = PROBLEMS[config.problem], config.seed
@@ -143,7 +143,7 @@ class Ways:
         """The candidate with the lowest scaled NLL on held-out data, with the cost of all."""
         chosen = min(candidates, key=lambda c: self.scores(candidates[c])["held_out_nll"])
         way = candidates[chosen]
-        seconds = sum(of.seconds for of in candidates.values())
+        seconds = sum(candidate.seconds for candidate in candidates.values())
         return Way(way.held_out, way.test, seconds, len(candidates), chosen)
 
     def scores(self, way: Way) -> dict[str, float]:
@@ -161,7 +161,7 @@ class Ways:
             self.way(self.fixed(decay, rate, self.seed + 1000 * i)) for i in range(1, MEMBERS)
         ]
         outputs = [(way.held_out, way.test) for way in (first, *others)]
-        seconds = first.seconds + sum(of.seconds for of in others)
+        seconds = first.seconds + sum(way.seconds for way in others)
         return Way(*together(outputs), seconds, first.trainings + len(others))
 
     def dropout(self, decay: float, p: float) -> Way:
@@ -194,13 +194,13 @@ class Ways:
         theta = torch.stack(seen)
         mean, variance = theta.mean(0), theta.var(0, unbiased=False)
         deviations = (theta - mean)[-20:]
-        found: list[tuple[Tensor, Tensor]] = []
+        outputs: list[tuple[Tensor, Tensor]] = []
         for _ in range(SAMPLES):
             low_rank = torch.randn(len(deviations)) @ deviations / (len(deviations) - 1) ** 0.5
             sample = mean + (variance.sqrt() * torch.randn_like(mean) + low_rank) / 2**0.5
             nn.utils.vector_to_parameters(sample, trained.model.parameters())
-            found.append(self.outputs(trained.model))
-        return Way(*together(found), trained.seconds + time.process_time() - started)
+            outputs.append(self.outputs(trained.model))
+        return Way(*together(outputs), trained.seconds + time.process_time() - started)
 
     def laplace(self, learned: Trained, layers: Layers, calibrated: bool = True) -> Way:
         """The posterior's predictive by probit, as log probabilities."""
@@ -258,11 +258,11 @@ class Ways:
                     F.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 rate.step()
-        found: list[tuple[Tensor, Tensor]] = []
+        outputs: list[tuple[Tensor, Tensor]] = []
         for _ in range(SAMPLES):
             with optimizer.sampled_params():
-                found.append(self.outputs(model))
-        return Way(*together(found), time.process_time() - started)
+                outputs.append(self.outputs(model))
+        return Way(*together(outputs), time.process_time() - started)
 
 
 def together(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -276,13 +276,13 @@ def with_dropout(model: nn.Module, p: float) -> nn.Module:
 
     The places are those of Gal & Ghahramani 2016, sec. 3; the first would hide inputs.
     """
-    found = [
+    layers = [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if isinstance(layer, (nn.Linear, nn.Conv2d))
     ]
-    for parent, name, layer in found[1:]:
+    for parent, name, layer in layers[1:]:
         setattr(parent, name, nn.Sequential(nn.Dropout(p), layer))
     return model
 
@@ -298,29 +298,31 @@ def splits_of(config: Config) -> tuple[Split, Split, Split]:
 @quiet_training()
 def run(config: Config) -> dict[str, Any]:
     """Try all ways, and test them."""
-    of = Ways(config)
-    of.problem.warm_up(of.train_split)
-    default = of.way(of.fixed(DEFAULT))
-    cosine = {decay: of.way(of.fixed(decay)) for decay in GRID}
+    comparison = Comparison(config)
+    comparison.problem.warm_up(comparison.train_split)
+    default = comparison.way(comparison.fixed(DEFAULT))
+    cosine = {decay: comparison.way(comparison.fixed(decay)) for decay in GRID}
     unit = statistics.median(way.seconds for way in cosine.values())
-    ways = {"default": default, "grid": of.best(cosine)}
-    settling = {decay: of.way(of.fixed(decay, "settling")) for decay in GRID}
-    ways["grid, averaged"] = of.best(settling)
-    learned = of.fixed(None, "settling")
-    ways["learned"] = of.way(learned)
+    ways = {"default": default, "grid": comparison.best(cosine)}
+    settling = {decay: comparison.way(comparison.fixed(decay, "settling")) for decay in GRID}
+    ways["grid, averaged"] = comparison.best(settling)
+    learned = comparison.fixed(None, "settling")
+    ways["learned"] = comparison.way(learned)
     if config.everything:
         grid = ways["grid"]
-        ways["ensemble, grid's decay"] = of.ensemble(grid, grid.chosen, "cosine")
-        ways["ensemble, learned decays"] = of.ensemble(ways["learned"], learned.learner, "settling")
-        ways["dropout"] = of.best({p: of.dropout(grid.chosen, p) for p in DROPOUT})
-        ways["SWAG"] = of.swag(ways["grid, averaged"].chosen)
-        ways["IVON"] = of.best({pair: of.ivon(*pair) for pair in IVON})
-        ways["Laplace, uncalibrated"] = of.laplace(learned, "all", calibrated=False)
-        ways["Laplace"] = of.laplace(learned, "all")
-        ways["Laplace, last layer"] = of.laplace(learned, "last")
+        ways["ensemble, grid's decay"] = comparison.ensemble(grid, grid.chosen, "cosine")
+        ways["ensemble, learned decays"] = comparison.ensemble(
+            ways["learned"], learned.learner, "settling"
+        )
+        ways["dropout"] = comparison.best({p: comparison.dropout(grid.chosen, p) for p in DROPOUT})
+        ways["SWAG"] = comparison.swag(ways["grid, averaged"].chosen)
+        ways["IVON"] = comparison.best({pair: comparison.ivon(*pair) for pair in IVON})
+        ways["Laplace, uncalibrated"] = comparison.laplace(learned, "all", calibrated=False)
+        ways["Laplace"] = comparison.laplace(learned, "all")
+        ways["Laplace, last layer"] = comparison.laplace(learned, "last")
         after_search = ["dropout", "SWAG"]
-        if isinstance(of.test[0], Tensor):  # of no graphs
-            ways["laplace-torch"] = of.laplace_torch(grid.chosen)
+        if isinstance(comparison.test[0], Tensor):  # of no graphs
+            ways["laplace-torch"] = comparison.laplace_torch(grid.chosen)
             after_search.append("laplace-torch")
         for name in after_search:  # for the decay
             search = ways["grid, averaged"] if name == "SWAG" else grid
@@ -328,7 +330,7 @@ def run(config: Config) -> dict[str, Any]:
             ways[name].trainings += search.trainings
     return {
         "ways": {
-            name: of.scores(way)
+            name: comparison.scores(way)
             | {
                 "cost": way.seconds / unit,
                 "trainings": way.trainings,
@@ -371,30 +373,31 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """A row for each way of each problem, and what learning has less, paired by seed."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for of in found:
-        config = of["config"]
-        groups[config["problem"], config["examples"], config["wrong"]].append(of["ways"])
+    for result in results:
+        config = result["config"]
+        groups[config["problem"], config["examples"], config["wrong"]].append(result["ways"])
     rows = [
         ["problem", "N", "wrong", "seeds", "way", "NLL", "scaled NLL", "accuracy, %", "trainings",
          "CPU time", "learned − it, NLL", "accuracy"],
     ]  # fmt: skip
     for (problem, examples, wrong), runs in sorted(groups.items()):
         for way in runs[0]:
-            own = [of[way] for of in runs]
-            raw = [of["raw_nll"] for of in own if "raw_nll" in of]  # newer than some results
-            minus = [of["learned"]["nll"] - of[way]["nll"] for of in runs]
-            accuracy = [100 * (of["learned"]["accuracy"] - of[way]["accuracy"]) for of in runs]
+            own = [run[way] for run in runs]
+            # Newer than some results.
+            raw = [scores["raw_nll"] for scores in own if "raw_nll" in scores]
+            minus = [run["learned"]["nll"] - run[way]["nll"] for run in runs]
+            accuracy = [100 * (run["learned"]["accuracy"] - run[way]["accuracy"]) for run in runs]
             rows.append(
                 [
                     problem, f"{examples:,}", f"{wrong:.0%}", str(len(runs)), way,
                     f"{statistics.fmean(raw):.3f}" if raw else "",
-                    mean_with_error([of["nll"] for of in own]),
-                    mean_with_error([100 * of["accuracy"] for of in own], "{:.1f}"),
-                    f"{statistics.fmean(of['trainings'] for of in own):.0f}",
-                    f"{statistics.median(of['cost'] for of in own):.1f}",
+                    mean_with_error([scores["nll"] for scores in own]),
+                    mean_with_error([100 * scores["accuracy"] for scores in own], "{:.1f}"),
+                    f"{statistics.fmean(scores['trainings'] for scores in own):.0f}",
+                    f"{statistics.median(scores['cost'] for scores in own):.1f}",
                     "" if way == "learned" else mean_with_error(minus, "{:+.3f}"),
                     "" if way == "learned" else mean_with_error(accuracy, "{:+.1f}"),
                 ]
@@ -406,20 +409,20 @@ COLORS = {"default": "tab:gray", "grid": "tab:blue", "learned": "tab:orange"}
 SHOWN = {"digits, MLP": 800, "digits, convolutions": 1000}
 
 
-def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[dict[str, Any]]) -> dict[str, Figure]:
     """The README's: NLL by the share of wrong labels, and the cost, of two networks."""
     figure = Figure(figsize=(8.5, 2.9), layout="constrained")
     axes = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     for axis, (problem, examples) in zip(axes, SHOWN.items(), strict=False):
-        of = [
+        runs = [
             run
-            for run in found
+            for run in results
             if (run["config"]["problem"], run["config"]["examples"]) == (problem, examples)
         ]
-        shares = sorted({run["config"]["wrong"] for run in of})
+        shares = sorted({run["config"]["wrong"] for run in runs})
         for i, way in enumerate(COLORS):
             values = [
-                [run["ways"][way]["nll"] for run in of if run["config"]["wrong"] == share]
+                [run["ways"][way]["nll"] for run in runs if run["config"]["wrong"] == share]
                 for share in shares
             ]
             axis.bar(
@@ -432,7 +435,7 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
         axis.set_title(f"{problem}, {examples:,}", fontsize=9)
     axes[0].set_ylabel("test NLL (nats)")
     costs = [
-        statistics.median(run["ways"][way]["cost"] for run in found if way in run["ways"])
+        statistics.median(run["ways"][way]["cost"] for run in results if way in run["ways"])
         for way in COLORS
     ]
     bars = axes[2].barh(range(3), costs, color=list(COLORS.values()))

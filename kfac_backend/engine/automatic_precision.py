@@ -86,7 +86,7 @@ def _factors(
     # The same examples each time, with the same labels if these are drawn. Only B is kept.
     x, y = detached(x, driver.device), detached(y, driver.device)
     y = driver.task.targets(driver.model, x, y)
-    if driver.preparation.proof.plan.splits:
+    if driver.proof.plan.splits:
         x, y = examples(x, slice(EXAMPLES)), y[:EXAMPLES]
     trial = copy(driver)
     trial.generator = torch.Generator(driver.device).manual_seed(0)

@@ -1,7 +1,7 @@
 """The driver of a pass: it runs a model over batches, and hands a sink what the layers see.
 
 Life cycle. The constructor assigns a rule to each layer. `Driver.start` begins a pass with a sink.
-`Driver.add` takes one batch: its `Preparation` finds the targets, and proves and decides on the
+`Driver.add` takes one batch: `Driver.prepare` finds its targets, and proves and decides on the
 first batches what holds for all (the proof, and kfac_approx="auto"). Then the batch runs part by
 part. For each part a `Capture` runs the model forward, where the sink receives the layers' inputs,
 and propagates the Fisher's vectors back, where it receives the gradients. `Driver.finish` sums over
@@ -36,8 +36,9 @@ from kfac_backend.engine.calls import (
     splits_by_example,
 )
 from kfac_backend.engine.capture import Capture, Sink
-from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
-from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assign_rules
+from kfac_backend.engine.proof import Proof
+from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
+from kfac_backend.engine.sharded_pass import ShardedPass
 from kfac_backend.engine.task import (
     LateChecks,
     Task,
@@ -52,7 +53,7 @@ from kfac_backend.likelihoods import IGNORED, Likelihood, loss_sum, num_counted_
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
-from kfac_backend.sharding import is_sharded, ranks_of_model, resharded
+from kfac_backend.sharding import is_sharded, resharded
 
 
 @dataclass
@@ -124,11 +125,15 @@ class Driver:
         """Which matrix."""
         self.generator = generator
         """The common source of all ranks' drawn numbers; None is torch's."""
-        proof = Proof(model, assignment or assign_rules(model, options.unsupported))
-        self.preparation = Preparation(model, proof, self.task, options.kfac_approx, self.ranks)
-        """The proof and the mode, which stay for all passes."""
+        # The first batches decide both, for all passes.
+        self.proof = Proof(model, assignment or assign_rules(model, options.unsupported))
+        """What is known of the model and its layers."""
+        self.kfac_approx: KfacApprox = options.kfac_approx
+        """The layers' mode; no longer "auto" after the first batch."""
         self.sink = sink or Sink()
         """What receives the layers' inputs and gradients."""
+        self.sharded: ShardedPass | None = None
+        """What ranks do together that share the model; None if this one has all of it."""
         self.start()
 
     def start(self, sink: Sink | None = None) -> None:
@@ -136,13 +141,9 @@ class Driver:
         self.sink = self.sink if sink is None else sink
         # Asked anew, since the model may have moved between two passes.
         self.device = next(self.model.parameters()).device
-        self.is_sharded = is_sharded(self.model)
-        """Whether all ranks run the model together, see `sharding`."""
-        if self.is_sharded and (number := ranks_of_model(self.model)) != self.ranks.size:
-            raise ValueError(
-                f"The model is sharded over {number} ranks, and {self.ranks.size} of them shall "
-                "pass over the data. All run it together: pass process_group='default'."
-            )
+        if is_sharded(self.model):
+            self.sharded = self.sharded or ShardedPass(self)
+            self.sharded.check_ranks()
         self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
         """How the backward passes and the sums are computed."""
         # Each rank draws labels of its own. Drawing from the common generator would leave it in
@@ -167,13 +168,9 @@ class Driver:
         pairs = (split_batch(batch, self.options) for batch in batches)
         if self.ranks.size > 1:
             pairs = (pair for pair in pairs if not has_no_examples(pair[1]))
-        for pair in self.ranks.in_step(pairs, self.device) if self.is_sharded else pairs:
-            if pair is None:
-                self.preparation.run_along()
-                continue
-            x, y = pair
+        for x, y in self.sharded.in_step(pairs) if self.sharded else pairs:
             is_long = self.state.num_data >= LONG_PASS
-            if self.arithmetic.precision == "auto" and not self.is_sharded and is_long:
+            if self.arithmetic.precision == "auto" and not self.sharded and is_long:
                 # Loaded only where a pass is long.
                 from kfac_backend.engine.automatic_precision import fitting_precision
 
@@ -195,13 +192,13 @@ class Driver:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
-        self.state.failed, kfac_approx = True, self.preparation.kfac_approx
-        with full_float32(), resharded(self.model) if self.is_sharded else nullcontext():
+        self.state.failed, kfac_approx = True, self.kfac_approx
+        with full_float32(), resharded(self.model) if self.sharded else nullcontext():
             if not self._fits(x, y):
                 # Other ranks would have to try smaller batches, too.
-                fitting = None if self.is_sharded else self._fitting_size(x, y)
+                fitting = None if self.sharded else self._fitting_size(x, y)
                 # Not decided by the examples that happen to fit.
-                self.preparation.kfac_approx = kfac_approx
+                self.kfac_approx = kfac_approx
                 way_out = (
                     f"Batches of {fitting} fit."
                     if fitting
@@ -226,17 +223,17 @@ class Driver:
         """
         self._go_on()
         # If a check or the sum over ranks fails now, the pass must begin again.
-        state, preparation = self.state, self.preparation
+        state = self.state
         state.failed = bool(state.num_data)
         state.late.read(self.model, self.task.check)
-        if preparation.kfac_approx == "auto":
-            preparation.decide_mode()
+        if self.kfac_approx == "auto":
+            self._decide_mode()
         blocks, others = self.sink.sums() if state.num_data else ({}, {})
         sums = PassSums(
-            blocks, others, preparation.kfac_approx,
+            blocks, others, self.kfac_approx,
             num_outputs=state.num_outputs, num_data=state.num_data,
             num_loss_terms=int(state.num_loss_terms), loss=state.loss.item(),
-            padding=preparation.proof.assignment.padding,
+            padding=self.proof.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": self.task.likelihood, "the options": self.options}
         sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
@@ -256,6 +253,47 @@ class Driver:
                 "Call reset() and begin with the first batch."
             )
 
+    # ---- What the first batches decide for all.
+
+    def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
+        """Make what is missing of the proof, and decide the mode; returns the batch's targets.
+
+        ``mask`` is that of `Task.mask`. Nothing is missing once all is decided.
+        """
+        # First the targets, since the proof must know which loss terms count.
+        y = self.task.targets(self.model, x, y, mask)
+        N = len(y) if isinstance(y, Tensor) and y.dim() else None
+        if not self.proof.is_made(N):
+            check_inputs(x)
+            self.proof.make(x, N, self.task.ignored(y))
+        if mask is not None and not self.proof.holds_for_masks:
+            self._prove_mask(x, y, mask)
+        if self.kfac_approx == "auto":
+            self._decide_mode(x, y, mask)
+        return y
+
+    def _prove_mask(self, x: Any, y: Any, mask: Tensor) -> None:
+        """Prove that a mask does no harm, on the first example that it hides a position of."""
+        ignored = self.task.ignored(y)
+        if splits_by_example(x, y):  # and on another one
+            hiding = torch.argmin(mask.all(1).int())
+            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+            x, mask = examples(x, which), mask[which]
+            ignored = None if ignored is None else ignored[which]
+        self.proof.make_for_masks(x, mask, ignored)
+
+    def _decide_mode(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
+        """Decide kfac_approx="auto", by the first batch or without any; collective."""
+        # Loaded only where the mode is not given.
+        from kfac_backend.engine.automatic_mode import mode_of_first_batches
+
+        # Dropout that is on must not use up the user's random numbers.
+        no_autocast = torch.autocast(self.device.type, enabled=False)
+        with forked_random_numbers(self.model), no_autocast:
+            self.kfac_approx = mode_of_first_batches(
+                self.model, self.proof, self.task.likelihood, self.ranks, x, y, mask
+            )
+
     # ---- One part of a batch, step by step.
 
     def capture(self, *, in_training: bool = False) -> Capture:
@@ -263,9 +301,9 @@ class Driver:
 
         The sink starts with the first part of a pass.
         """
-        proof = self.preparation.proof
+        proof = self.proof
         if self.state.weights is None:
-            self.sink.start(proof.assignment, self.preparation.kfac_approx)
+            self.sink.start(proof.assignment, self.kfac_approx)
             in_format = proof.plan.channels_last and not in_training
             self.state.weights = in_channels_last(self.model) if in_format else {}
         return Capture(
@@ -283,10 +321,7 @@ class Driver:
             # outputs' gradient v: what reaches a layer's output is b, whose outer products are
             # B. The vectors are made one by one, so that memory never holds all of them.
             vectors = self.sink.vectors(self.vectors, f, y)
-            if self.is_sharded:  # terms that count for no example of a batch have no vector
-                steps = self.ranks.in_step(vectors, self.device)
-                vectors = (torch.zeros_like(f) if v is None else v for v in steps)
-            capture.backward(f, vectors)
+            capture.backward(f, self.sharded.vectors(vectors, f) if self.sharded else vectors)
 
     def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The Fisher's vectors at outputs and targets."""
@@ -322,11 +357,13 @@ class Driver:
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
                 masked = capture.runs.masked
-            if masked or self.is_sharded:
-                self.preparation.prove_masked(masked, x, y, mask, together=self.is_sharded)
+            if self.sharded:
+                self.sharded.prove_masked(masked, x, y, mask)
+            elif masked - self.proof.masked:
+                self.proof.make_for_masks(x, mask, self.task.ignored(y))
             with torch.autocast(self.device.type, enabled=False):
                 self.sink.part_done(f, y)
-        if self.preparation.proof.assignment.diagonal and self.sink.takes_example_gradients:
+        if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
             self._add_example_gradients(x, y)
         # Counted last: a part that failed must not count.
         self.state.add(f, y, likelihood)
@@ -340,7 +377,7 @@ class Driver:
         with torch.no_grad(), forked_random_numbers(self.model):
             f = call_with(self.model, {}, x)
         vectors = torch.stack(list(self.vectors(f, y)), 1)  # (N, V, ..., C)
-        names = self.preparation.proof.assignment.diagonal
+        names = self.proof.assignment.diagonal
         for _, by_name in gradients_of_examples(
             self.model, names, x, f, vectors.__getitem__, vectors.shape[1]
         ):
@@ -353,17 +390,13 @@ class Driver:
         """Add the batch; False if the memory is exhausted, after which the sums are useless."""
         try:
             mask = self.task.mask(x)
-            if self.is_sharded:
-                self.preparation.prepare_together(x, y, mask)
-                y = self.task.targets(None, x, y, mask)
-            else:
-                y = self.preparation.prepare(x, y, mask)
+            y = (self.sharded or self).prepare(x, y, mask)
             # Parts of a batch must give what the batch gives, up to rounding. Only of one tensor of
             # inputs can that be known: the rows of a mapping's layers depend on its mask or its
             # lengths. Ranks that share a model run whole batches, one each.
-            proof, plan = self.preparation.proof, self.preparation.proof.plan
+            proof, plan = self.proof, self.proof.plan
             sizes = [s for s in (plan.part_size, self.sink.most_examples) if s is not None]
-            may_split = plan.splits and isinstance(x, Tensor) and not self.is_sharded
+            may_split = plan.splits and isinstance(x, Tensor) and not self.sharded
             is_large = may_split and bool(sizes) and x.shape[:1].numel() > min(sizes)
             if is_large and splits_by_example(x, y) and proof.same_in_parts(x):
                 for part in parts(x, y, min(sizes)):
@@ -380,7 +413,7 @@ class Driver:
 
     def _fitting_size(self, x: Any, y: Any) -> int | None:
         """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
-        size = len(y) // 2 if self.preparation.proof.plan.splits else 0
+        size = len(y) // 2 if self.proof.plan.splits else 0
         while size:
             self.start()
             self.state.failed = True
@@ -388,141 +421,6 @@ class Driver:
                 return size
             size //= 2
         return None
-
-
-@dataclass
-class Preparation:
-    """The proof of a model and its mode, which the first batches of a pass decide for all.
-
-    `prepare` is called before each batch is added, and does nothing once all is decided. Ranks that
-    share a model under `fully_shard` run it together, so that each must run it equally often. They
-    prepare on the same examples, a few of each rank that misses something.
-    """
-
-    model: nn.Module
-    proof: Proof
-    """What is known of the model and its layers."""
-    task: Task
-    kfac_approx: KfacApprox
-    """The layers' mode; if it is "auto", the first batch decides it for all passes."""
-    ranks: Ranks
-    common: tuple[Any, Any] | None = None
-    """An input and targets that all ranks of a sharded model have, for one without a batch."""
-
-    def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
-        """Make what is missing of the proof, and decide the mode; returns the batch's targets.
-
-        ``mask`` is that of `Task.mask`.
-        """
-        # First the targets, since the proof must know which loss terms count.
-        y = self.task.targets(self.model, x, y, mask)
-        N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        if not self.proof.is_made(N):
-            check_inputs(x)
-            self.proof.make(x, N, self.task.ignored(y))
-        if mask is not None and not self.proof.holds_for_masks:
-            self._prove_mask(x, y, mask)
-        if self.kfac_approx == "auto":
-            self.decide_mode(x, y, mask)
-        return y
-
-    def _prove_mask(self, x: Any, y: Any, mask: Tensor) -> None:
-        """Prove that a mask does no harm, on the first example that it hides a position of."""
-        ignored = self.task.ignored(y)
-        if splits_by_example(x, y):  # and on another one
-            hiding = torch.argmin(mask.all(1).int())
-            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
-            x, mask = examples(x, which), mask[which]
-            ignored = None if ignored is None else ignored[which]
-        self.proof.make_for_masks(x, mask, ignored)
-
-    def prepare_together(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
-        """The same on all ranks, on the same examples of those that miss something; collective.
-
-        How often the model runs depends on what these examples show. A rank without a batch has
-        neither x nor y.
-        """
-        N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        mask = None if self.proof.holds_for_masks else mask
-        knows_all = self.proof.is_made(N) and self.task.knows_shift and self.kfac_approx != "auto"
-        misses = y is not None and (mask is not None or not knows_all)
-        if not self.ranks.any(misses, self.device):
-            return
-        self.common = None
-        for some, its_y in self.examples_of_ranks((x, y, mask) if misses else None):
-            self.common = self.common or (some, its_y)
-            self.prepare(some, its_y, self.task.mask(some))
-        if self.proof.assignment.diagonal:
-            raise NotImplementedError(
-                f"Parameter '{self.proof.assignment.diagonal[0]}' has no K-FAC rule, and the exact "
-                "diagonal of its block (unsupported='diagonal') needs whole models; this one is "
-                "under fully_shard. Freeze it (requires_grad_(False)), or use "
-                "DistributedDataParallel."
-            )
-
-    def examples_of_ranks(self, batch: tuple[Any, Any, Tensor | None] | None) -> list[Any]:
-        """A few examples of each rank's batch, most first, for all ranks; collective."""
-        some = None
-        if batch is not None:
-            x, y, mask = batch
-            if splits_by_example(x, y):
-                # One whose positions a mask hides, if there are any, those whose labels tell if the
-                # model shifts them, and the first ones.
-                hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
-                telling = self.task.telling_examples(y).tolist()
-                which = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
-                which = torch.tensor(list(dict.fromkeys(which)), device=self.device)
-                x, y = examples(x, which), y[which]
-            some = detached(x, torch.device("cpu")), detached(y, torch.device("cpu"))
-        batches = [some for some in self.ranks.gather(some) if some is not None]
-        batches.sort(key=lambda some: -len(some[1]) if isinstance(some[1], Tensor) else 0)
-        return [tuple(detached(value, self.device) for value in some) for some in batches]
-
-    def prove_masked(
-        self, masked: set[TrackedLayer], x: Any, y: Any, mask: Tensor | None, *, together: bool
-    ) -> None:
-        """Prove that masks do no harm in layers some of whose rows they hide, unless it is.
-
-        Collective if all ranks run the model ``together``.
-        """
-        is_new = bool(masked - self.proof.masked)
-        batches = [(x, y, mask)] if is_new else []
-        if together:
-            if not self.ranks.any(is_new, self.device):
-                return
-            some = self.examples_of_ranks((x, y, mask) if is_new else None)
-            batches = [(x, y, self.task.mask(x)) for x, y in some]
-        for x, y, mask in batches:
-            self.proof.make_for_masks(x, mask, self.task.ignored(y))
-
-    def run_along(self) -> None:
-        """Run the model on the common examples, as often as other ranks do on a batch."""
-        with full_float32(), resharded(self.model):  # as where a batch is added
-            self.prepare_together()
-            assert self.common is not None
-            x, y = self.common
-            with Capture(self.model, self.proof.assignment) as capture:
-                f = capture.forward(x)
-                nothing = self.ranks.in_step((), self.device)
-                capture.backward(f, (torch.zeros_like(f) for _ in nothing))
-            self.prove_masked(set(), x, y, None, together=True)
-
-    def decide_mode(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
-        """Decide kfac_approx="auto", by the first batch or without any; collective."""
-        # Loaded only where the mode is not given.
-        from kfac_backend.engine.automatic_mode import mode_of_first_batches
-
-        # Dropout that is on must not use up the user's random numbers.
-        no_autocast = torch.autocast(self.device.type, enabled=False)
-        with forked_random_numbers(self.model), no_autocast:
-            self.kfac_approx = mode_of_first_batches(
-                self.model, self.proof, self.task.likelihood, self.ranks, x, y, mask
-            )
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device, which may be another in the next pass."""
-        return next(self.model.parameters()).device
 
 
 def _common_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

@@ -242,7 +242,7 @@ class KfacPreconditioner:
     @property
     def names(self) -> list[str]:
         """The parameters whose gradients are preconditioned."""
-        return self._pass.driver.preparation.proof.assignment.names
+        return self._pass.driver.proof.assignment.names
 
     @property
     def blocks(self) -> Mapping[str, KroneckerBlock]:
@@ -506,8 +506,8 @@ class KfacPreconditioner:
         # Not all in float32, in which a large number of float64 is infinite.
         wide = torch.promote_types(torch.float32, max(largest, key=lambda n: n.itemsize).dtype)
         is_finite = bool(torch.stack([norm.to(wide) for norm in largest]).isfinite().all())
-        if self._pass.driver.is_sharded:  # all ranks raise it
-            is_finite = not self.ranks.any(not is_finite, self._generator.device)
+        if self._pass.driver.sharded:  # all ranks raise it
+            is_finite = not self._pass.driver.sharded.any(not is_finite)
         if is_finite:
             return
         norms = norms_over_parts([part.norm() for part in parts], list(gradients.values()))
@@ -524,7 +524,7 @@ class KfacPreconditioner:
         by_name = {name: of_all[name] for name in self._owners if name in of_all}
         if not by_name:
             return
-        if self._pass.driver.is_sharded:
+        if self._pass.driver.sharded:
             # One after the other, so that one gradient is whole at a time.
             natural = []
             for name, g in by_name.items():
@@ -537,7 +537,7 @@ class KfacPreconditioner:
         # One factor for all parameters, so that the direction of the step stays.
         if lr is not None and limit is not None:
             products = torch._foreach_mul(natural, gradients)
-            if self._pass.driver.is_sharded:
+            if self._pass.driver.sharded:
                 products = sum_over_parts([p.sum() for p in products], list(by_name.values()))
             products = torch.cat([product.flatten().float() for product in products])
             torch._foreach_mul_(natural, kl_clip_factor(products, lr, limit))

@@ -114,7 +114,7 @@ class TrainingPass:
             assignment=self.trained.assign(),
         )
         self.driver.task.may_ignore = True  # which ones do not count, gradients will show
-        check_memory(self.driver.preparation.proof.assignment, options, self.driver.device)
+        check_memory(self.driver.proof.assignment, options, self.driver.device)
         self.reset()
         self.covered = self.trained.assigned
         """The parameters that were trained when factors were last made."""
@@ -123,7 +123,7 @@ class TrainingPass:
         self._handles: list[RemovableHandle] = [
             # Before FSDP's, which gathers for this forward pass and would see those of the proof.
             model.register_forward_pre_hook(
-                _ModelHook(self._begin), with_kwargs=True, prepend=self.driver.is_sharded
+                _ModelHook(self._begin), with_kwargs=True, prepend=self.driver.sharded is not None
             ),
             # Called after an error in the forward pass, too, so that no layer keeps its hooks.
             model.register_forward_hook(_ModelHook(self._end), always_call=True),
@@ -207,7 +207,7 @@ class TrainingPass:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
         # Another pass over the model runs it with other tensors in the parameters' places.
         is_itself = next(self._model.parameters()) is self._probe
-        if self.driver.is_sharded:  # gathered parameters are other tensors, too
+        if self.driver.sharded:  # gathered parameters are other tensors, too
             is_itself = not is_substituted(self._model)
         if self._is_paused or not torch.is_grad_enabled() or not is_itself or not self.is_due:
             return
@@ -223,7 +223,7 @@ class TrainingPass:
                     "Parameters were frozen or unfrozen between the batches of one step. Do it "
                     "between two steps."
                 )
-            self.driver.preparation.proof = Proof(self._model, self.trained.assign())
+            self.driver.proof = Proof(self._model, self.trained.assign())
         if torch.compiler.is_dynamo_compiling():
             self._refuse_compiled(type(self._model).__name__)
         with ExitStack() as stack:
@@ -239,21 +239,19 @@ class TrainingPass:
         driver = self.driver
         mask = driver.task.mask(x)
         with self.paused():
-            self.trained.prove(
-                driver, x, None if driver.preparation.proof.holds_for_masks else mask
-            )
+            self.trained.prove(driver, x, None if driver.proof.holds_for_masks else mask)
         if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
         forward = _Forward(driver.capture(in_training=True), mask, x)
-        stack.enter_context(explicit_forwards(driver.preparation.proof.assignment))
+        stack.enter_context(explicit_forwards(driver.proof.assignment))
         stack.enter_context(counting(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if driver.fisher.is_loss_gradient:
             forward.capture.listens = True
-        for tracked in driver.preparation.proof.assignment.own_parameters:
+        for tracked in driver.proof.assignment.own_parameters:
             (name,) = tracked.parameters.values()
             stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
@@ -281,9 +279,9 @@ class TrainingPass:
         runs = forward.capture.runs
         runs.check_number(forward.capture.assignment)
         runs.check_examples(len(f), forward.capture.sink, hides=forward.mask is not None)
-        is_new = bool(runs.masked - self.driver.preparation.proof.masked)  # where none was hidden
-        if self.driver.is_sharded:
-            is_new = self.driver.ranks.any(is_new, self.driver.device)
+        is_new = bool(runs.masked - self.driver.proof.masked)  # where none was hidden
+        if self.driver.sharded:
+            is_new = self.driver.sharded.any(is_new)
         if is_new:
             with self.paused():
                 self.trained.prove(self.driver, forward.x, forward.mask)
@@ -300,7 +298,7 @@ class TrainingPass:
         if self._runs_again is None:
             # Layers in checkpoints run again in this backward pass, by the same parts. torch calls
             # what is queued at its end, and not at all if it fails.
-            self._runs_again = explicit_forwards(driver.preparation.proof.assignment)
+            self._runs_again = explicit_forwards(driver.proof.assignment)
             queue_callback(self._end_runs_again)
         # The curvature's own vectors begin at this output and call this hook, too, as does the
         # backward pass of a second loss.
@@ -413,15 +411,15 @@ class TrainedParameters:
 
     def prove(self, driver: Driver, x: Any, mask: Tensor | None) -> None:
         """Prove, in eval mode, that the hooks see all, and the mask's part; see `Proof`."""
-        N, proof = num_examples(x), driver.preparation.proof
+        N, proof = num_examples(x), driver.proof
         misses = not proof.is_made(N) or mask is not None
-        if driver.is_sharded:
-            misses = driver.ranks.any(misses, driver.device)
+        if driver.sharded:
+            misses = driver.sharded.any(misses)
         if not misses:
             return
         batches = [(detached(x, driver.device), mask)]
-        if driver.is_sharded:  # which run the model equally often
-            some = driver.preparation.examples_of_ranks((x, torch.zeros(N or 0), mask))
+        if driver.sharded:  # whose ranks run the model equally often
+            some = driver.sharded.examples_of_ranks((x, torch.zeros(N or 0), mask))
             batches = [(x, driver.task.mask(x)) for x, _ in some]
         try:
             with preserve_state(self._model), full_float32():
@@ -435,12 +433,12 @@ class TrainedParameters:
             ) from error
 
     def _prove_on(self, driver: Driver, x: Any, mask: Tensor | None) -> None:
-        N, preparation, proof = num_examples(x), driver.preparation, driver.preparation.proof
+        N, proof = num_examples(x), driver.proof
         if not proof.is_made(N):
             proof.make(x, N)
             self._leave_out_followed(proof)
-            if preparation.kfac_approx == "auto":
-                preparation.kfac_approx = automatic_mode(proof.output_dim)
+            if driver.kfac_approx == "auto":
+                driver.kfac_approx = automatic_mode(proof.output_dim)
         if mask is not None:
             # Positions that the mask hides have no loss term.
             ignored = ~mask if proof.output_dim > 2 else None

@@ -172,7 +172,7 @@ def fit(
         posterior.passes = former.passes
         if is_last:  # of a sample, too, what is proved of the model is proved again
             for curvature_pass in posterior.passes.values():
-                curvature_pass.driver.preparation.proof.renew()
+                curvature_pass.driver.proof.renew()
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
     # on what the loop has drawn.
     with seeded_random_numbers(problem.model, state.epoch):

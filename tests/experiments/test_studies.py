@@ -380,7 +380,7 @@ def small_weight_decay_study(patch):
     small = replace(problem, make=network, epochs=6, data=few_digits, held_out=60)
     patch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
     # IVON's package comes with [bench] alone.
-    patch.setattr(weight_decay_study.Ways, "ivon", lambda ways, *pair: ways.swag(1e-3))
+    patch.setattr(weight_decay_study.Comparison, "ivon", lambda ways, *pair: ways.swag(1e-3))
     found = weight_decay_study.run(weight_decay_study.Config("digits, MLP", 60, 0.2, 0, True))
     trainings = {name: way["trainings"] for name, way in found["ways"].items()}
     assert trainings["ensemble, grid's decay"] == trainings["dropout"] == 2 + 1

@@ -55,9 +55,7 @@ def test_only_layers_with_positions_cost_backward_passes(monkeypatch):
     counts = []
     monkeypatch.setattr(Capture, "backward", lambda *args: counts.append(1))
     for model, x in ((nn.Linear(4, 3), normal(6, 4)), (MODELS["averaged"][0], normal(6, 2, 5, 5))):
-        assignment = CurvaturePass(
-            model.double(), "classification"
-        ).driver.preparation.proof.assignment
+        assignment = CurvaturePass(model.double(), "classification").driver.proof.assignment
         assert not block_traces(model, assignment, Classification(), x, torch.arange(6) % 3)
     assert len(counts) == 1
 
@@ -68,7 +66,7 @@ def test_the_mode_with_the_better_trace(name):
     y = torch.arange(6) % 3
     exact = dense_ggn_blocks(model, x, "classification")
     by_mode = [kfac_blocks(model, x, "classification", mode) for mode in ("expand", "reduce")]
-    assignment = CurvaturePass(model, "classification").driver.preparation.proof.assignment
+    assignment = CurvaturePass(model, "classification").driver.proof.assignment
     traces = block_traces(model, assignment, Classification(), x, y)
     assert list(traces) == layers
     modes = {}
@@ -94,7 +92,7 @@ def test_a_whole_batch_has_the_traces_of_its_first_examples(classes):
     """A model that takes no part of a batch has the same mode; of many outputs labels are drawn."""
     model = images(nn.Flatten(), nn.Linear(36, classes))
     x, y = normal(20, 2, 5, 5), torch.arange(20) % 3
-    assignment = CurvaturePass(model, "classification").driver.preparation.proof.assignment
+    assignment = CurvaturePass(model, "classification").driver.proof.assignment
 
     def traces(which: slice) -> Tensor:
         of_layers = block_traces(model, assignment, Classification(), x[which], y[which])
@@ -154,7 +152,7 @@ def test_what_a_mask_hides_is_in_no_trace(first):
 
     model, y = Mean().double(), torch.tensor([0, 1, 2, 1])
     ragged = torch.arange(6) < torch.tensor([[6], [2], [3], [5]])
-    assignment = CurvaturePass(model, "classification").driver.preparation.proof.assignment
+    assignment = CurvaturePass(model, "classification").driver.proof.assignment
 
     def inputs(mask: Tensor, seed: int = 0) -> dict[str, Tensor]:
         h = torch.cat([normal(4, 6, 4), 1 + normal(4, mask.shape[1] - 6, 4, seed=seed)], 1)

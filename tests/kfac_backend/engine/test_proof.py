@@ -328,7 +328,7 @@ def test_dropout_beside_what_all_examples_share():
     ).train()  # fmt: skip
     state = torch.random.get_rng_state()
     with torch.random.fork_rng():
-        proof = CurvaturePass(model, "classification").driver.preparation.proof
+        proof = CurvaturePass(model, "classification").driver.proof
     proof.make(normal(4, 3, 4), 4)
     assert torch.equal(torch.random.get_rng_state(), state)  # it draws none of the user's numbers
     assert factors(model, normal(4, 3, 4)).num_data == 4
