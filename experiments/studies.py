@@ -19,20 +19,20 @@ from dataclasses import MISSING, asdict, fields
 from functools import wraps
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from kfac_backend.files import write_file
 from marglik.runs.printing import progress_lines
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 
+if TYPE_CHECKING:  # each run has a process of its own, which draws nothing
+    from matplotlib.figure import Figure
+
 SHIPPED = Path(__file__).parent / "results"
 """Results that the pages quote, under version control."""
-
-
 Result = dict[str, Any]
 """What a run leaves as JSON, with its "config"; `results_in` adds the "name" of its file."""
 
@@ -49,7 +49,7 @@ def study(
     seeds: int | None = None,
     extra: Mapping[str, dict[str, Any]] | None = None,
     then: Callable[[argparse.Namespace, list[Result]], Sequence[Any]] = lambda options, results: (),
-    figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda results: {},
+    figures: Callable[[list[Result]], Mapping[str, "Figure"]] = lambda results: {},
     threads: int | None = 1,
     shows_epochs: bool = False,
 ) -> Callable[..., int]:

@@ -319,7 +319,7 @@ def small_learned_ranges(patch):
         data = learned_ranges.PROBLEMS[name]
         channels = 3 if data.colour else 1  # digits in three colours stand in for the photos
         small = replace(
-            data, examples=20, held_out=10, epochs=2, batch_size=10,
+            data, examples=20, held_out=10, epochs=1, batch_size=10,
             data=lambda n=channels: (few_digits()[0].expand(-1, n, -1, -1), few_digits()[1]),
             make=lambda n=channels: mlp(64 * n, 10, no_norm, hidden=8),
         )  # fmt: skip
@@ -417,7 +417,8 @@ def test_the_smallest_run(name, monkeypatch, request):
     assert table(found).count("|") > 10 and "nan" not in table(found)
 
 
-def test_the_quick_benchmark_warns_of_what_has_become_slower():
+def test_the_quick_benchmark_warns_of_what_has_become_slower(monkeypatch):
+    monkeypatch.setattr(bench_quick, "network", partial(bench_quick.network, depth=10))
     found = bench_quick.measure(repetitions=1, batch_size=1, width=1)
     ratios = found["times_the_limit"]
     assert set(ratios) == set(found["limits"]) and min(ratios.values()) > 0
