@@ -14,9 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
-from functools import wraps
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,16 +185,6 @@ def file_name(task: Any) -> str:
     )
 
 
-def recorded(run: Callable[[Any], Result]) -> Callable[[Any], Result]:
-    """A run whose results are those of `record_of`."""
-
-    @wraps(run)
-    def whole(task: Any) -> Result:
-        return record_of(run, task)
-
-    return whole
-
-
 def slug(text: str) -> str:
     """A text as part of a file's name: lower case, letters and digits, else underscores."""
     return "".join(c if c.isalnum() else "_" for c in text.lower())
@@ -249,15 +237,3 @@ def metric_of(result: Result, predictive: str, key: str) -> float:
     """
     names = [predictive] if predictive in result["metrics"] else result["metrics"]
     return result["metrics"][next(n for n in names if n.startswith(predictive))][key]
-
-
-@contextmanager
-def quiet_training() -> Iterator[None]:
-    """Silence the line that training logs after each epoch, for many short epochs."""
-    logger = logging.getLogger("marglik.training")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -146,6 +146,7 @@ def blobs(n, seed=0):
     return x + 0.3 * torch.randn(n, 2, generator=generator), y
 
 
+CPU = torch.device("cpu")
 SPLITS = Splits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
 
 
@@ -230,6 +231,9 @@ def small_bench_curvature(patch):
     config = bench_curvature.Config(1, 1, image_size=8, num_classes=3, repetitions=1)
     found = [bench_curvature.run_growth(config) | {"name": "growth"}]
     assert bench_curvature.figures(found)
+    patch.setattr(bench_curvature, "STEPS", 1)
+    for update in bench_curvature.evidence_work(bench_curvature.network(CPU, 1), "reduce"):
+        update()
     patch.setattr(bench_curvature, "PASS", (4, (2,)))
     found = [bench_curvature.run_passes(config) | {"name": "passes"}]
     found.append(bench_curvature.run_batch(config) | {"name": "batch_32"})
@@ -294,7 +298,7 @@ def small_default_options(patch):
     patch.setattr(default_options, "GRID", (1e-3, 1e-1))
     parts = ("default", "grid")
     found = [
-        record_of(default_options.run, default_options.Config("MLP", 0.2, 0, part))
+        record_of(default_options.run, default_options.Config("MLP", 0.2, part, 0))
         for part in parts
     ]
     return found, default_options.table
