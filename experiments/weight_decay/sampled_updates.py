@@ -31,7 +31,7 @@ from experiments.weight_decay.training import (
     with_wrong_labels,
 )
 from marglik.data.batches import Batches
-from marglik.training import loaders
+from marglik.training import samples
 
 
 def large_digits() -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ PROBLEMS = {
         data=small_images, examples=4000,
     ),
 }  # fmt: skip
-UPDATES = {"plain": None, "all data": 1e9, "sampled": loaders.SHARE}
+UPDATES = {"plain": None, "all data": 1e9, "sampled": samples.SHARE}
 """The share of the steps' cost that an update may have; None learns no decays. Those that see all
 data do not rest."""
 
@@ -81,7 +81,7 @@ def run(config: Config) -> Result:
     results = {}
     problem.warm_up(split)
     for name, share in UPDATES.items():
-        loaders.SHARE = loaders.SHARE if share is None else share
+        samples.SHARE = samples.SHARE if share is None else share
         loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
         decays = SMALLEST if share is None else None
         options: dict[str, Any] = {"rest": None} if name == "all data" else {}

@@ -26,7 +26,7 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig
 from marglik.runs.train import Setup, Training
-from marglik.training import algorithm, state
+from marglik.training import algorithm, samples
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
@@ -183,7 +183,7 @@ def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training
     epochs, few, draws, monkeypatch
 ):
     """Twenty updates of V = 2 backward passes cost 100 epochs' thirds; there are 18, or 180."""
-    monkeypatch.setattr(state, "FEW_VECTORS", few)
+    monkeypatch.setattr(samples, "FEW_VECTORS", few)
     model, fishers = network(), []
     real = algorithm.update_prior
 
