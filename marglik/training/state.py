@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,12 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import check_whole
+from kfac_backend.sharding import check_whole, local_parts
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.jacobian_ggn import Structure
-from marglik.posterior.posterior import Posterior, check_structure
+from marglik.posterior.posterior import Posterior, check_structure, parameter_vector
 from marglik.posterior.prior import (
     Hyperparameters,
     PriorGroups,
@@ -50,7 +50,7 @@ from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
 _logger = logging.getLogger(__name__)
 
 FEW_VECTORS = 3_000
-"""Backward passes of one example each, of an exact pass over all of the data."""
+"""Backward passes of one example each, of a last update that takes no time to speak of."""
 
 
 @dataclass(frozen=True)
@@ -244,12 +244,11 @@ class Problem:
         return float(self.parts[0].optimizer.param_groups[0]["lr"])
 
     @property
-    def draws_labels(self) -> bool:
-        """Whether updates draw labels, as exact passes would take longer than the training.
+    def estimates_fisher(self) -> bool:
+        """Whether updates estimate it, since exact passes would take longer than the training.
 
         In passes over one example: a training step is a forward pass and a backward pass of twice
-        its cost; an exact pass is a forward pass and V backward passes. With few examples the noise
-        of drawn labels is larger, and an exact pass takes no time to speak of.
+        its cost; an exact pass is a forward pass and V backward passes.
         """
         options, schedule, V = self.options, self.options.schedule, self.vectors
         if takes_all(options) or options.curvature.fisher != "exact" or schedule.epochs is None:
@@ -257,7 +256,7 @@ class Problem:
         every = schedule.every
         updates = schedule.updates if every is None else schedule.epochs // every
         is_long = updates * (1 + 2 * V) > 3 * schedule.epochs
-        return is_long and V > 1 and V * self.num_data > FEW_VECTORS
+        return is_long and V > 1
 
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
@@ -389,6 +388,15 @@ class Problem:
         }
 
 
+class CurvaturePlan(NamedTuple):
+    """What the curvature pass of an update sees."""
+
+    num_examples: int
+    """M; a random sample of the N examples if it is smaller."""
+    fisher: str
+    """The one asked for, or "random_signs" in place of "exact"."""
+
+
 @dataclass(eq=False)
 class LearnerState:
     """What the learner has come to; saved and loaded by its fields, all but the last three."""
@@ -413,7 +421,7 @@ class LearnerState:
     """Number of epochs that have ended."""
     kept_epoch: int = 0
     """The epoch that the final parameters are of."""
-    updated_at: int | None = None
+    steps_at_update: int | None = None
     """Number of steps before the latest update, if it was made at the present parameters."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) after each update."""
@@ -472,25 +480,41 @@ class LearnerState:
             data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
         return data
 
-    def cheap_pass(self, problem: Problem, is_last: bool) -> tuple[bool, int]:
-        """Whether an update that follows now draws labels, and M, the examples that it sees.
+    def curvature_plan(self, problem: Problem, is_last: bool) -> CurvaturePlan:
+        """What an update that follows now sees.
 
         The last one is exact and sees all data unless that alone would take longer than a tenth of
-        the training. Then it draws labels, of all data if that is short enough: its predictions
-        and its evidence are closer to the exact ones than those of a sample's exact curvature.
+        the training. Then it is an estimate with one random vector for each example, of all data if
+        that is short enough: closer in predictions and evidence than a sample's exact curvature.
         """
         options, N, V = problem.options, problem.num_data, problem.vectors
         if takes_all(problem.options) or not self.steps[-1]:
-            return False, N
+            return CurvaturePlan(N, options.curvature.fisher)
         is_exact = options.curvature.fisher == "exact"
-        draws, seen = problem.draws_labels, N * self.epoch
+        estimates, seen = problem.estimates_fisher, N * self.epoch
         if is_last:
             if is_exact and (V * N <= FEW_VECTORS or sample_size(N, seen, V) == N):
-                return False, N
-            draws = is_exact and V > 1
-        elif self.updated_at:
-            seen *= 1 - self.updated_at / self.steps[-1]
-        return draws, sample_size(N, seen, V if is_exact and not draws else 1)
+                return CurvaturePlan(N, options.curvature.fisher)
+            estimates = is_exact and V > 1
+        elif self.steps_at_update:
+            seen *= 1 - self.steps_at_update / self.steps[-1]
+        number = sample_size(N, seen, V if is_exact and not estimates else 1)
+        return CurvaturePlan(number, "random_signs" if estimates else options.curvature.fisher)
+
+    def is_made_as_last(self, problem: Problem) -> bool:
+        """Whether the posterior is of a pass as the last update's is."""
+        latest = self.record.get("num_examples"), self.record.get("fisher")
+        return latest == self.curvature_plan(problem, is_last=True)
+
+    def posterior_is_current(self, problem: Problem) -> bool:
+        """Whether the posterior is of the present parameters; collective.
+
+        They are compared by value, as the loop may have loaded others since.
+        """
+        here, posterior = parameter_vector(local_parts(problem.named.values())), self.posterior
+        is_current = posterior is not None and torch.equal(here, posterior.mean)
+        # Of sharded parameters each rank compares its own.
+        return not problem.ranks.any(not is_current, here.device)
 
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
@@ -527,7 +551,7 @@ class LearnerState:
         for name in SAVED:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
 
-    def replay(self, problem: Problem) -> None:
+    def take_replayed_decays(self, problem: Problem) -> None:
         """Take the decays that another training had from this epoch on, if it changed them then."""
         if self.epoch in problem.replayed:
             delta, sigma, likelihood = problem.replayed[self.epoch]
@@ -581,7 +605,7 @@ class LearnerState:
             for average in self.averages:
                 average.add()
                 average.write()
-            self.updated_at = None
+            self.steps_at_update = None
             with forked_random_numbers(problem.model):
                 targets = problem.options.curvature
                 renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
