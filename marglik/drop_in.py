@@ -112,9 +112,8 @@ def marglik_training(
         )
 
     likelihood = likelihood_of(likelihood)
-    curvature = CurvatureOptions(dict_key_x=dict_key_x, dict_key_y=dict_key_y).replace(
-        **fisher_of_backend(backend, options)
-    )
+    options = fisher_of_backend(backend, options)
+    curvature = CurvatureOptions().replace(dict_key_x=dict_key_x, dict_key_y=dict_key_y, **options)
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)

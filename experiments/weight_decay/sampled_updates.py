@@ -12,16 +12,14 @@ import argparse
 import math
 import statistics
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
+from experiments.studies import Result, grouped, markdown, mean_with_error, study
 from experiments.weight_decay.default_options import SMALLEST
 from experiments.weight_decay.training import (
     Problem,
@@ -33,7 +31,7 @@ from experiments.weight_decay.training import (
     with_wrong_labels,
 )
 from marglik.data.batches import Batches
-from marglik.training import loaders
+from marglik.training import samples
 
 
 def large_digits() -> tuple[Tensor, Tensor]:
@@ -60,7 +58,7 @@ PROBLEMS = {
         data=small_images, examples=4000,
     ),
 }  # fmt: skip
-UPDATES = {"plain": None, "all data": 1e9, "sampled": loaders.SHARE}
+UPDATES = {"plain": None, "all data": 1e9, "sampled": samples.SHARE}
 """The share of the steps' cost that an update may have; None learns no decays. Those that see all
 data do not rest."""
 
@@ -73,15 +71,8 @@ class Config:
     wrong: float
     seed: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.seed}"
 
-
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train one after the other, and test."""
     problem = PROBLEMS[config.problem]
     split, held_out, test = with_wrong_labels(
@@ -90,7 +81,7 @@ def run(config: Config) -> dict[str, Any]:
     results = {}
     problem.warm_up(split)
     for name, share in UPDATES.items():
-        loaders.SHARE = loaders.SHARE if share is None else share
+        samples.SHARE = samples.SHARE if share is None else share
         loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
         decays = SMALLEST if share is None else None
         options: dict[str, Any] = {"rest": None} if name == "all data" else {}
@@ -110,14 +101,12 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Cost and NLL, with errors over seeds; and the largest factor between the decays."""
-    runs: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for result in results:
-        runs[result["config"]["problem"], result["config"]["wrong"]].append(result["results"])
     rows = [["network", "wrong", "cost, all data", "cost, sampled", "NLL, all data", "NLL, sampled",
              "sampled − all", "decays differ by"]]  # fmt: skip
-    for (problem, wrong), seeds in runs.items():
+    for (problem, wrong), runs in grouped(results, "problem", "wrong").items():
+        seeds = [run["results"] for run in runs]
         costs = {
             name: statistics.median(
                 seed[name]["seconds"] / seed["plain"]["seconds"] for seed in seeds
@@ -141,7 +130,7 @@ def table(results: list[dict[str, Any]]) -> str:
     )
 
 
-def pairs_of_decays(results: dict[str, Any]) -> list[tuple[float, float]]:
+def pairs_of_decays(results: Result) -> list[tuple[float, float]]:
     """The weight decays of sampled updates beside those of all data, tensor by tensor."""
     ours, theirs = (results[name]["weight_decay"] for name in ("sampled", "all data"))
     return [(ours[name], theirs[name]) for name in ours]
@@ -153,5 +142,4 @@ main = study(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     sys.exit(main())

@@ -39,40 +39,18 @@ class EvidenceTerms:
     likelihood: Likelihood
 
     @classmethod
-    def from_factors(cls, factors: KroneckerFactors, mean: Tensor) -> "EvidenceTerms":
-        """The terms of factors at the parameters ``mean`` (P,), both in ``parameters()`` order."""
-        blocks = [*factors.blocks.values()]
-        squares = mean.double().square().split([block.numel for block in blocks])
-        for block, part in zip(blocks, squares, strict=True):
-            part[slice(*block.constants)] = 0
-        return cls.of_norms(factors, torch.stack([part.sum() for part in squares]))
-
-    @classmethod
-    def of_norms(cls, factors: KroneckerFactors, squared_norms: Tensor) -> "EvidenceTerms":
-        """The terms of factors at parameters of these ‖θ_b‖² (B,)."""
+    def of(
+        cls, curvature: KroneckerFactors | JacobianGGN, squared_norms: Tensor, tensors: Tensor
+    ) -> "EvidenceTerms":
+        """The terms of a curvature, at parameters of these ‖θ_b‖²."""
+        is_ggn = isinstance(curvature, JacobianGGN)
         return cls(
-            spectra=Spectra.of(factors.blocks.values()),
+            spectra=curvature if is_ggn else Spectra.of(curvature.blocks.values()),
             squared_norms=squared_norms,
-            tensors=torch.arange(len(squared_norms), device=squared_norms.device),
-            loss=factors.loss,
-            num_targets=factors.num_loss_terms * factors.num_outputs,
-            likelihood=factors.likelihood,
-        )
-
-    @classmethod
-    def from_ggn(cls, ggn: JacobianGGN, mean: Tensor, tensors: Tensor) -> "EvidenceTerms":
-        """The terms of a GGN from Jacobians; ``mean`` are all trainable parameters.
-
-        ``tensors`` has the number of each of the GGN's parameters' tensor.
-        """
-        squares = mean.double().square()[ggn.indices]
-        return cls(
-            spectra=ggn,
-            squared_norms=squares,
             tensors=tensors,
-            loss=ggn.loss,
-            num_targets=ggn.num_loss_terms * ggn.num_outputs,
-            likelihood=ggn.likelihood,
+            loss=curvature.loss,
+            num_targets=curvature.num_loss_terms * curvature.num_outputs,
+            likelihood=curvature.likelihood,
         )
 
     def sum_over_blocks(self, values: Tensor, groups: Sequence[int]) -> Tensor:

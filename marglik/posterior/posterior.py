@@ -634,15 +634,19 @@ class Posterior:
         """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
         curvature = self.fitted_curvature()
         if self._terms is None:
-            difference = (self.mean - self._prior_mean).detach()
-            if is_sharded(self.model):
-                assert isinstance(curvature, KroneckerFactors)
-                self._terms = EvidenceTerms.of_norms(curvature, self._squared_norms)
-            elif isinstance(curvature, KroneckerFactors):
-                self._terms = EvidenceTerms.from_factors(curvature, difference)
+            tensors = torch.arange(self.n_layers, device=self._device)
+            squares = (self.mean - self._prior_mean).detach().double().square()
+            if isinstance(curvature, JacobianGGN):
+                norms, tensors = squares[curvature.indices], self._tensor_of(curvature.indices)
+            elif is_sharded(self.model):
+                norms = self._squared_norms
             else:
-                tensors = self._tensor_of(self._ggn_indices())
-                self._terms = EvidenceTerms.from_ggn(curvature, difference, tensors)
+                blocks = curvature.blocks.values()
+                parts = squares.split([block.numel for block in blocks])
+                for block, part in zip(blocks, parts, strict=True):
+                    part[slice(*block.constants)] = 0
+                norms = torch.stack([part.sum() for part in parts])
+            self._terms = EvidenceTerms.of(curvature, norms, tensors)
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:

@@ -227,23 +227,25 @@ class Hyperparameters:
             FloatingPointError: the evidence is not finite.
         """
         evidences, T, device = [], temperature, terms.squared_norms.device
-        groups = self.groups.index
-        of_blocks = torch.tensor(groups)[terms.tensors.cpu()]  # the group of each block
-        norms = terms.sum_over_blocks(terms.squared_norms, groups).cpu()
+        groups = torch.tensor(self.groups.index)[terms.tensors.cpu()]  # of each block
+        zeros = torch.zeros_like(self._log_delta)
         for step in range(steps + 1):
-            delta, sigma = self.prior_precision[of_blocks].to(device), self.sigma_noise.to(device)
+            delta = self._log_delta.exp()[groups].to(device)  # of each block
+            sigma = self._log_sigma.exp().to(device)
             evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
             if step == steps:
                 break
             if self.method == "adam":
                 in_blocks, in_sigma = terms.gradient(delta, sigma, T)
-                self._log_delta.grad = -terms.sum_over_blocks(in_blocks, groups).cpu()
+                self._log_delta.grad = zeros.index_add(0, groups, -in_blocks.cpu())
                 if self.learn_sigma_noise:
                     self._log_sigma.grad = -in_sigma.cpu()
                 self._adam.step()
                 continue
-            gamma = terms.effective_parameters(delta, sigma, T)
-            gamma = terms.sum_over_blocks(gamma, groups).cpu()
+            gamma, norms = (
+                zeros.index_add(0, groups, of_blocks.cpu())
+                for of_blocks in (terms.effective_parameters(delta, sigma, T), terms.squared_norms)
+            )
             fixed_point = gamma / norms.clamp(min=torch.finfo(norms.dtype).tiny)  # no 0/0
             self._log_delta.copy_(fixed_point.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
             if self.learn_sigma_noise:

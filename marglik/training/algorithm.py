@@ -20,7 +20,7 @@ The lines of the paper's algorithm, with its symbols, and where they are:
 
 By default the result is instead the mean of θ over the last third of the epochs, in which no update
 changes the decays; and where exact passes would take long an update sees a sample, and one random
-vector of each example (`LearnerState.curvature_plan`). `marglik.training.decay_policy` has the
+vector of each example (`samples.curvature_plan`). `marglik.training.decay_policy` has the
 other departures from algorithm 1, each of which can be turned off. Learned likelihoods and
 invariances are in `learned_numbers` and `marglik.augmentation`. Users see `PriorLearner`.
 
@@ -43,8 +43,9 @@ from marglik.training.learned_numbers import (
     likelihood_step,
 )
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
+from marglik.training.samples import curvature_plan, pass_of_update
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import add_penalty
+from marglik.training.steps import add_penalty, take_average
 
 
 def start(
@@ -159,13 +160,9 @@ def fit(
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit the Laplace posterior, then make steps on its log marginal likelihood."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
-    curvature, plan = options.curvature, state.curvature_plan(problem, is_last)
-    is_sample = plan.num_examples < N
-    if plan.fisher != curvature.fisher:
-        curvature = curvature.replace(fisher=plan.fisher, mc_samples=1)
-    if state.kfac_approx is not None and is_sample and not is_last:
-        curvature = curvature.replace(kfac_approx=state.kfac_approx)  # what the first one chose
-    data, former = state.data_of_update(problem, plan.num_examples), state.posterior
+    plan = curvature_plan(problem, state, is_last)
+    curvature, data = pass_of_update(problem, state, plan, is_last)
+    is_sample, former = plan.num_examples < N, state.posterior
     state.posterior = posterior = Posterior(
         problem.model,
         state.likelihood,
@@ -218,7 +215,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         state.epoch += 1  # an unfinished epoch counts as ended
     # Step 1: the average takes the place of the last step's parameters.
     if average:
-        state.take_average(problem)
+        take_average(problem, state)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}
@@ -233,10 +230,11 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
             before = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == before
+        latest = state.record.get("num_examples"), state.record.get("fisher")
         may_update = schedule.keep == "last" or schedule.is_due(state.epoch)
         if is_trained and state.epoch >= schedule.burn_in and not is_updated and may_update:
             numbers = update(problem, state, is_last=True)
-        elif not is_fitted or not state.is_made_as_last(problem):
+        elif not is_fitted or latest != curvature_plan(problem, state, is_last=True):
             if is_updated:  # the evidence of the same update is made anew
                 state.evidences.pop()
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])

@@ -38,8 +38,9 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_map
 from marglik.prediction.predictive import outputs_of
-from marglik.training.loaders import Loader, own_iteration, sampled
+from marglik.training.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
+from marglik.training.samples import sampled
 from marglik.training.state import LearnerState, Problem
 
 _logger = logging.getLogger(__name__)

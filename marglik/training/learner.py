@@ -23,6 +23,7 @@ from marglik.training.hooks import StepHooks, remove_hooks, steps_in_epoch
 from marglik.training.loaders import Loader
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
+from marglik.training.steps import averaged
 
 
 class PriorLearner:
@@ -58,8 +59,8 @@ class PriorLearner:
         hyperparameters: Hyperparameters | None = None,
         **options: Any,
     ) -> None:
-        learner_options = LearnerOptions(likelihood_of(likelihood), curvature, schedule, policy)
-        self.options = learner_options.with_options(**options)
+        likelihood = likelihood_of(likelihood)
+        self.options = LearnerOptions.of(likelihood, curvature, schedule, policy, options)
         self._hyperparameters = hyperparameters
         self._replayed: tuple[Mapping[int, Any], Mapping[str, float]] = {}, {}
         self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
@@ -108,7 +109,9 @@ class PriorLearner:
             RankError: ranks that differ.
         """
         self.detach()
-        options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))
+        options = self.options
+        if epochs != options.schedule.epochs:
+            options = replace(options, schedule=replace(options.schedule, epochs=epochs))
         if hooks == "all":
             steps_per_epoch = steps_in_epoch(loader, steps_per_epoch)
         problem = Problem.of(options, model, optimizer, loader, ranks, steps_per_epoch, held_out)
@@ -130,10 +133,10 @@ class PriorLearner:
             self._hooks = None
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        """A context with the network as `finish` would leave it, see `LearnerState.averaged`."""
+        """A context with the network as `finish` would leave it, see `steps.averaged`."""
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet; call start before averaged.")
-        return self.state.averaged(self.problem)
+        return averaged(self.problem, self.state)
 
     def finish(self, average: bool = True) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.

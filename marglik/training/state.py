@@ -3,11 +3,11 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +34,12 @@ from marglik.posterior.prior import (
     weight_decay_to_precision,
 )
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
-from marglik.training.loaders import (
-    Loader,
-    check_shards,
-    count_on_ranks,
-    own_iteration,
-    sample_size,
-    sampled,
-)
+from marglik.training.loaders import Loader, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.random_state import random_numbers_restored
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
-from marglik.training.steps import WeightAverage, batch_norms, renew_batch_norm
+from marglik.training.steps import WeightAverage
 
 _logger = logging.getLogger(__name__)
-
-FEW_VECTORS = 3_000
-"""Backward passes of one example each, of a last update that takes no time to speak of."""
 
 
 @dataclass(frozen=True)
@@ -118,20 +107,27 @@ class LearnerOptions:
                 "fits it."
             )
 
-    def with_options(self, **options: Any) -> "LearnerOptions":
-        """These with single ones changed, or single fields of the objects inside.
+    @classmethod
+    def of(
+        cls,
+        likelihood: Likelihood,
+        curvature: CurvatureOptions,
+        schedule: Schedule,
+        policy: DecayPolicy,
+        options: Mapping[str, Any],
+    ) -> "LearnerOptions":
+        """These, with single fields, also of the objects inside, from ``options``.
 
         Raises:
             TypeError: a name that is a field of none of them.
         """
-        inside = "schedule", "policy", "curvature"
-        own = [f.name for f in fields(self) if f.name not in ("likelihood", *inside)]
-        changed = {name: value for name, value in options.items() if name in own}
-        names = {part: [f.name for f in fields(getattr(self, part))] for part in inside}
+        inside: dict[str, Any] = {"schedule": schedule, "policy": policy, "curvature": curvature}
+        own = [f.name for f in fields(cls) if f.name not in ("likelihood", *inside)]
+        names = {part: [f.name for f in fields(value)] for part, value in inside.items()}
         for name in options:
             if not any(name in one for one in (own, *names.values())):
                 objects = " and ".join(
-                    f"those of {type(getattr(self, part)).__name__} ({', '.join(one)})"
+                    f"those of {type(inside[part]).__name__} ({', '.join(one)})"
                     for part, one in names.items()
                 )
                 raise TypeError(
@@ -140,8 +136,8 @@ class LearnerOptions:
                 )
         for part, one in names.items():
             if values := {name: value for name, value in options.items() if name in one}:
-                changed[part] = replace(getattr(self, part), **values)
-        return replace(self, **changed)
+                inside[part] = replace(inside[part], **values)
+        return cls(likelihood, **inside, **{n: v for n, v in options.items() if n in own})
 
     @property
     def learns(self) -> bool:
@@ -242,21 +238,6 @@ class Problem:
     def rate(self) -> float:
         """The learning rate of the first optimiser."""
         return float(self.parts[0].optimizer.param_groups[0]["lr"])
-
-    @property
-    def estimates_fisher(self) -> bool:
-        """Whether updates estimate it, since exact passes would take longer than the training.
-
-        In passes over one example: a training step is a forward pass and a backward pass of twice
-        its cost; an exact pass is a forward pass and V backward passes.
-        """
-        options, schedule, V = self.options, self.options.schedule, self.vectors
-        if takes_all(options) or options.curvature.fisher != "exact" or schedule.epochs is None:
-            return False
-        every = schedule.every
-        updates = schedule.updates if every is None else schedule.epochs // every
-        is_long = updates * (1 + 2 * V) > 3 * schedule.epochs
-        return is_long and V > 1
 
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
@@ -388,18 +369,9 @@ class Problem:
         }
 
 
-class CurvaturePlan(NamedTuple):
-    """What the curvature pass of an update sees."""
-
-    num_examples: int
-    """M; a random sample of the N examples if it is smaller."""
-    fisher: str
-    """The one asked for, or "random_signs" in place of "exact"."""
-
-
 @dataclass(eq=False)
 class LearnerState:
-    """What the learner has come to; saved and loaded by its fields, all but the last three."""
+    """What the learner has come to; saved and loaded by its fields, all but the last two."""
 
     hyperparameters: Hyperparameters
     """δ of each group and σ."""
@@ -425,8 +397,6 @@ class LearnerState:
     """Number of steps before the latest update, if it was made at the present parameters."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) after each update."""
-    has_samples: bool = False
-    """Whether some update saw a sample, so that its evidence is an estimate."""
     kfac_approx: Any = None
     """The layers' modes in the latest update, which decides for the following samples."""
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -443,8 +413,6 @@ class LearnerState:
     """What `update_prior` recorded in the latest update, with its seconds."""
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
-    is_averaged: bool = False
-    """Whether the network has its average now, within `averaged`."""
 
     @property
     def has_average(self) -> bool:
@@ -467,44 +435,6 @@ class LearnerState:
             [0 for _ in problem.parts],
             Measures(sorted(problem.named), [None for _ in problem.parts]),
         )
-
-    def data_of_update(self, problem: Problem, number: int) -> Iterable[Any]:
-        """The batches of the curvature pass: of all N examples, or a sample of M of them.
-
-        Of a plain DataLoader both come in large batches, see `sampled`, unless ``curvature_from``
-        and ``keep`` ask for the loader's own.
-        """
-        data, N = own_iteration(problem.loader), problem.num_data
-        if not takes_all(problem.options):
-            self.has_samples |= number < N
-            data = sampled(problem.loader, number, N, problem.ranks, self.epoch)
-        return data
-
-    def curvature_plan(self, problem: Problem, is_last: bool) -> CurvaturePlan:
-        """What an update that follows now sees.
-
-        The last one is exact and sees all data unless that alone would take longer than a tenth of
-        the training. Then it is an estimate with one random vector for each example, of all data if
-        that is short enough: closer in predictions and evidence than a sample's exact curvature.
-        """
-        options, N, V = problem.options, problem.num_data, problem.vectors
-        if takes_all(problem.options) or not self.steps[-1]:
-            return CurvaturePlan(N, options.curvature.fisher)
-        is_exact = options.curvature.fisher == "exact"
-        estimates, seen = problem.estimates_fisher, N * self.epoch
-        if is_last:
-            if is_exact and (V * N <= FEW_VECTORS or sample_size(N, seen, V) == N):
-                return CurvaturePlan(N, options.curvature.fisher)
-            estimates = is_exact and V > 1
-        elif self.steps_at_update:
-            seen *= 1 - self.steps_at_update / self.steps[-1]
-        number = sample_size(N, seen, V if is_exact and not estimates else 1)
-        return CurvaturePlan(number, "random_signs" if estimates else options.curvature.fisher)
-
-    def is_made_as_last(self, problem: Problem) -> bool:
-        """Whether the posterior is of a pass as the last update's is."""
-        latest = self.record.get("num_examples"), self.record.get("fisher")
-        return latest == self.curvature_plan(problem, is_last=True)
 
     def posterior_is_current(self, problem: Problem) -> bool:
         """Whether the posterior is of the present parameters; collective.
@@ -597,56 +527,6 @@ class LearnerState:
             numbers["label_noise"] = self.likelihood.parameters["noise"].item()
         return numbers
 
-    def take_average(self, problem: Problem) -> None:
-        """Give the network the mean over about the last third of the steps, if there is one."""
-        schedule = problem.options.schedule
-        made, averaged = self.steps[-1], self.averages[-1].count
-        if self.has_average:
-            for average in self.averages:
-                average.add()
-                average.write()
-            self.steps_at_update = None
-            with forked_random_numbers(problem.model):
-                targets = problem.options.curvature
-                renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
-            _logger.info("parameters are their mean over the last %d of %d steps", averaged, made)
-        elif schedule.averages and made and self.epoch < (schedule.epochs or 0):
-            warnings.warn(
-                f"The training ended after {made} steps, in epoch {self.epoch} of "
-                f"{schedule.epochs}: the parameters are those of the last step, not the mean over "
-                "the last third of the steps. If gradients are accumulated, pass start(..., "
-                "steps_per_epoch=...).",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        self.averages = [WeightAverage(part.parameters) for part in problem.parts]
-
-    @contextmanager
-    def averaged(self, problem: Problem) -> Iterator[nn.Module]:
-        """A context in which the network has the average of its parameters so far.
-
-        It is the network that `PriorLearner.finish` would leave: the validation loss, early
-        stopping and "keep the best" are about the average, and not about the last step's
-        parameters. Its BatchNorm statistics are renewed by a pass over the training data.
-        Afterwards, also after an error, parameters and statistics are what they were. As long as
-        fewer than a sixth of the steps are averaged, `finish` takes no average, and this changes
-        nothing. With several ranks it is collective.
-        """
-        with ExitStack() as stack:
-            if self.has_average and not self.is_averaged:
-                self.is_averaged = True
-                stack.callback(setattr, self, "is_averaged", False)  # noqa: FBT003
-                for average in self.averages:
-                    stack.enter_context(average.written())
-                norms = batch_norms(problem.model)
-                statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
-                stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
-                data, targets = own_iteration(problem.loader), problem.options.curvature
-                # The loop must draw the same numbers whether it validates or not.
-                with random_numbers_restored(problem.loader):
-                    renew_batch_norm(problem.model, data, targets, problem.ranks)
-            yield problem.model
-
     @contextmanager
     def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:
         """A context after which an error, as of the data, has left the state as it was."""
@@ -668,15 +548,7 @@ class LearnerState:
             raise
 
 
-def takes_all(options: LearnerOptions) -> bool:
-    """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
-    # With keep="best", noise would choose among the evidences. Jacobians cost the same for drawn
-    # labels.
-    is_for_samples = options.curvature_from == "auto" and options.hessian_structure == "kron"
-    return not is_for_samples or options.schedule.keep == "best"
-
-
-SAVED = [field.name for field in fields(LearnerState)][:-3]
+SAVED = [field.name for field in fields(LearnerState)][:-2]
 
 
 def _to_plain(value: Any) -> Any:

@@ -4,17 +4,19 @@ The prior adds its gradient, that of ½ Σ_g wd_g ‖θ_g‖². The average θ̄
 Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_utils does the sums.
 """
 
+import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from kfac_backend.engine.calls import arguments, to_device
+from kfac_backend.engine.calls import arguments, forked_random_numbers, to_device
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions, check_keys
 from kfac_backend.ranks import Ranks
@@ -29,7 +31,13 @@ from kfac_backend.sharding import (
     without_row,
 )
 from marglik.eval_mode import preserve_mode
-from marglik.training.loaders import Loader
+from marglik.training.loaders import Loader, own_iteration
+from marglik.training.random_state import random_numbers_restored
+
+if TYPE_CHECKING:
+    from marglik.training.state import LearnerState, Problem
+
+_logger = logging.getLogger(__name__)
 
 
 def add_penalty(
@@ -96,6 +104,8 @@ class WeightAverage:
         self._values: list[Tensor] = []
         self.count = 0
         """Number of steps that are averaged."""
+        self.is_written = False
+        """Whether the parameters have their averages now, within `written`."""
 
     @torch.no_grad()
     def add(self) -> None:
@@ -119,9 +129,11 @@ class WeightAverage:
         with_present.load_state_dict(self.state_dict())
         with_present.add()
         with_present.write()
+        self.is_written = True
         try:
             yield
         finally:
+            self.is_written = False
             with torch.no_grad():
                 torch._foreach_copy_(local_parts(self._parameters), present)
 
@@ -203,3 +215,56 @@ def renew_batch_norm(
     if ranks.size > 1:
         torch._foreach_mul_(statistics, num_batches / sum(ranks.gather(num_batches)))
         ranks.sum_(statistics)
+
+
+# --- the average, as the training's end takes it ---
+
+
+def take_average(problem: "Problem", state: "LearnerState") -> None:
+    """Give the network the mean over about the last third of the steps, if there is one."""
+    schedule = problem.options.schedule
+    made, averaged_steps = state.steps[-1], state.averages[-1].count
+    if state.has_average:
+        for average in state.averages:
+            average.add()
+            average.write()
+        state.steps_at_update = None
+        with forked_random_numbers(problem.model):
+            targets = problem.options.curvature
+            renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
+        _logger.info("parameters are their mean over the last %d of %d steps", averaged_steps, made)
+    elif schedule.averages and made and state.epoch < (schedule.epochs or 0):
+        warnings.warn(
+            f"The training ended after {made} steps, in epoch {state.epoch} of "
+            f"{schedule.epochs}: the parameters are those of the last step, not the mean over "
+            "the last third of the steps. If gradients are accumulated, pass start(..., "
+            "steps_per_epoch=...).",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    state.averages = [WeightAverage(part.parameters) for part in problem.parts]
+
+
+@contextmanager
+def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
+    """A context in which the network has the average of its parameters so far.
+
+    It is the network that `PriorLearner.finish` would leave: the validation loss, early stopping
+    and "keep the best" are about the average, and not about the last step's parameters. Its
+    BatchNorm statistics are renewed by a pass over the training data. Afterwards, also after an
+    error, parameters and statistics are what they were. As long as fewer than a sixth of the steps
+    are averaged, `finish` takes no average, and this changes nothing. With several ranks it is
+    collective.
+    """
+    with ExitStack() as stack:
+        if state.has_average and not state.averages[0].is_written:
+            for average in state.averages:
+                stack.enter_context(average.written())
+            norms = batch_norms(problem.model)
+            statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
+            stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
+            data, targets = own_iteration(problem.loader), problem.options.curvature
+            # The loop must draw the same numbers whether it validates or not.
+            with random_numbers_restored(problem.loader):
+                renew_batch_norm(problem.model, data, targets, problem.ranks)
+        yield problem.model

@@ -288,25 +288,20 @@ def ranks_resume():
     return True
 
 
-NO_RESUME = "all but resuming was tested: this torch loads no tensor to 'cpu:0'"
+NO_RESUME = "this torch loads no tensor to 'cpu:0'"
 
 
 def on_ranks(folder):
-    """Called in each rank: whole trainings, resumed ones, those with the best average, refusals."""
-    results, size = {}, Ranks().size
+    """Called in each rank: a training, one that keeps the best average, refusals."""
+    size = Ranks().size
     group = {"ddp_backend": "gloo"} if size > 1 else {}
-    for kind in ("DDP", "FSDP2")[:size]:
-        here = folder / f"{kind}, {size}"
-        results[kind] = training(here, kind, save_strategy="epoch")
-        if size == 1 or ranks_resume():
-            # The fourth epoch is averaged, at whose last step this was saved.
-            results[f"{kind}, resumed"] = training(here, kind, resumes="checkpoint-12")
-        if size == 1 or kind == "FSDP2":
-            results["best"] = training(here / "best", kind, **KEEPS_BEST)
-        if size > 1:
-            with pytest.raises(ValueError, match="30 examples are no multiple of the 8 of a step"):
-                training(folder, kind, examples=30)
+    results = {
+        "last": training(folder, "DDP"),
+        "best": training(folder / f"best, {size}", ("DDP", "FSDP2")[size - 1], **KEEPS_BEST),
+    }
     if size > 1:
+        with pytest.raises(ValueError, match="30 examples are no multiple of the 8 of a step"):
+            training(folder, "DDP", examples=30)
         with pytest.raises(NotImplementedError, match="LengthGroupedSampler, draws from torch's"):
             lengths: Any = {"train_sampling_strategy": "group_by_length"}
             if lengths.keys().isdisjoint(f.name for f in fields(transformers.TrainingArguments)):
@@ -337,24 +332,22 @@ def assert_same(numbers, expected):
 
 
 def test_ranks_learn_what_one_process_learns(worlds, tmp_path):
-    """Also from a checkpoint on, which any number of ranks may resume."""
+    """With whole models, and with a sharded one of which the best average is kept."""
     (alone,) = worlds.all(1, f"{HERE}:on_ranks", tmp_path)
-    assert_same(alone["DDP, resumed"], alone["DDP"])
-    assert not torch.equal(alone["best"]["decays"], alone["DDP"]["decays"])
+    assert not torch.equal(alone["best"]["decays"], alone["last"]["decays"])
     for of_rank in worlds.all(2, f"{HERE}:on_ranks", tmp_path):
-        for kind in ("DDP", "FSDP2"):
-            assert_same(of_rank[kind], alone["DDP"])
-            assert_same(of_rank.get(f"{kind}, resumed", alone["DDP"]), alone["DDP"])
-        assert_same(of_rank["best"], alone["best"])
-    if not ranks_resume():  # the Trainer of that time would also keep a process's batch size
-        pytest.skip(NO_RESUME)
-    (one,) = worlds.all(1, f"{HERE}:training", tmp_path / "DDP, 2", "DDP", 24, "checkpoint-12")
-    assert_same(one, alone["DDP"])
+        for kind in ("last", "best"):
+            assert_same(of_rank[kind], alone[kind])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ranks_resume(), reason=NO_RESUME)
-def test_more_ranks_resume_a_sharded_training(worlds, tmp_path):
-    whole, _ = worlds.all(2, f"{HERE}:training", tmp_path, "FSDP2", 24, None, "epoch")
-    for resumed in worlds.all(4, f"{HERE}:training", tmp_path, "FSDP2", 24, "checkpoint-12"):
-        assert_same(resumed, whole)
+@pytest.mark.parametrize(("kind", "sizes"), [("DDP", (1, 2)), ("FSDP2", (2, 4))])
+def test_any_number_of_ranks_resumes(kind, sizes, worlds, tmp_path):
+    """From a checkpoint of two; the fourth epoch is averaged, at whose last step it was saved."""
+    whole, other = worlds.all(2, f"{HERE}:training", tmp_path, kind, 24, None, "epoch")
+    (alone,) = worlds.all(1, f"{HERE}:training", tmp_path / "alone", "DDP")
+    for size in sizes:
+        resumed = worlds.all(size, f"{HERE}:training", tmp_path, kind, 24, "checkpoint-12")
+        for numbers in (whole, other, *resumed):
+            assert_same(numbers, alone)

@@ -151,9 +151,9 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
         for _ in range(200):
             evidences = 0.05 * torch.randn(20, generator=generator)
             evidences[-1] = -fall  # the last one is exact
-            measures = SimpleNamespace(moves={}, all_left_out=0)
+            measures = SimpleNamespace(moves={}, all_left_out=0, has_samples=has_samples)
             state = SimpleNamespace(
-                evidences=evidences.tolist(), has_samples=has_samples, measures=measures,
+                evidences=evidences.tolist(), measures=measures,
                 hyperparameters=SimpleNamespace(learn_sigma_noise=False), posterior=None,
             )  # fmt: skip
             with warnings.catch_warnings(record=True) as warned:

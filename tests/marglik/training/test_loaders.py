@@ -14,9 +14,9 @@ from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.algorithm import end_of_epoch, finish
-from marglik.training.loaders import own_iteration, sample_size, sampled
+from marglik.training.loaders import own_iteration
+from marglik.training.samples import curvature_plan, sample_size, sampled
 from marglik.training.schedule import Schedule
-from marglik.training.state import LearnerState
 
 ALONE = Ranks(None)
 N = 1000
@@ -205,7 +205,7 @@ def test_full_passes_decompose_the_inputs_A_once(shuffle, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("N", "V", "epochs", "plan"),
+    ("N", "V", "epochs", "expected"),
     [
         (1_000, 9, 64, (1_000, "exact")),  # 19 passes are a tenth of 3 · 64
         (1_000, 9, 40, (1_000, "random_signs")),
@@ -215,19 +215,19 @@ def test_full_passes_decompose_the_inputs_A_once(shuffle, monkeypatch):
     ],
 )
 def test_the_last_update_is_an_estimate_where_it_would_take_over_a_tenth_of_the_training(
-    N, V, epochs, plan
+    N, V, epochs, expected
 ):
     schedule = Schedule(epochs=epochs)
     options = SimpleNamespace(
         curvature_from="auto", schedule=schedule, curvature=CurvatureOptions(),
         hessian_structure="kron",
     )  # fmt: skip
-    problem = SimpleNamespace(options=options, num_data=N, vectors=V, estimates_fisher=V > 1)
+    problem = SimpleNamespace(options=options, num_data=N, vectors=V)
     state = SimpleNamespace(steps=[1], epoch=epochs, steps_at_update=None)
-    assert LearnerState.curvature_plan(state, problem, is_last=True) == plan
+    assert curvature_plan(problem, state, is_last=True) == expected
     for name, value in {"curvature_from": "pass", "hessian_structure": "full"}.items():
         problem.options = SimpleNamespace(**vars(options) | {name: value})
-        assert LearnerState.curvature_plan(state, problem, is_last=True) == (N, "exact")
+        assert curvature_plan(problem, state, is_last=True) == (N, "exact")
 
 
 def test_a_last_update_that_is_an_estimate_says_so():
