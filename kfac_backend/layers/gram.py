@@ -76,7 +76,7 @@ class Factor:
     @property
     def rows(self) -> Float[Tensor, "*G M d"] | None:
         """The rows, if they are few and the matrix is still theirs."""
-        return self._rows if self.version == 0 else None
+        return None if self._rows is None or self.version else self._rows
 
     @property
     def entries(self) -> Tensor:
