@@ -197,6 +197,11 @@ def test_full_passes_decompose_the_inputs_A_once(shuffle, monkeypatch):
             optimizer.step()
     prior.finish()
     assert sizes.count(2) >= 3 and (sizes.count(260) == 1) is not shuffle
+    anew = Posterior(model, "classification")
+    anew.fit(loader)
+    for name, values in anew.fitted_factors().eigenvalues().items():
+        known = prior.posterior.fitted_factors().blocks[name].eigenvalues()
+        assert shuffle or torch.equal(known, values)
 
 
 @pytest.mark.parametrize(
