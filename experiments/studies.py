@@ -175,19 +175,13 @@ def record_of(run: Callable[[Any], Result], task: Any) -> Result:
 def file_name(task: Any) -> str:
     """The name of a run's file: the task's own ``name``, or else its fields without a default.
 
-    Shares are in percent.
+    Shares are in percent; what is no letter or digit becomes an underscore.
     """
     if hasattr(task, "name"):
         return task.name
     values = [getattr(task, f.name) for f in fields(task) if f.default is MISSING]
-    return "_".join(
-        f"{100 * value:.0f}" if isinstance(value, float) else slug(str(value)) for value in values
-    )
-
-
-def slug(text: str) -> str:
-    """A text as part of a file's name: lower case, letters and digits, else underscores."""
-    return "".join(c if c.isalnum() else "_" for c in text.lower())
+    words = [f"{100 * v:.0f}" if isinstance(v, float) else str(v).lower() for v in values]
+    return "".join(c if c.isalnum() else "_" for c in "_".join(words))
 
 
 # Tables
