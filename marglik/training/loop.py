@@ -52,15 +52,14 @@ from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader, check_shards
-from marglik.training.random_state import (
+from marglik.training.loaders import (
+    Loader,
+    check_shards,
     check_workers,
     generators_of,
-    own_random_numbers,
-    random_state,
     samplers_of,
-    set_random_state,
 )
+from marglik.training.random_state import own_random_numbers, random_state, set_random_state
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -231,10 +230,6 @@ class OnlineTraining:
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
         self._seconds = 0.0
-
-    def weight_decays(self) -> Tensor:
-        """The weight decay T·δ/N of each group at present, (groups,)."""
-        return self.learner.weight_decays()
 
     def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
         """Train for all epochs; the model ends with the parameters that the schedule names.
