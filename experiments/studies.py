@@ -11,14 +11,15 @@ import logging
 import os
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from functools import wraps
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -32,15 +33,6 @@ SHIPPED = Path(__file__).parent / "results"
 """Results that the pages quote, under version control."""
 
 
-class Run(Protocol):
-    """One run's configuration."""
-
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        ...
-
-
 Result = dict[str, Any]
 """What a run leaves as JSON, with its "config"; `results_in` adds the "name" of its file."""
 
@@ -49,15 +41,17 @@ def study(
     name: str,
     description: str | None,
     run: Callable[[Any], Result],
-    tasks: Callable[[argparse.Namespace], Sequence[Run]],
+    tasks: Callable[[argparse.Namespace], Sequence[Any]],
     table: Callable[[list[Result]], str],
     *,
     problems: Collection[str] = (),
     default: Sequence[str] | None = None,
     seeds: int | None = None,
     extra: Mapping[str, dict[str, Any]] | None = None,
-    then: Callable[[argparse.Namespace, list[Result]], Sequence[Run]] = lambda options, found: (),
-    figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda found: {},
+    then: Callable[[argparse.Namespace, list[Result]], Sequence[Any]] = lambda options, results: (),
+    figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda results: {},
+    threads: int | None = 1,
+    shows_epochs: bool = False,
 ) -> Callable[..., int]:
     """The command of a study: run what has no file yet, write table.md; returns the exit status.
 
@@ -67,8 +61,8 @@ def study(
     Args:
         name: of the folder of results; "{device}" stands for an option's value.
         description: its first paragraph describes the command.
-        run: returns the results of a task as plain data.
-        tasks: from the options (``data``, ``seeds``) to all runs.
+        run: returns the results of a task as plain data; see `record_of`.
+        tasks: from the options (``data``, ``seeds``) to all runs, each a dataclass of its settings.
         table: makes Markdown from all results.
         problems: the choices of --data.
         default: the default of --data; all problems if not given.
@@ -76,6 +70,8 @@ def study(
         extra: further options, with the arguments of ``add_argument``.
         then: from the options and the results so far to runs that need these; none at the end.
         figures: makes figures from all results, by the names of their files.
+        threads: of each run; None shares the cores among the runs.
+        shows_epochs: whether to show the line that training logs after each epoch.
     """
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
     if problems:
@@ -88,8 +84,8 @@ def study(
         parser.add_argument(
             "--seeds", type=int, default=seeds, help=f"number of seeds; default: {seeds}"
         )
-    for option, of_option in (extra or {}).items():
-        parser.add_argument(option, **of_option)
+    for option, arguments in (extra or {}).items():
+        parser.add_argument(option, **arguments)
     parser.add_argument("--report", action="store_true", help="make the tables from the JSON alone")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")
     parser.add_argument(
@@ -106,19 +102,20 @@ def study(
             parser.error(f"--report: no JSON in {folder}/; run without --report first")
         todo, failed = [] if options.report else tasks(options), 0
         while todo and not failed:
-            missing = [task for task in todo if not (folder / f"{task.name}.json").exists()]
-            for task, found in as_they_finish(run, missing, options.jobs):
-                if isinstance(found, Exception):
+            missing = [t for t in todo if not (folder / f"{file_name(t)}.json").exists()]
+            for task, result in as_they_finish(run, missing, options.jobs, threads, shows_epochs):
+                name_of_run = file_name(task)
+                if isinstance(result, Exception):
                     failed += 1
-                    print(f"{task.name}: {found}", file=sys.stderr, flush=True)
+                    print(f"{name_of_run}: {result}", file=sys.stderr, flush=True)
                 else:
-                    write_json(folder / f"{task.name}.json", found)
-                    print(f"{task.name}: done", flush=True)
+                    write_json(folder / f"{name_of_run}.json", result)
+                    print(f"{name_of_run}: done", flush=True)
             todo = then(options, results_in(folder))
-        if found := results_in(folder):
-            text = table(found).rstrip()
+        if results := results_in(folder):
+            text = table(results).rstrip()
             write_file(folder / "table.md", f"{text}\n".encode())
-            for stem, figure in figures(found).items():
+            for stem, figure in figures(results).items():
                 content = io.BytesIO()
                 figure.savefig(content, dpi=120, format="png")
                 write_file(folder / f"{stem}.png", content.getvalue())
@@ -138,37 +135,64 @@ def results_in(folder: Path) -> list[Result]:
 
 
 def as_they_finish(
-    function: Callable[[Any], Result], tasks: Sequence[Run], jobs: int
-) -> Iterator[tuple[Run, Result | Exception]]:
-    """Yield each task with its result, or with the error that ended it; runs ``jobs`` at a time.
+    run: Callable[[Any], Result],
+    tasks: Sequence[Any],
+    jobs: int,
+    threads: int | None,
+    shows_epochs: bool,
+) -> Iterator[tuple[Any, Result | Exception]]:
+    """Yield each task with its record, or with the error that ended it; runs ``jobs`` at a time.
 
-    Each has a process of its own, which gives back all memory, and they share the cores evenly.
-    What the tasks log goes to stderr, each line after the task's name.
+    Each has a process of its own, which gives back all memory. What the tasks log goes to stderr,
+    each line after the task's name.
     """
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = threads or max(1, (os.cpu_count() or 1) // jobs)
     with ProcessPoolExecutor(
-        jobs, get_context("spawn"), torch.set_num_threads, (threads,), max_tasks_per_child=1
+        jobs, get_context("spawn"), _prepare, (threads, shows_epochs), max_tasks_per_child=1
     ) as pool:
-        futures = {pool.submit(_with_progress, function, task): task for task in tasks}
+        futures = {pool.submit(_with_progress, run, task): task for task in tasks}
         for future in as_completed(futures):
             error = future.exception()
             assert error is None or isinstance(error, Exception)
             yield futures[future], error or future.result()
 
 
-def _with_progress(function: Callable[[Any], Result], task: Run) -> Result:
-    with progress_lines(f"{task.name}: "):
-        return function(task)
+def _prepare(threads: int, shows_epochs: bool) -> None:
+    torch.set_num_threads(threads)
+    if not shows_epochs:
+        logging.getLogger("marglik.training").setLevel(logging.WARNING)
+
+
+def _with_progress(run: Callable[[Any], Result], task: Any) -> Result:
+    with progress_lines(f"{file_name(task)}: "):
+        return record_of(run, task)
+
+
+def record_of(run: Callable[[Any], Result], task: Any) -> Result:
+    """The results of a run, with its configuration and what it ran on if it doesn't say them."""
+    device = torch.device(getattr(task, "device", "cpu"))
+    return {"config": asdict(task), **environment(device), **run(task)}
+
+
+def file_name(task: Any) -> str:
+    """The name of a run's file: the task's own ``name``, or else its fields without a default.
+
+    Shares are in percent.
+    """
+    if hasattr(task, "name"):
+        return task.name
+    values = [getattr(task, f.name) for f in fields(task) if f.default is MISSING]
+    return "_".join(
+        f"{100 * value:.0f}" if isinstance(value, float) else slug(str(value)) for value in values
+    )
 
 
 def recorded(run: Callable[[Any], Result]) -> Callable[[Any], Result]:
-    """A run in one thread, whose results say its configuration and what it ran on, too."""
+    """A run whose results are those of `record_of`."""
 
     @wraps(run)
-    def whole(config: Any) -> Result:
-        torch.set_num_threads(1)
-        device = torch.device(getattr(config, "device", "cpu"))
-        return {"config": asdict(config), **run(config), **environment(device)}
+    def whole(task: Any) -> Result:
+        return record_of(run, task)
 
     return whole
 
@@ -179,6 +203,15 @@ def slug(text: str) -> str:
 
 
 # Tables
+
+
+def grouped(results: Iterable[Result], *keys: str) -> dict[Any, list[Result]]:
+    """Value of a key of the configuration, or values of several -> the results that have it."""
+    groups: dict[Any, list[Result]] = defaultdict(list)
+    for result in results:
+        values = tuple(result["config"][key] for key in keys)
+        groups[values[0] if len(keys) == 1 else values].append(result)
+    return groups
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:
@@ -205,17 +238,17 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def metric_of(found: Result, predictive: str, key: str) -> float:
+def metric_of(result: Result, predictive: str, key: str) -> float:
     """A metric of a predictive, of those that ``marglik train`` reports.
 
     Args:
-        found: with the "metrics" of a run.
+        result: with the "metrics" of a run.
         predictive: its name, or the beginning of it: a Laplace predictive's goes on with its
             method, and the preset's is the first.
         key: the metric's name.
     """
-    names = [predictive] if predictive in found["metrics"] else found["metrics"]
-    return found["metrics"][next(n for n in names if n.startswith(predictive))][key]
+    names = [predictive] if predictive in result["metrics"] else result["metrics"]
+    return result["metrics"][next(n for n in names if n.startswith(predictive))][key]
 
 
 @contextmanager

@@ -6,15 +6,18 @@ sum up what it sees in `FactorSums`.
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
+from kfac_backend.blocks.block import take_eigenvalues
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import assign_rules
+from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
@@ -125,6 +128,7 @@ class CurvaturePass:
             model, likelihood, options, generator=generator, process_group=process_group,
             sink=FactorSums(options),
         )  # fmt: skip
+        self._former = WeakValueDictionary[str, Factor]()  # those of the last pass that still live
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
         check_memory(self.driver.proof.assignment, options, self.driver.device)
 
@@ -181,8 +185,10 @@ class CurvaturePass:
                 "The data is empty: no batch was added since the pass began, or since the last "
                 "factors()."
             )
+        blocks = assemble_blocks(driver.model, sums)
+        take_eigenvalues(blocks.values(), self._former)  # of the first layer's A, for example
         return KroneckerFactors(
-            assemble_blocks(driver.model, sums),
+            blocks,
             num_data=sums.num_data,
             num_outputs=sums.num_outputs,
             num_loss_terms=sums.num_loss_terms,

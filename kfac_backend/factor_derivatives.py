@@ -60,7 +60,7 @@ def factor_gradients(
     """The gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
 
     The loss Hessian Λ changes with the outputs, too, and is differentiated: by the columns of its
-    root S; with fisher="mc" by draws S ε of normal numbers ε, which are unbiased. Held fixed: the
+    root S; with fisher="mc" by draws S ε of random signs ε, which are unbiased. Held fixed: the
     model's parameters, and the blocks of parameters without a rule.
 
     Args:

@@ -6,6 +6,7 @@ term, or an estimate of it. An option names one of the classes; a class with a n
 one more choice for ``CurvatureOptions(fisher=...)``.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ class Fisher(ABC):
         """The number of backward passes for outputs f."""
         return self.mc_samples
 
+    def warn_of_many_passes(self, likelihood: Likelihood, f: Tensor) -> None:
+        """Warn if outputs such as f take more than `MANY_PASSES`."""
+        passes = self.num_passes(likelihood, f)
+        if passes > MANY_PASSES:
+            warnings.warn(
+                f"fisher={self.name!r} takes {passes} backward passes for each part of a batch: "
+                f"outputs have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes.",
+                stacklevel=2,
+            )
+
     def vectors(
         self,
         likelihood: Likelihood,
@@ -117,8 +128,8 @@ class ExactGGN(Fisher):
 class DrawnLabels(Fisher):
     """An unbiased estimate of Λ: gradients of ℓ at labels drawn from p(y|f), over √mc_samples.
 
-    For numbers S ε instead, with normal numbers ε (of a Gaussian that is the gradient at a drawn
-    y). A label that is drawn has no derivative: where f requires a gradient, S ε for labels, too.
+    For numbers S ε as of `RandomSigns`; for labels, too, where f requires a gradient, since a label
+    that is drawn has no derivative.
     """
 
     name = "mc"
@@ -132,6 +143,26 @@ class DrawnLabels(Fisher):
         for _ in range(self.mc_samples):
             drawn = draw(f, y, generator)
             yield drawn.div_(self.mc_samples**0.5) if self.mc_samples > 1 else drawn
+
+
+class RandomSigns(Fisher):
+    """An unbiased estimate of Λ: S ε with random signs ε, over √mc_samples.
+
+    It costs as much as drawn labels, and is less noisy where the network is sure of its labels:
+    then nearly all drawn gradients are almost zero, and a few are large, while S ε has about the
+    same length each time. Source: curvature propagation, Martens, Sutskever & Swersky 2012
+    (arXiv:1206.6464).
+    """
+
+    name = "random_signs"
+    draws = True
+
+    def columns(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> Iterator[Tensor]:
+        """``mc_samples`` vectors S ε, each over √mc_samples; differentiable in f."""
+        for _ in range(self.mc_samples):
+            yield likelihood.drawn_root(f, y, generator) / self.mc_samples**0.5
 
 
 class EmpiricalFisher(Fisher):

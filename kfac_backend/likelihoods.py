@@ -221,8 +221,8 @@ class Likelihood:
     def drawn_root(
         self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
     ) -> Float[Tensor, "*terms C"]:
-        """S ε with normal numbers ε, so that E[S ε εᵀ Sᵀ] = Λ; differentiable in f."""
-        draws = [s * _normal(s[..., :1], generator) for s in self.root(f, y)]
+        """S ε with random signs ε, so that E[S ε εᵀ Sᵀ] = Λ; differentiable in f."""
+        draws = [s * _random_signs(s[..., :1], generator) for s in self.root(f, y)]
         return torch.stack(draws).sum(0)
 
     def gradient(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Float[Tensor, "*terms C"]:
@@ -325,8 +325,8 @@ class Diagonal(Likelihood):
             yield column
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The root times a normal number for each output."""
-        return self._scale(f, y) * _normal(f, generator)
+        """The root times a random sign for each output."""
+        return self._scale(f, y) * _random_signs(f, generator)
 
     def _scale(self, f: Tensor, y: Tensor) -> Tensor:
         """√ of the diagonal; the root of 0 has no derivative."""
@@ -489,8 +489,9 @@ class Classification(_Softmax):
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The draw (diag(√p) − p √pᵀ) ε."""
         p = torch.softmax(f, dim=-1)
-        scaled = p.clamp(min=torch.finfo(f.dtype).tiny).sqrt() * _normal(f, generator)
-        return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
+        scaled = p.clamp(min=torch.finfo(f.dtype).tiny).sqrt() * _random_signs(f, generator)
+        scaled = torch.addcmul(scaled, p, scaled.sum(-1, keepdim=True), value=-1)
+        return self._with_weight(scaled, y)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The gradient p − e_ŷ with labels ŷ drawn from p."""
@@ -560,7 +561,7 @@ class NoisyClassification(_Softmax):
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The draw Σ_c s_c ε_c."""
         p, scale = self._scaled(f)
-        scaled = scale * _normal(f, generator)
+        scaled = scale * _random_signs(f, generator)
         return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -1129,9 +1130,9 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
     return likelihood.loss(at_least_float32(f), y)
 
 
-def counted_terms(y: Tensor, likelihood: Likelihood) -> Tensor | None:
+def counted_terms(y: Any, likelihood: Likelihood) -> Tensor | None:
     """A mask of the labels that count; None for targets that are not labels, which all count."""
-    return y != IGNORED if likelihood.has_labels else None
+    return y != IGNORED if likelihood.has_labels and isinstance(y, Tensor) else None
 
 
 def num_counted_terms(
@@ -1222,9 +1223,10 @@ def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
     return constant.to(mean) + r * torch.log1p(mean / r) + torch.xlogy(y, (r + mean) / mean)
 
 
-def _normal(f: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A normal number for each output."""
-    return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+def _random_signs(f: Tensor, generator: torch.Generator | None) -> Tensor:
+    """−1 or 1 for each output, in int8."""
+    bits = torch.randint(2, f.shape, generator=generator, dtype=torch.int8, device=f.device)
+    return bits.mul_(2).sub_(1)
 
 
 def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:

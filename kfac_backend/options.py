@@ -111,10 +111,12 @@ class PassOptions(Options):
             matches counts.
         fisher: which matrix the factors approximate. exact is the generalised Gauss-Newton matrix
             (GGN), by C - 1 (classification) or C backward passes a batch for each loss term of an
-            example; mc estimates it without bias from labels drawn from the model (of numbers, from
-            random vectors that stand for them), by mc_samples passes; empirical takes the gradients
-            of the data's own labels, by one pass for each loss term.
-        mc_samples: number of labels drawn for each example with fisher=mc. More samples reduce the
+            example; mc estimates it without bias from labels drawn from the model, and random_signs
+            from the columns of a root of the outputs' Hessian, summed with random signs (as mc does
+            for numbers), which is less noisy where the model is sure of its labels, by mc_samples
+            passes; empirical takes the gradients of the data's own labels, by one pass for each
+            loss term.
+        mc_samples: number of draws for each example with fisher=mc or random_signs. More reduce the
             noise, and cost a backward pass each.
         unsupported: what to do with the parameters of layers that have no K-FAC rule. error stops;
             freeze treats them as constants; diagonal computes the exact diagonal of their block,

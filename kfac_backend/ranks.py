@@ -202,42 +202,31 @@ class PassSums:
     padding: Mapping[str, int]
     """Parameter name -> its row that is a constant."""
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "PassSums":
-        """The sums with each tensor replaced."""
-        blocks = {name: [one.map(change) for one in layers] for name, layers in self.blocks.items()}
-        others = {name: change(tensor) for name, tensor in self.others.items()}
-        return replace(self, blocks=blocks, others=others)
-
     def shapes(self) -> "PassSums":
-        """The sums on the meta device, without values or memory, and with A in place of rows."""
-        shapes = self.map(lambda tensor: torch.empty_like(tensor, device="meta"))
-        blocks = {name: [one.with_A() for one in layers] for name, layers in shapes.blocks.items()}
-        return replace(shapes, blocks=blocks)
-
-    def pop(self, name: str) -> "PassSums":
-        """One parameter's sums, with A in place of rows; they are taken out of these."""
-        if name in self.others:
-            return replace(self, blocks={}, others={name: self.others.pop(name)})
-        layers = [one.with_A() for one in self.blocks.pop(name)]
-        return replace(self, blocks={name: layers}, others={})
+        """The sums on the meta device, without values or memory."""
+        blocks = {
+            name: [one.map(lambda factor: factor.empty("meta")) for one in layers]
+            for name, layers in self.blocks.items()
+        }
+        others = {name: torch.empty_like(t, device="meta") for name, t in self.others.items()}
+        return replace(self, blocks=blocks, others=others)
 
     def same_B(self) -> dict[str, str]:
         """Parameter name -> an earlier one whose B it shares, as a bias that of its weight."""
         first, same = dict[Any, str](), dict[str, str]()
         for name, layers in self.blocks.items():
-            memory = tuple((one.B.data_ptr(), one.B.shape) for one in layers)
-            if (other := first.setdefault(memory, name)) != name:
+            if (other := first.setdefault(tuple(one.B for one in layers), name)) != name:
                 same[name] = other
         return same
 
     def separate_(self, same_B: Collection[str]) -> None:
-        """Copy all Bs that share the memory of another parameter's, except those of ``same_B``."""
-        addresses: set[int] = set()
+        """Copy all Bs that are another parameter's, too, except those of ``same_B``."""
+        earlier = set[Any]()
         for name, layers in self.blocks.items():
             for i, one in enumerate(layers):
-                if one.B.data_ptr() in addresses and name not in same_B:
-                    layers[i] = one._replace(B=one.B.clone())
-                addresses.add(one.B.data_ptr())
+                if one.B in earlier and name not in same_B:
+                    layers[i] = one._replace(B=one.B.scale(1.0))
+                earlier.add(one.B)
 
     def owners(self, ranks: Ranks, same_B: Mapping[str, str]) -> dict[str, int]:
         """Parameter name -> the rank that keeps its sums, balanced by the eigenvalues' cost d³.
@@ -246,29 +235,22 @@ class PassSums:
         """
         costs = {name: 0.0 for name in (*self.blocks, *self.others) if name not in same_B}
         for name in self.blocks:
-            for t in self.tensors([name], same_B):
-                costs[same_B.get(name, name)] += t.shape[:-2].numel() * t.shape[-1] ** 3
+            for F in self.factors(name, same_B):
+                costs[same_B.get(name, name)] += F.shape[:-2].numel() * F.shape[-1] ** 3
         owners = dict(zip(costs, ranks.owners(list(costs.values())), strict=True))
         return owners | {name: owners[other] for name, other in same_B.items()}
 
-    def tensors(self, names: Iterable[str], same_B: Collection[str] = ()) -> list[Tensor]:
-        """All tensors of some parameters, but for Bs that are another one's by ``same_B``."""
-        tensors = []
-        for name in names:
-            for one in self.blocks.get(name, []):
-                if name not in same_B:
-                    tensors.append(one.B)
-                if one.A is not None:
-                    tensors.append(one.A)
-            if name in self.others:
-                tensors.append(self.others[name])
-        return tensors
+    def factors(self, name: str, same_B: Collection[str] = ()) -> list[Any]:
+        """All factors of a parameter, but for a B that is another one's by ``same_B``."""
+        layers = self.blocks[name]
+        Bs = [] if name in same_B else [one.B for one in layers]
+        return Bs + [one.A for one in layers if one.A is not None]
 
     def kinds(self) -> dict[str, Any]:
         """What the proof on each rank's data has decided, by the names that errors use."""
         slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
-        tensors = self.tensors((*self.blocks, *self.others))
-        shapes = [(tuple(t.shape), t.dtype) for t in tensors]
+        of_blocks = [F for name in self.blocks for F in self.factors(name)]
+        shapes = [(tuple(t.shape), t.dtype) for t in (*of_blocks, *self.others.values())]
         return {
             "the layers of each factor": slots,
             "the factors' shapes and dtypes": shapes,
@@ -311,8 +293,6 @@ def sum_over_ranks(
     Raises:
         RankError: a rank has another model, other options or another version.
     """
-    if ranks.size == 1:
-        return sums
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     must_agree = {
@@ -337,27 +317,44 @@ def sum_over_ranks(
     shapes, same_B = with_data[0], dict(set(pairs[0]).intersection(*pairs))
     owners = shapes.owners(ranks, same_B) if by_owners else {}
     sums.separate_(same_B)
-    # Step 3: the sums of all tensors, whose counts came with the messages. One parameter after the
-    # other, so that what another rank keeps is dropped before the next A is made of its rows.
+    # Step 3: the sums of all factors, whose counts came with the messages. One parameter after the
+    # other, so that what another rank keeps is dropped before the next matrix is made of its rows.
     device = next(model.parameters()).device
-    remaining = sums if sums.num_data else shapes.map(lambda shape: shape)
-    whole = replace(remaining, blocks={}, others={})
-    for name in (*shapes.blocks, *shapes.others):
-        one = remaining.pop(name)
-        if not sums.num_data:  # all ranks need the same number of tensors
-            one = one.map(lambda shape: torch.zeros_like(shape, device=device))
-        tensors = one.tensors([name], same_B)
+    own = sums if sums.num_data else replace(shapes, blocks=dict(shapes.blocks))
+    whole = replace(own, blocks={}, others={})
+
+    def reduce(name: str, tensors: list[Tensor]) -> bool:
+        """Sum up one parameter's tensors; whether this rank keeps them."""
         if not by_owners:
             ranks.sum_(tensors)
-        else:
-            ranks.reduce_((tensor, owners[name]) for tensor in tensors)
-            one = one if owners[name] == ranks.rank else one.shapes()
-        whole.blocks.update(one.blocks)
-        whole.others.update(one.others)
+            return True
+        ranks.reduce_((tensor, owners[name]) for tensor in tensors)
+        return owners[name] == ranks.rank
+
+    def summands(name: str, i: int, one: Any) -> Any:
+        """This rank's part of a layer's factors."""
+        of_ranks = [None if other is None else other.blocks[name][i] for other in of_shapes]
+        A = None
         if name in same_B:
-            layers = zip(one.blocks[name], whole.blocks[same_B[name]], strict=True)
-            whole.blocks[name] = [mine._replace(B=other.B) for mine, other in layers]
-        del tensors, one
+            B = whole.blocks[same_B[name]][i].B
+        else:
+            Bs = [None if other is None else other.B for other in of_ranks]
+            B = one.B.summand(Bs, ranks.rank, device)
+        if one.A is not None:
+            As = [None if other is None else other.A for other in of_ranks]
+            A = one.A.summand(As, ranks.rank, device)
+        return one._replace(B=B, A=A)
+
+    for name in shapes.blocks:
+        layers = [summands(name, i, one) for i, one in enumerate(own.blocks.pop(name))]
+        part = replace(whole, blocks={name: layers})
+        if not reduce(name, [F.entries for F in part.factors(name, same_B)]):
+            part = part.shapes()
+        whole.blocks.update(part.blocks)
+        del layers, part
+    for name, shape in shapes.others.items():
+        total = own.others[name] if sums.num_data else torch.zeros_like(shape, device=device)
+        whole.others[name] = total if reduce(name, [total]) else shape
     return whole.with_counts_of(with_data)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-_WHOLE: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+_WHOLE: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 _RUNNING: set[int] = set()
 """The id of each module that runs within `substituted`."""
 
@@ -179,14 +179,14 @@ def detached_parameters(model: nn.Module) -> dict[str, Tensor]:
     """First name -> parameter without a graph; of a sharded one see `whole_parameters`."""
     whole, first = whole_parameters(model), dict[int, tuple[str, Tensor]]()
     for prefix, module in model.named_modules():
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            p = whole.get((prefix, local), p)
-            first.setdefault(id(p), (f"{prefix}.{local}" if prefix else local, p.detach()))
+        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            p = whole.get(name, p)
+            first.setdefault(id(p), (name, p.detach()))
     return dict(first.values())
 
 
-def whole_parameters(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """(Module, local name) -> each sharded parameter as a whole tensor in FSDP's memory.
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Each of its names -> a sharded parameter as a whole tensor in FSDP's memory.
 
     It has values while FSDP keeps the module's parameters gathered, and no memory else: only its
     shape and dtype may be read then. Collective at the first call for a model.
@@ -196,21 +196,19 @@ def whole_parameters(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         return {}
     if model not in _WHOLE:
         reshard(model)
-        names = {module: name for name, module in model.named_modules()}
-        parts = {
-            (name, local)
+        parameters = {
+            module: dict(module.named_parameters(name, recurse=False, remove_duplicate=False))
             for name, module in model.named_modules()
-            for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if is_part(p)
         }
-        whole: dict[tuple[str, str], Tensor] = {}
+        whole: dict[str, Tensor] = {}
         for sharded in modules:
             sharded.unshard()
             for module in sharded.modules():
-                for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-                    if (names[module], local) in parts and not is_part(p):
+                present = module.named_parameters(recurse=False, remove_duplicate=False)
+                for (name, part), (_, p) in zip(parameters[module].items(), present, strict=True):
+                    if is_part(part) and not is_part(p):
                         # The tensor itself: a parameter of two names is one tensor.
-                        whole[names[module], local] = p
+                        whole[name] = p
             sharded.reshard()
         _WHOLE[model] = whole
     return _WHOLE[model]
@@ -242,18 +240,16 @@ def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
     def gathered(sharded: nn.Module, *_: Any) -> None:
         for module in sharded.modules():
             for local, p in module._parameters.items():
-                if p is None or is_part(p) or (paths[module][:-1], local) not in whole:
-                    continue
-                value = state[paths[module] + local]
-                if p is not value:
-                    put(module._parameters, local, value)
+                name = paths[module] + local
+                if p is not None and not is_part(p) and name in whole and p is not state[name]:
+                    put(module._parameters, local, state[name])
 
     handles = []
     try:
         for module, path in paths.items():
             for entries in (module._parameters, module._buffers):
                 for local in list(entries):
-                    if path + local in state and (path[:-1], local) not in whole:
+                    if path + local in state and path + local not in whole:
                         put(entries, local, state[path + local])
         # Registered after FSDP's own hook, which gathers.
         handles = [m.register_forward_pre_hook(gathered) for m in sharded_modules(model)]

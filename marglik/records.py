@@ -401,8 +401,8 @@ class UpdateRecord:
     """M, if the update saw a sample."""
     num_data: int
     """N, the number of examples that these stand for."""
-    draws_labels: bool
-    """Whether it drew labels where exact passes were asked for."""
+    fisher: str
+    """Which Fisher the factors are of: see `CurvatureOptions`."""
     sigma_noise: float | None = None
     likelihood: str | None = None
     """With the numbers that it has come to, if it has some."""

@@ -13,12 +13,10 @@ their growth alone; and the loader's network, averaged over four copies in the t
 temperature that the held-out data choose, and each network's evidence.
 """
 
-import argparse
 import math
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,15 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.transforms import v2
 
-from experiments.studies import (
-    markdown,
-    mean_with_error,
-    quiet_training,
-    recorded,
-    slug,
-    standard_error,
-    study,
-)
+from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
 from experiments.weight_decay import training
 from experiments.weight_decay.training import (
     Batches,
@@ -109,11 +99,6 @@ class Config:
     problem: str
     seed: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{self.seed}"
-
 
 @dataclass
 class Augmented:
@@ -137,11 +122,8 @@ def moved(x: Tensor, ranges: dict[str, float]) -> Tensor:
 def cropped(x: Tensor) -> Tensor:
     """Random crops after padding by an eighth of the size, and flips."""
     size = x.shape[-1]
-    padded = F.pad(x, [size // 8] * 4)
-    crop = v2.RandomCrop(size)
-    images = torch.stack([crop(image) for image in padded])
-    flips = torch.rand(len(x)) < 0.5
-    return torch.where(flips[:, None, None, None], images.flip(-1), images)
+    augment = v2.Compose([v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()])
+    return torch.stack([augment(image) for image in x])
 
 
 def trivial(x: Tensor) -> Tensor:
@@ -183,9 +165,7 @@ def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     return Trained(model.eval(), time.process_time() - started)
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """All ways of a problem and a seed."""
     problem = PROBLEMS[config.problem]
     x, y = problem.data()
@@ -194,7 +174,7 @@ def run(config: Config) -> dict[str, Any]:
     (x, y), held_out, test = with_wrong_labels(
         x, y, problem.examples, problem.held_out, 0.0, config.seed
     )
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, Result] = {}
 
     def wrapped(
         transforms: Sequence[Transform], copies: int = COPIES, **options: Any
@@ -214,22 +194,22 @@ def run(config: Config) -> dict[str, Any]:
 
     def score(name: str, trained: Trained) -> None:
         model = trained.model.eval()
-        found[name] = scores_of(model, held_out, test, at_a_time=500)
-        found[name] |= {"seconds": trained.seconds} | trained.record
+        results[name] = scores_of(model, held_out, test, at_a_time=500)
+        results[name] |= {"seconds": trained.seconds} | trained.record
         if isinstance(model, LearnedAugmentation):
-            found[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))
+            results[name]["ranges"] = dict(zip(model.names, model.ranges.tolist(), strict=True))
 
     problem.warm_up((x, y))
     train("none")
     train("learned", wrapped(problem.transforms))
-    fixed = wrapped(problem.transforms, ranges=found["learned"]["ranges"], learns=False)
+    fixed = wrapped(problem.transforms, ranges=results["learned"]["ranges"], learns=False)
     train("found, fixed", fixed)
     train("learned, 8 copies", wrapped(problem.transforms, 2 * COPIES))
     half = {name: v / 2 for t in problem.transforms for name, v in t.limits.items()}
     train("learned, from wide", wrapped(problem.transforms, ranges=half))
     if problem.done:
-        known = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
-        train("known, in the model", known)
+        in_model = wrapped([Affine(*problem.done)], ranges=problem.done, learns=False)
+        train("known, in the model", in_model)
 
         def change(images: Tensor) -> Tensor:
             return moved(images, problem.done)
@@ -251,10 +231,10 @@ def run(config: Config) -> dict[str, Any]:
         for share in SHARES:
             ranges = {name: share * Affine.limits[name] for name in problem.done}
             train(f"share {share}", wrapped([Affine(*ranges)], ranges=ranges, learns=False))
-        choices = [found["none"], *(found[f"share {share}"] for share in SHARES)]
-        best = min(choices, key=lambda of: of["held_out_nll"])
-        found["tuned"] = best | {"seconds": sum(of["seconds"] for of in choices)}
-    return {"results": found}
+        choices = [results["none"], *(results[f"share {share}"] for share in SHARES)]
+        best = min(choices, key=lambda choice: choice["held_out_nll"])
+        results["tuned"] = best | {"seconds": sum(choice["seconds"] for choice in choices)}
+    return {"results": results}
 
 
 WAYS = (
@@ -267,31 +247,35 @@ WAYS = (
 LEARNED = ("learned", "learned, 8 copies", "learned, from wide")
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def seeds_of(results: list[Result]) -> dict[str, list[Result]]:
+    """Problem -> the results of its seeds by way."""
+    return {p: [run["results"] for run in runs] for p, runs in grouped(results, "problem").items()}
+
+
+def table(results: list[Result]) -> str:
     """Each way's scores and cost, and what the learned ranges bring, paired by seed."""
-    by_problem: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for of in found:
-        by_problem[of["config"]["problem"]].append(of["results"])
+    by_problem = seeds_of(results)
     rows = [["data", "augmentation", "NLL", "less learned", "accuracy", "evidence", "cost"]]
     for problem in PROBLEMS:
         seeds = by_problem.get(problem, [])
         for way in WAYS:
-            of_way = [results for results in seeds if way in results]
-            if not of_way:
+            runs = [run for run in seeds if way in run]
+            if not runs:
                 continue
-            differences = [of[way]["nll"] - of["learned"]["nll"] for of in of_way]
-            cost = statistics.fmean(of[way]["seconds"] / of["none"]["seconds"] for of in of_way)
-            evidences = [of[way].get("evidence_per_example", [math.nan])[-1] for of in of_way]
+            differences = [run[way]["nll"] - run["learned"]["nll"] for run in runs]
+            cost = statistics.fmean(run[way]["seconds"] / run["none"]["seconds"] for run in runs)
+            evidences = [run[way].get("evidence_per_example", [math.nan])[-1] for run in runs]
             rows.append([
-                problem, way, mean_with_error([of[way]["nll"] for of in of_way]),
+                problem, way, mean_with_error([run[way]["nll"] for run in runs]),
                 "" if way == "learned" else mean_with_error(differences, "{:+.3f}"),
-                f"{100 * statistics.fmean(of[way]['accuracy'] for of in of_way):.1f} %",
+                f"{100 * statistics.fmean(run[way]['accuracy'] for run in runs):.1f} %",
                 "" if math.isnan(evidences[0]) else mean_with_error(evidences), f"{cost:.1f}",
             ])  # fmt: skip
     times = [
-        of["learned"]["seconds"] / of["found, fixed"]["seconds"]
-        for seeds in by_problem.values() for of in seeds
-    ]  # fmt: skip
+        run["learned"]["seconds"] / run["found, fixed"]["seconds"]
+        for seeds in by_problem.values()
+        for run in seeds
+    ]
     cost = (
         f"Learning ranges takes {statistics.median(times):.2f} times as long (median) as training "
         f"with those that it finds; {min(times):.2f} to {max(times):.2f} in {len(times)} runs."
@@ -299,13 +283,13 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n\n".join([markdown(rows), markdown(ranges_table(by_problem)), cost])
 
 
-def ranges_table(by_problem: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+def ranges_table(by_problem: dict[str, list[Result]]) -> list[list[str]]:
     """The ranges that were found from a twentieth and from a half of the largest."""
     rows = [["data", "range", "done", *LEARNED, "largest"]]
     for problem, seeds in by_problem.items():
         limits = {name: v for t in PROBLEMS[problem].transforms for name, v in t.limits.items()}
         for name, largest in limits.items():
-            ways = [[of[way]["ranges"][name] for of in seeds] for way in LEARNED]
+            ways = [[run[way]["ranges"][name] for run in seeds] for way in LEARNED]
             done = PROBLEMS[problem].done.get(name, 0.0)
             cells = [mean_with_error(values, "{:.2f}") for values in ways]
             rows.append([problem, name, f"{done:.2f}", *cells, f"{largest:.2f}"])
@@ -319,16 +303,14 @@ COLORS = {
 TURNED = ("digits", "digits, ±45°", "digits, ±180°")
 
 
-def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[Result]) -> dict[str, Figure]:
     """Turned digits: the NLL of some ways, and the angles that are found over the updates."""
-    of_problem = {
-        problem: [of["results"] for of in found if of["config"]["problem"] == problem]
-        for problem in TURNED
-    }
+    by_problem = seeds_of(results)
+    turned = [by_problem.get(problem, []) for problem in TURNED]
     figure = Figure(figsize=(8.5, 3.0), layout="constrained")
     scores, angles = figure.subplots(1, 2, width_ratios=(3, 2))
     for k, (way, color) in enumerate(COLORS.items()):
-        nll = [[of[way]["nll"] for of in seeds if way in of] for seeds in of_problem.values()]
+        nll = [[run[way]["nll"] for run in seeds if way in run] for seeds in turned]
         shown = [(j, values) for j, values in enumerate(nll) if values]
         scores.bar(
             [j + 0.17 * (k - 2) for j, _ in shown], [statistics.fmean(v) for _, v in shown], 0.16,
@@ -338,11 +320,11 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     scores.set_ylabel("test NLL (nats)")
     scores.legend(frameon=False, fontsize=8)
     names = {"upright": "C2", "±45°": "C4", "±180°": "C5"}
-    for (name, color), seeds in zip(names.items(), of_problem.values(), strict=True):
+    for (name, color), seeds in zip(names.items(), turned, strict=True):
         for way, style in (("learned", "-"), ("learned, 8 copies", "--")):
-            for of in seeds:
-                path = [math.degrees(update["rotate"]) for update in of[way]["path"]]
-                first = of is seeds[0] and way == "learned"
+            for run_of_seed in seeds:
+                path = [math.degrees(update["rotate"]) for update in run_of_seed[way]["path"]]
+                first = run_of_seed is seeds[0] and way == "learned"
                 angles.plot(
                     range(1, len(path) + 1), path, style, color=color, alpha=0.6, lw=1,
                     label=name if first else None,
@@ -355,13 +337,15 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     return {"ranges": figure}
 
 
-def tasks(options: argparse.Namespace) -> list[Config]:
-    """Seed by seed."""
-    return [Config(problem, seed) for seed in range(options.seeds) for problem in options.data]
-
-
 main = study(
-    "learned_ranges", __doc__, run, tasks, table, problems=PROBLEMS, seeds=5, figures=figures
+    "learned_ranges",
+    __doc__,
+    run,
+    lambda options: [Config(p, seed) for seed in range(options.seeds) for p in options.data],
+    table,
+    problems=PROBLEMS,
+    seeds=5,
+    figures=figures,
 )
 
 if __name__ == "__main__":

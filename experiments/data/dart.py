@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +23,7 @@ BYTES = tuple(repr(bytes([byte]))[2:-1] for byte in range(256))
 """The names of all bytes; printable ones are their own names."""
 
 
+@dataclass(eq=False)
 class DART(DataSource):
     r"""DART's triples and the sentences about them, as sequences of bytes.
 
@@ -49,25 +51,18 @@ class DART(DataSource):
         validation: share of the training windows that become the validation set, in [0, 1).
     """
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        context: int = 64,
-        num_train: int | None = None,
-        num_test: int = 1000,
-        seed: int = 0,
-        validation: float = 0.0,
-    ) -> None:
-        check_positive("context", context)
-        check_positive("num_train", 1 if num_train is None else num_train)
-        check_positive("num_test", num_test)
-        check_fraction("validation", validation)
-        self.path = path
-        self.context = context
-        self.num_train = num_train
-        self.num_test = num_test
-        self.seed = seed
-        self.validation = validation
+    path: str | Path | None = None
+    context: int = 64
+    num_train: int | None = None
+    num_test: int = 1000
+    seed: int = 0
+    validation: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive("context", self.context)
+        check_positive("num_train", 1 if self.num_train is None else self.num_train)
+        check_positive("num_test", self.num_test)
+        check_fraction("validation", self.validation)
 
     def load(self) -> Splits:
         """Return the windows.

@@ -58,12 +58,12 @@ class ImageArchive(TwoPartData):
 
     def _decode(self, part: str, cached: Path) -> None:
         files = members(self.archive, self.archive.name, "the archive of images")
-        found = {PurePosixPath(name): data for name, data in files.items()}
-        names = sorted(name for name in found if name.parts[-3:-2] == (part,))
+        contents = {PurePosixPath(name): data for name, data in files.items()}
+        names = sorted(name for name in contents if name.parts[-3:-2] == (part,))
         if not names:
             raise ValueError(f"'{self.archive}' has no images {part}/CLASS/IMAGE.")
         classes = sorted({name.parts[-2] for name in names})
-        images = decode_images([io.BytesIO(found[n]) for n in names], [str(n) for n in names])
+        images = decode_images([io.BytesIO(contents[n]) for n in names], [str(n) for n in names])
         labels = torch.tensor([classes.index(name.parts[-2]) for name in names])
         tensors = {"images": images, "labels": labels}
         write_tensors(cached, tensors, {"classes": json.dumps(classes)})

@@ -1,5 +1,6 @@
 """NCI1: molecules that are active or inactive against lung cancer cells, as graphs."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ ORIGIN = "from the TUDataset collection, chrsmrrs.github.io/datasets, as a tar a
 PARTS = ("A", "graph_indicator", "graph_labels", "node_labels")
 
 
+@dataclass(eq=False)
 class NCI1(DataSource):
     """4,110 molecules of the NCI1 screen, in the text files of the TUDataset collection.
 
@@ -31,19 +33,14 @@ class NCI1(DataSource):
         seed: seed of the choice of graphs.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        test: float = 0.2,
-        validation: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        check_fraction("test", test, zero=False)
-        check_fraction("validation", validation)
-        self.path = path
-        self.test = test
-        self.validation = validation
-        self.seed = seed
+    path: str | Path | None = None
+    test: float = 0.2
+    validation: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fraction("test", self.test, zero=False)
+        check_fraction("validation", self.validation)
 
     def load(self) -> Splits:
         """Return the graphs.
@@ -63,8 +60,8 @@ class NCI1(DataSource):
         validation = None
         if self.validation:
             size = round(self.validation * len(train))
-            held, train = divide(train, size, f"validation={self.validation}")
-            validation = graphs[held], labels[held]
+            chosen, train = divide(train, size, f"validation={self.validation}")
+            validation = graphs[chosen], labels[chosen]
         pairs = [(graphs[which], labels[which]) for which in (train, test)]
         return Splits(pairs[0], validation, pairs[1], "NCI1", classes)
 

@@ -1,5 +1,6 @@
 """UCI regression data sets, with the published splits used to compare Bayesian networks."""
 
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -16,6 +17,7 @@ ORIGIN = (
 )
 
 
+@dataclass(eq=False)
 class UCI(DataSource):
     """A regression set of the UCI repository, divided as published.
 
@@ -30,10 +32,9 @@ class UCI(DataSource):
         path: the tar archive; if not given, uci.tar.gz in the folder of the data.
     """
 
-    def __init__(self, name: str, split: int = 0, path: str | Path | None = None) -> None:
-        self.name = name
-        self.split = split
-        self.path = path
+    name: str
+    split: int = 0
+    path: str | Path | None = None
 
     def load(self) -> Splits:
         """Return the data in float32, targets as (N, 1).

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from experiments.exactness.networks import Config, cases
-from experiments.studies import markdown, recorded, study
+from experiments.studies import Result, markdown, study
 from kfac_backend import kronecker_factors
 
 EXACT = 1e-10
@@ -39,8 +39,7 @@ SETTINGS = {"expand": "one loss term per position", "reduce": "one loss term per
 MODES = {"expand": "K-FAC-expand", "reduce": "K-FAC-reduce"}
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """All errors by network and setting, {layer: {mode: one per seed}}; matrices for figures."""
     errors: list[dict[str, Any]] = []
     matrices: dict[str, Any] = {}
@@ -50,7 +49,7 @@ def run(config: Config) -> dict[str, Any]:
             torch.manual_seed(seed)
             model, batch = case.build()
             exact = exact_blocks(model, batch if isinstance(batch, Mapping) else batch[0])
-            found: dict[str, dict[str, Any]] = {n: {"exact": F.tolist()} for n, F in exact.items()}
+            shown: dict[str, Result] = {n: {"exact": F.tolist()} for n, F in exact.items()}
             for mode in MODES:
                 factors = kronecker_factors(model, [batch], "regression", kfac_approx=mode)
                 for name, block in exact.items():
@@ -59,9 +58,9 @@ def run(config: Config) -> dict[str, Any]:
                     of_layer[mode].append(error.item())
                     B, A = factors.blocks[name].B, factors.blocks[name].A
                     assert A is not None
-                    found[name][mode] = {"B": B.tolist(), "A": A.tolist()}
+                    shown[name][mode] = {"B": B.tolist(), "A": A.tolist()}
             if case.setting not in matrices:  # the first network with the first seed
-                matrices[case.setting] = {_layer(name): of for name, of in found.items()}
+                matrices[case.setting] = {_layer(name): layer for name, layer in shown.items()}
         errors.append({"network": case.network, "setting": case.setting, "layers": layers})
     return {"errors": errors, "matrices": matrices}
 
@@ -91,9 +90,9 @@ def exact_modes(errors: Mapping[str, Sequence[float]]) -> str:
     return "both" if len(exact) == len(MODES) else (exact or ["none"])[0]
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """The relative errors of all networks as Markdown, a row for each layer."""
-    (result,) = found
+    (result,) = results
     head = [f"{setting} setting: {mode}" for setting in SETTINGS for mode in (*MODES, "exact")]
     rows = [["network", "layer", *head]]
     for network, entries in groupby(result["errors"], lambda entry: entry["network"]):
@@ -127,9 +126,9 @@ def _error(values: Sequence[float]) -> str:
     return f"{middle} %" if ends == [middle, middle] else f"{middle} % ({' – '.join(ends)})"
 
 
-def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[Result]) -> dict[str, Figure]:
     """A figure for each setting."""
-    matrices = found[0]["matrices"]
+    matrices = results[0]["matrices"]
     return {f"{s}_setting": blocks_figure(layers, s) for s, layers in matrices.items()}
 
 

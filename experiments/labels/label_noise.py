@@ -16,13 +16,13 @@ to a grid.
 """
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.labels.suspicious_labels import by_cleanlab, out_of_sample
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
+from experiments.labels.suspicious_labels import Noise, by_cleanlab, out_of_sample, splits_of
+from experiments.studies import Result, grouped, markdown, mean_with_error, study
 from experiments.weight_decay.default_options import GRID, SMALLEST, cancer
 from experiments.weight_decay.training import (
     Problem,
@@ -90,7 +90,6 @@ RECIPES = {
 SEEDS_OF_RECIPES = 3
 LIKELIHOODS = {"learned": "classification", "noise learned": "noisy_classification"}
 WAYS = (*LIKELIHOODS, "grid", "MAP")
-Noise = Literal["flipped", "structured", "one class"]
 NOISES: tuple[tuple[Noise, float], ...] = (
     ("flipped", 0.0), ("flipped", 0.2), ("flipped", 0.4), ("structured", 0.2), ("one class", 0.4),
 )  # fmt: skip
@@ -107,31 +106,6 @@ class Config:
     problem: str
     seed: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{self.seed}"
-
-
-def splits_of(
-    problem: Problem, noise: Noise, share: float, seed: int
-) -> tuple[Split, Tensor, Split, Split]:
-    """Training data with wrong labels, their right labels; held-out data, as wrong; test data."""
-    x, y = problem.data()
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(y), generator=generator)
-    x, y, classes = x[order], y[order], int(y.max()) + 1
-    wrong = torch.rand(len(y), generator=generator) < share
-    shift = torch.randint(1, classes, (len(y),), generator=generator)
-    if noise == "structured":
-        shift = torch.ones_like(shift)
-    if noise == "one class":
-        wrong &= y == 0
-    recorded_labels = torch.where(wrong, (y + shift) % classes, y)
-    N, end = problem.examples, problem.examples + problem.held_out
-    test = x[end:][:3000], y[end:][:3000]
-    return (x[:N], recorded_labels[:N]), y[:N], (x[N:end], recorded_labels[N:end]), test
-
 
 @torch.no_grad()
 def scores_of(model: nn.Module, held_out: Split, test: Split) -> dict[str, float]:
@@ -141,7 +115,7 @@ def scores_of(model: nn.Module, held_out: Split, test: Split) -> dict[str, float
     spread = torch.zeros_like(f_held_out)[:, None]
     with torch.enable_grad():
         fit = fit_map(HeldOut(Classification(), f_held_out, spread, held_out[1], is_sampled=True))
-    p, p_held_out = (torch.softmax(of / fit.output_temperature, -1) for of in (f, f_held_out))
+    p, p_held_out = (torch.softmax(g / fit.output_temperature, -1) for g in (f, f_held_out))
     q = (1 - fit.label_noise) * p_held_out + fit.label_noise / f.shape[-1]
     return {
         "nll": F.nll_loss(p.log(), test[1]).item(),
@@ -195,7 +169,7 @@ def with_cleanlab(problem: Problem, split: Split, true: Tensor, first: Trained, 
 def run_noise(config: Config, noise: Noise, share: float) -> dict[str, Any]:
     """Train by all ways under one noise, and test them."""
     problem, rate, _ = RECIPES.get(config.problem) or (PROBLEMS[config.problem], "settling", 0)
-    train, true, held_out, test = splits_of(problem, noise, share, config.seed)
+    train, true, held_out, test = splits_of(problem, noise, share, config.seed, True)
     ways, suspicious, networks = {}, {}, {}
     for way, likelihood in LIKELIHOODS.items():
         loader = DataLoader(TensorDataset(*train), problem.batch_size, shuffle=True)
@@ -232,9 +206,7 @@ def label_of(noise: Noise, share: float) -> str:
     return f"{noise} {100 * share:.0f} %"
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train by all ways, under each noise."""
     started = time.process_time()
     noises: Sequence[tuple[Noise, float]] = NOISES
@@ -254,7 +226,18 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def by_noise(results: list[Result]) -> dict[tuple[str, str], list[Result]]:
+    """(Problem or recipe, noise) -> the results of its seeds."""
+    groups = grouped(results, "problem")
+    return {
+        (name, noise): [run["noises"][noise] for run in groups[name]]
+        for name in (*PROBLEMS, *RECIPES)
+        if name in groups
+        for noise in groups[name][0]["noises"]
+    }
+
+
+def table(results: list[Result]) -> str:
     """NLL and accuracy of each way, then what was found of wrong labels."""
     rows = [["test NLL", "learned, τ alone", "grid, τ alone", *(f"{way}, τ and ε" for way in WAYS),
              "noise learned − learned", "− grid", "seeds"]]  # fmt: skip
@@ -262,51 +245,40 @@ def table(found: list[dict[str, Any]]) -> str:
     sure = [["labels wrong with probability", ".1 to .5: number, expected, wrong", ".5 to .9",
              "above .9", "all: expected, wrong", "AUROC", "the score's",
              "cleanlab's; its issues, wrong"]]  # fmt: skip
-    for name in (*PROBLEMS, *RECIPES):
-        runs = [one["noises"] for one in found if one["config"]["problem"] == name]
-        for noise in runs[0] if runs else ():
-            results = [one[noise] for one in runs]
-            row, C = f"{name}, {noise}", 2 if name.startswith("vectors") else 10
+    for (name, noise), runs in by_noise(results).items():
+        row, C = f"{name}, {noise}", 2 if name.startswith("vectors") else 10
 
-            def values(way: str, what: str, results: Any = results) -> list[float]:
-                return [one["ways"][way][what] for one in results]
+        def values(way: str, key: str, runs: list[Result] = runs) -> list[float]:
+            return [run["ways"][way][key] for run in runs]
 
-            nll = {way: values(way, "nll") for way in WAYS}
-            cells = [mean_with_error(values(way, "scaled_nll")) for way in ("learned", "grid")]
-            cells += [mean_with_error(nll[way]) for way in WAYS]
-            for way in ("learned", "grid"):
-                gains = [a - b for a, b in zip(nll["noise learned"], nll[way], strict=True)]
-                cells.append(mean_with_error(gains, "{:+.3f}"))
-            rows.append([row, *cells, str(len(results))])
-            true = statistics.fmean(one["wrong"] for one in results) * C / (C - 1)
-            noises = statistics.fmean(values("noise learned", "noise_of_posterior"))
-            hits = [f"{100 * statistics.fmean(values(way, 'accuracy')):.1f}" for way in WAYS]
-            right.append([row, *hits, f"{true:.2f}, {noises:.2f}"])
-            parts = [one["suspicious"]["noise learned"] for one in results if "suspicious" in one]
-            if parts and parts[0]["number"]:
-                bins = torch.tensor([part["bins"] for part in parts]).mean(0).tolist()
-                expected = statistics.fmean(part["expected"] for part in parts)
-                number = statistics.fmean(part["number"] for part in parts)
-                cells = [f"{n:.0f}, {e:.0f}, {w:.0f}" for n, w, e in bins]
-                cells.append(f"{expected:.0f}, {number:.0f}")
-                cells += [
-                    f"{statistics.fmean(part[name] for part in parts):.3f}"
-                    for name in ("AUROC", "AUROC of the score")
-                ]
-                if "cleanlab" in results[0]:
-                    areas = [max(one["cleanlab"]["AUROC"].values()) for one in results]
-                    issues = [
-                        statistics.fmean(one["cleanlab"]["issues"][k] for one in results)
-                        for k in (0, 1)
-                    ]
-                    cells.append(f"{statistics.fmean(areas):.3f}; {issues[0]:.0f}, {issues[1]:.0f}")
-                else:
-                    cells.append("")
-                sure.append([row, *cells])
+        nll = {way: values(way, "nll") for way in WAYS}
+        cells = [mean_with_error(values(way, "scaled_nll")) for way in ("learned", "grid")]
+        cells += [mean_with_error(nll[way]) for way in WAYS]
+        for way in ("learned", "grid"):
+            gains = [a - b for a, b in zip(nll["noise learned"], nll[way], strict=True)]
+            cells.append(mean_with_error(gains, "{:+.3f}"))
+        rows.append([row, *cells, str(len(runs))])
+        true = fmean(run["wrong"] for run in runs) * C / (C - 1)
+        learned = fmean(values("noise learned", "noise_of_posterior"))
+        hits = [f"{100 * fmean(values(way, 'accuracy')):.1f}" for way in WAYS]
+        right.append([row, *hits, f"{true:.2f}, {learned:.2f}"])
+        parts = [run["suspicious"]["noise learned"] for run in runs if "suspicious" in run]
+        if parts and parts[0]["number"]:
+            bins = torch.tensor([part["bins"] for part in parts]).mean(0).tolist()
+            mean = {key: fmean(part[key] for part in parts) for key in parts[0] if key != "bins"}
+            cells = [f"{n:.0f}, {e:.0f}, {w:.0f}" for n, w, e in bins]
+            cells.append(f"{mean['expected']:.0f}, {mean['number']:.0f}")
+            cells += [f"{mean[key]:.3f}" for key in ("AUROC", "AUROC of the score")]
+            folds = [run["cleanlab"] for run in runs if "cleanlab" in run]
+            if folds:
+                area = fmean(max(fold["AUROC"].values()) for fold in folds)
+                issues, hit = (fmean(fold["issues"][k] for fold in folds) for k in (0, 1))
+                cells.append(f"{area:.3f}; {issues:.0f}, {hit:.0f}")
+            sure.append([row, *cells, *[""] * (not folds)])
     return "\n\n".join(map(markdown, (rows, right, sure)))
 
 
-def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[Result]) -> dict[str, Figure]:
     """Test NLL by the share of flipped labels, for each problem."""
     figure = Figure(figsize=(11, 2.9), layout="constrained")
     axes = figure.subplots(1, len(PROBLEMS))
@@ -316,16 +288,13 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
         "learned, τ and ε": ("learned", "nll", "tab:orange", "-"),
         "noise learned, τ and ε": ("noise learned", "nll", "tab:green", "-"),
     }
-    shares = [share for noise, share in NOISES if noise == "flipped"]
+    groups = by_noise(results)
+    shares = {label_of("flipped", share): share for noise, share in NOISES if noise == "flipped"}
     for axis, problem in zip(axes, PROBLEMS, strict=True):
-        runs = [one["noises"] for one in found if one["config"]["problem"] == problem]
-        for label, (way, what, color, style) in lines.items() if runs else ():
-            means = [
-                statistics.fmean(one[label_of("flipped", share)]["ways"][way][what] for one in runs)
-                for share in shares
-            ]
-            percents = [100 * share for share in shares]
-            axis.plot(percents, means, style, color=color, marker="o", markersize=4, label=label)
+        points = {100 * s: groups[problem, n] for n, s in shares.items() if (problem, n) in groups}
+        for label, (way, key, color, style) in lines.items():
+            means = [fmean(run["ways"][way][key] for run in runs) for runs in points.values()]
+            axis.plot(list(points), means, style, color=color, marker="o", ms=4, label=label)
         axis.set_title(problem, fontsize=9)
         axis.set_xlabel("wrong labels, %")
         axis.set_ylim(0)

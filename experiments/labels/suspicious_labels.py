@@ -16,10 +16,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, study
+from experiments.studies import Result, grouped, markdown, mean_with_error, study
 from experiments.weight_decay.training import (
     Problem,
     Split,
@@ -49,9 +48,8 @@ PROBLEMS = {
         lambda: convolutions(nn.BatchNorm2d, "pooled", 3, 16), 15, data=small_images, examples=2000
     ),
 }
-NOISES: tuple[tuple[Literal["flipped", "structured"], float], ...] = (
-    ("flipped", 0.2), ("structured", 0.2), ("flipped", 0.4),
-)  # fmt: skip
+Noise = Literal["flipped", "structured", "one class"]
+NOISES: tuple[tuple[Noise, float], ...] = (("flipped", 0.2), ("structured", 0.2), ("flipped", 0.4))
 FOLDS = 5
 
 
@@ -60,31 +58,34 @@ class Config:
     """A problem with wrong labels."""
 
     data: str
-    noise: Literal["flipped", "structured"]
+    noise: Noise
     share: float
     seed: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        words = "".join(c if c.isalnum() else " " for c in self.data.lower()).split()
-        return "_".join([*words, self.noise, str(round(100 * self.share)), str(self.seed)])
 
+def splits_of(
+    problem: Problem, noise: Noise, share: float, seed: int, held_out_too: bool = False
+) -> tuple[Split, Tensor, Split, Split]:
+    """Training data with wrong labels, their right labels; held-out and test data.
 
-def splits_of(config: Config) -> tuple[Split, Tensor, Split, Split]:
-    """Training data with wrong labels, their right labels; held-out and test data."""
-    problem = PROBLEMS[config.data]
-    (x, y), size = problem.data(), problem.examples
-    generator = torch.Generator().manual_seed(config.seed)
+    With ``held_out_too`` the held-out labels are as wrong.
+    """
+    x, y = problem.data()
+    generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=generator)
     x, y, classes = x[order], y[order], int(y.max()) + 1
-    wrong = torch.rand(size, generator=generator) < config.share
-    shift = torch.randint(1, classes, (size,), generator=generator)
-    shift = shift if config.noise == "flipped" else torch.ones_like(shift)
-    given = torch.where(wrong, (y[:size] + shift) % classes, y[:size])
-    end = size + problem.held_out
+    N, end = problem.examples, problem.examples + problem.held_out
+    noisy = len(y) if held_out_too else N
+    wrong = torch.rand(noisy, generator=generator) < share
+    shift = torch.randint(1, classes, (noisy,), generator=generator)
+    if noise == "structured":
+        shift = torch.ones_like(shift)
+    if noise == "one class":
+        wrong &= y[:noisy] == 0
+    labels = y.clone()
+    labels[:noisy] = torch.where(wrong, (y[:noisy] + shift) % classes, y[:noisy])
     test = x[end:][:3000], y[end:][:3000]
-    return (x[:size], given), y[:size], (x[size:end], y[size:end]), test
+    return (x[:N], labels[:N]), y[:N], (x[N:end], labels[N:end]), test
 
 
 def train(config: Config, data: Split, first: PriorLearner | None = None, seed: int = 0) -> Trained:
@@ -98,13 +99,13 @@ def out_of_sample(data: Split, seed: int, trained_on: Callable[[Split], nn.Modul
     """Probabilities (N, C) by networks that were trained on the other folds."""
     x, y = data
     fold = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)) % FOLDS
-    found = []
+    probabilities = []
     for k in range(FOLDS):
         with torch.enable_grad():
             model = trained_on((x[fold != k], y[fold != k]))
-        found.append(model(x[fold == k]).softmax(-1))
+        probabilities.append(model(x[fold == k]).softmax(-1))
     order = torch.cat([(fold == k).nonzero().flatten() for k in range(FOLDS)])
-    return torch.cat(found)[order.argsort()]
+    return torch.cat(probabilities)[order.argsort()]
 
 
 def by_cleanlab(y: Tensor, p: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -132,11 +133,10 @@ def ranked(score: Tensor, wrong: Tensor) -> dict[str, float]:
     }
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train, rank, clean, and train again."""
-    (x, y), true, held_out, test = splits_of(config)
+    problem = PROBLEMS[config.data]
+    (x, y), true, held_out, test = splits_of(problem, config.noise, config.share, config.seed)
     wrong, seconds, started = y != true, {}, time.process_time()
 
     def took(what: str) -> None:
@@ -146,7 +146,7 @@ def run(config: Config) -> dict[str, Any]:
     trained = train(config, (x, y))
     assert trained.result is not None and trained.result.training_probabilities is not None
     p = trained.result.training_probabilities.mean()
-    found = suspicious_labels(y, p)
+    suspicious = suspicious_labels(y, p)
     took("training")
     others = out_of_sample(
         (x, y), config.seed, lambda part: train(config, part, trained.learner).model
@@ -157,17 +157,18 @@ def run(config: Config) -> dict[str, Any]:
     with torch.no_grad():
         last_loss = F.cross_entropy(trained.model(x), y, reduction="none")
     scores = {
-        "suspicious_labels": torch.empty_like(found.score).scatter(0, found.index, found.score),
+        "suspicious_labels": suspicious.score[suspicious.index.argsort()],
         "its probability of the label": -own,
         "its margin": p.scatter(1, y[:, None], 0.0).amax(1) - own,
         "last loss": last_loss,
     }
-    of_cleanlab, issues = by_cleanlab(y, others)
-    scores |= of_cleanlab
+    cleanlab_scores, issues = by_cleanlab(y, others)
+    scores |= cleanlab_scores
 
-    first, above = found.index[: int(wrong.sum())], found.index[: found.number]
+    index = suspicious.index
+    first, above = index[: int(wrong.sum())], index[: suspicious.number]
     relabelled = y.clone()
-    relabelled[first] = found.predicted[: len(first)]
+    relabelled[first] = suspicious.predicted[: len(first)]
 
     def without(index: Tensor) -> Split:
         stays = torch.ones_like(wrong).scatter(0, index, False)
@@ -189,10 +190,10 @@ def run(config: Config) -> dict[str, Any]:
         "found": {name: ranked(score, wrong) for name, score in scores.items()},
         "wrong": int(wrong.sum()),
         "flagged": {
-            "score above 1": [found.number, int(wrong[above].sum())],
+            "score above 1": [suspicious.number, int(wrong[above].sum())],
             "cleanlab's issues": [int(issues.sum()), int(wrong[issues].sum())],
         },
-        "agreement": found.agreement,
+        "agreement": suspicious.agreement,
         "relabelled_right": (relabelled == true)[first].double().mean().item(),
         "tests": tests,
         "seconds": seconds,
@@ -209,44 +210,37 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """What was found, what is flagged, and what cleaning brought, for each problem and noise."""
-    runs = defaultdict(list)
-    for one in found:
-        config = one["config"]
-        runs[config["data"], config["noise"], config["share"]].append(one)
-    keys = [(data, *noise) for data in PROBLEMS for noise in NOISES if (data, *noise) in runs]
-    scores, ways = list(found[0]["found"]), list(found[0]["tests"])
-    flags = list(found[0]["flagged"])
+    groups = grouped(results, "data", "noise", "share")
+    keys = [(data, *noise) for data in PROBLEMS for noise in NOISES if (data, *noise) in groups]
+    scores, ways, flags = (list(results[0][key]) for key in ("found", "tests", "flagged"))
     areas = [["AUROC; precision at the true number", *scores, "seeds"]]
     numbers = [["wrong among those flagged", "wrong labels", *flags, "new labels that are right"]]
     gains = [["test NLL; accuracy (%)", ways[0], *(f"{way} − {ways[0]}" for way in ways[1:])]]
     for key in keys:
-        of, name = runs[key], f"{key[0]}, {key[1]} {100 * key[2]:.0f} %"
-        area = {s: [one["found"][s]["AUROC"] for one in of] for s in scores}
-        precision = {s: [one["found"][s]["precision"] for one in of] for s in scores}
-        cells = [
-            f"{mean_with_error(area[s])}; {statistics.fmean(precision[s]):.3f}" for s in scores
-        ]
-        areas.append([name, *cells, str(len(of))])
+        runs, name = groups[key], f"{key[0]}, {key[1]} {100 * key[2]:.0f} %"
+        cells = []
+        for score in scores:
+            area = mean_with_error([run["found"][score]["AUROC"] for run in runs])
+            precision = statistics.fmean(run["found"][score]["precision"] for run in runs)
+            cells.append(f"{area}; {precision:.3f}")
+        areas.append([name, *cells, str(len(runs))])
         cells = []
         for flag in flags:
-            flagged, hits = zip(*(one["flagged"][flag] for one in of), strict=True)
+            flagged, hits = zip(*(run["flagged"][flag] for run in runs), strict=True)
             cells.append(f"{statistics.fmean(hits):.0f} of {statistics.fmean(flagged):.0f}")
-        right = mean_with_error([100 * one["relabelled_right"] for one in of], "{:.0f}")
-        wrong = statistics.fmean(one["wrong"] for one in of)
+        right = mean_with_error([100 * run["relabelled_right"] for run in runs], "{:.0f}")
+        wrong = statistics.fmean(run["wrong"] for run in runs)
         numbers.append([name, f"{wrong:.0f}", *cells, f"{right} %"])
         row = [name]
         for way in ways:
             first, form = way == ways[0], "" if way == ways[0] else "+"
-            pairs = [(one["tests"][way], one["tests"][ways[0]]) for one in of]
+            pairs = [(run["tests"][way], run["tests"][ways[0]]) for run in runs]
             nll = [a["nll"] - (not first) * b["nll"] for a, b in pairs]
             hits = [100 * (a["accuracy"] - (not first) * b["accuracy"]) for a, b in pairs]
-            cells = (
-                mean_with_error(nll, f"{{:{form}.3f}}"),
-                mean_with_error(hits, f"{{:{form}.1f}}"),
-            )
-            row.append("; ".join(cells))
+            loss, accuracy = (f"{{:{form}.{digits}f}}" for digits in (3, 1))
+            row.append(f"{mean_with_error(nll, loss)}; {mean_with_error(hits, accuracy)}")
         gains.append(row)
     return "\n\n".join(map(markdown, (areas, numbers, gains)))
 

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -41,22 +40,21 @@ from experiments.optimizers.training import (
     curve,
     seconds_of_steps,
 )
-from experiments.studies import markdown, mean_with_error, recorded, study
+from experiments.studies import Result, markdown, mean_with_error, study
 from kfac_backend.optimizer import KFAC
 from marglik.data import Digits
 from marglik.data.batches import Splits
 from marglik.models import WideResNetFixup
 
 NAME = "optimizer_comparison"
-Row = dict[str, Any]
 
 
 def _autoencoded() -> Splits:
     """Pixels from 0 to 1, which are targets, too."""
     from sklearn.datasets import load_digits  # it takes a second
 
-    digits: Any = load_digits()
-    x = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+    pixels, _ = load_digits(return_X_y=True)
+    x = torch.tensor(pixels, dtype=torch.float32) / 16
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
     parts = [(part, part) for part in x.split([1200, 300, 297])]
     return Splits(parts[0], parts[1], parts[2], "digits")
@@ -166,11 +164,6 @@ class Task:
     problem: str
     method: str
 
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"{self.problem}_{self.method}"
-
 
 def tasks(options: argparse.Namespace) -> list[Task | Timing]:
     """The trainings of all methods, and the time of their steps, of the chosen problems."""
@@ -178,26 +171,25 @@ def tasks(options: argparse.Namespace) -> list[Task | Timing]:
     return [*trainings, *(Timing(NAME, p, tuple(METHODS), block=10) for p in options.data)]
 
 
-def train(task: Task, splits: Splits, lr: float, seed: int) -> Row:
+def train(task: Task, splits: Splits, lr: float, seed: int) -> Result:
     """One training: its batches' losses in means over some steps, and the last validation loss."""
     steps = STEPS[task.problem]
     schedule = Schedule(steps, steps // 20)
-    found = curve(
+    result = curve(
         PROBLEMS[task.problem], splits, METHODS[task.method], Candidate(lr), seed, schedule,
         measure_every=AVERAGED, validates=False,
     )  # fmt: skip
-    (validation_loss,) = found.get("loss", [math.inf])
-    kept = {key: found[key] for key in ("train loss", "diverged")}
-    return {"lr": lr, "seed": seed, "validation loss": validation_loss} | kept
+    (validation_loss,) = result.get("loss", [math.inf])
+    losses = {key: result[key] for key in ("train loss", "diverged")}
+    return {"lr": lr, "seed": seed, "validation loss": validation_loss} | losses
 
 
-def last_loss(curve: Row) -> float:
+def last_loss(curve: Result) -> float:
     """The training loss of the last steps; infinite if the training diverged."""
     return math.inf if curve.get("diverged") else curve["train loss"][-1]
 
 
-@recorded
-def run_one(task: Task | Timing) -> Row:
+def run_one(task: Task | Timing) -> Result:
     """Search the learning rate with one seed, and train with the best one and the other seeds.
 
     K-FAC is trained with its default rate, too.
@@ -217,27 +209,27 @@ def run_one(task: Task | Timing) -> Row:
     }
 
 
-def table(found: Sequence[Row]) -> str:
+def table(results: list[Result]) -> str:
     """Last losses and the time of a step as Markdown, of all that is finished."""
-    shown = [p for p in PROBLEMS if _seconds(found, p) or any(_by_row(found, p).values())]
+    shown = [p for p in PROBLEMS if _seconds(results, p) or any(_by_row(results, p).values())]
     head = ["", *(PROBLEMS[p].title for p in shown)]
 
-    def of_curves(cell: Callable[[list[Row]], str]) -> str:
-        by_problem = [_by_row(found, problem) for problem in shown]
+    def of_curves(cell: Callable[[list[Result]], str]) -> str:
+        by_problem = [_by_row(results, problem) for problem in shown]
         rows = {title: [cell(own.get(title, [])) for own in by_problem] for title in ROWS}
         return markdown([head, *([title, *cells] for title, cells in rows.items())])
 
-    def trained(curves: list[Row]) -> str:
+    def trained(curves: list[Result]) -> str:
         return f"{_mean([last_loss(c) for c in curves])} ({curves[0]['lr']:g})" if curves else ""
 
-    def validated(curves: list[Row]) -> str:
+    def validated(curves: list[Result]) -> str:
         return _mean([c["validation loss"] for c in curves]) if curves else ""
 
-    times = [_seconds(found, problem) for problem in shown]
+    times = [_seconds(results, problem) for problem in shown]
     of_time = [
         [
             method.title,
-            *(f"{of[m] * 1e3:.1f} ({of[m] / of['sgd']:.2f})" if of else "" for of in times),
+            *(f"{t[m] * 1e3:.1f} ({t[m] / t['sgd']:.2f})" if t else "" for t in times),
         ]
         for m, method in METHODS.items()
     ]
@@ -254,15 +246,15 @@ def table(found: Sequence[Row]) -> str:
     )
 
 
-def figure(found: Sequence[Row]) -> Mapping[str, Figure]:
+def figure(results: list[Result]) -> Mapping[str, Figure]:
     """Training losses against steps (above) and processor seconds (below), means over seeds."""
     drawn = Figure(figsize=(15, 6), layout="constrained")
     axes = drawn.subplots(2, len(PROBLEMS))
     for column, (problem, own) in enumerate(PROBLEMS.items()):
         above, below = axes[:, column]
-        times = _seconds(found, problem)
+        times = _seconds(results, problem)
         below.set_visible(bool(times))
-        for title, curves in _by_row(found, problem).items():
+        for title, curves in _by_row(results, problem).items():
             whole = [curve["train loss"] for curve in curves if not curve.get("diverged")]
             if not whole:
                 continue
@@ -273,7 +265,7 @@ def figure(found: Sequence[Row]) -> Mapping[str, Figure]:
                 style |= {"color": "black", "lw": 2, "ls": "--" if title == UNTUNED else "-"}
             above.plot(steps, mean, **style)
             if times:
-                method = next(m for m, of in METHODS.items() if title.startswith(of.title))
+                method = next(key for key, m in METHODS.items() if title.startswith(m.title))
                 below.plot(steps * times[method], mean, **style)
         above.set(title=own.title.replace(", ", ",\n", 1), xlabel="step")
         below.set(xlabel="processor seconds")
@@ -288,10 +280,10 @@ def figure(found: Sequence[Row]) -> Mapping[str, Figure]:
     return {"curves": drawn}
 
 
-def _by_row(found: Sequence[Row], problem: str) -> dict[str, list[Row]]:
+def _by_row(results: list[Result], problem: str) -> dict[str, list[Result]]:
     """Title of a row -> the curves of its seeds."""
-    rows: dict[str, list[Row]] = {}
-    for result in found:
+    rows: dict[str, list[Result]] = {}
+    for result in results:
         config = result["config"]
         if config["problem"] == problem and "method" in config:
             title = METHODS[config["method"]].title
@@ -301,11 +293,11 @@ def _by_row(found: Sequence[Row], problem: str) -> dict[str, list[Row]]:
     return {title: rows[title] for title in ROWS if title in rows}
 
 
-def _seconds(found: Sequence[Row], problem: str) -> dict[str, float]:
+def _seconds(results: list[Result], problem: str) -> dict[str, float]:
     """Method -> processor seconds of a step; empty if they were not measured."""
-    for result in found:
+    for result in results:
         if "step_seconds" in result and result["config"]["problem"] == problem:
-            return {method: of["median"] for method, of in result["step_seconds"].items()}
+            return {method: s["median"] for method, s in result["step_seconds"].items()}
     return {}
 
 

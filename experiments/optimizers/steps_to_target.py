@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -47,11 +47,10 @@ from experiments.optimizers.training import (
     curve,
     seconds_of_steps,
 )
-from experiments.studies import markdown, mean_with_error, recorded, study
+from experiments.studies import Result, markdown, mean_with_error, study
 from marglik.data.batches import Splits
 
 Part = Literal["search", "seeds"]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,7 @@ class Config:
         return f"{self.problem}_{self.method}_{self.part}".replace(" ", "_")
 
 
-@recorded
-def run_task(task: Config | Timing) -> Row:
+def run_task(task: Config | Timing) -> Result:
     """The curves of all candidates with all seeds; or the seconds of all methods' steps."""
     own = STUDIES[task.study]
     if isinstance(task, Timing):
@@ -194,14 +192,14 @@ def run_task(task: Config | Timing) -> Row:
     }
 
 
-def next_tasks(options: argparse.Namespace, found: Sequence[Row]) -> list[Config | Timing]:
+def next_tasks(options: argparse.Namespace, results: Sequence[Result]) -> list[Config | Timing]:
     """The first stage that is not whole."""
-    done = {result["name"] for result in found}
-    stages = _stages(options.study, found)
+    done = {result["name"] for result in results}
+    stages = _stages(options.study, results)
     return next((tasks for tasks in stages if not {task.name for task in tasks} <= done), [])
 
 
-def _stages(name: str, found: Sequence[Row]) -> Iterator[list[Config | Timing]]:
+def _stages(name: str, results: Sequence[Result]) -> Iterator[list[Config | Timing]]:
     """The searches, the reference's seeds, the others' seeds: each needs the results before it."""
     own = STUDIES[name]
     every = max(1, own.schedule.steps // 40)
@@ -213,10 +211,10 @@ def _stages(name: str, found: Sequence[Row]) -> Iterator[list[Config | Timing]]:
         return points if is_kfac else tuple(Candidate(point.lr) for point in points)
 
     yield [config(m, "search", candidates(m), (0,)) for m in own.methods]
-    searches, seeds = _runs_of(found, "search"), tuple(range(1, own.seeds + 1))
+    searches, seeds = _runs_of(results, "search"), tuple(range(1, own.seeds + 1))
     reference, *others = own.methods
     yield [config(reference, "seeds", (best_candidate(searches[reference]),), seeds)]
-    target = target_of(_runs_of(found, "seeds")[reference])
+    target = target_of(_runs_of(results, "seeds")[reference])
     chosen = {method: best_candidate(searches[method], target) for method in others}
     yield [
         *(config(method, "seeds", (candidate,), seeds) for method, candidate in chosen.items()),
@@ -245,7 +243,7 @@ def quasi_random_search(
     return tuple(Candidate(between(u, lr), between(v, damping)) for u, v in points)
 
 
-def settled_at(curve: Row, metric: str, target: float) -> int | None:
+def settled_at(curve: Result, metric: str, target: float) -> int | None:
     """The step from which on the validation metric stays at the target or better, if any.
 
     The first step at the target will not do: an untrained network's metric may jump above it for
@@ -261,30 +259,30 @@ def settled_at(curve: Row, metric: str, target: float) -> int | None:
     return curve["step"][first] if settled else None
 
 
-def best_candidate(found: Row, target: float | None = None) -> Candidate:
+def best_candidate(search: Result, target: float | None = None) -> Candidate:
     """The candidate whose run settles at the target first, or else whose last value is best.
 
     Args:
-        found: results of a search.
+        search: its results.
         target: of the metric; None compares last values alone.
 
     Raises:
         ValueError: all of its runs diverged.
     """
-    metric = found["metric"]
+    metric = search["metric"]
     sign = 1 if metric == "loss" else -1
-    curves = [curve for curve in found["curves"] if curve["diverged"] is None]
+    curves = [curve for curve in search["curves"] if curve["diverged"] is None]
     if not curves:
-        raise ValueError(f"All runs of {found['config']['method']} diverged; search lower rates.")
+        raise ValueError(f"All runs of {search['config']['method']} diverged; search lower rates.")
 
-    def rank(curve: Row) -> tuple[float, float]:
+    def rank(curve: Result) -> tuple[float, float]:
         step = None if target is None else settled_at(curve, metric, target)
         return (math.inf if step is None else step, sign * curve[metric][-1])
 
     return Candidate(**min(curves, key=rank)["candidate"])
 
 
-def target_of(reference: Row) -> float:
+def target_of(reference: Result) -> float:
     """Target: the median over seeds of the reference's last metric."""
     return statistics.median(curve[reference["metric"]][-1] for curve in reference["curves"])
 
@@ -292,15 +290,15 @@ def target_of(reference: Row) -> float:
 # Tables, from JSON alone
 
 
-def table(found: Sequence[Row]) -> str:
+def table(results: list[Result]) -> str:
     """Steps and seconds to the target as Markdown, and what the searches found."""
-    (own,) = (of for of in STUDIES.values() if of.data == found[0]["config"]["problem"])
-    seeds, searches = _runs_of(found, "seeds"), _runs_of(found, "search")
+    (own,) = (s for s in STUDIES.values() if s.data == results[0]["config"]["problem"])
+    seeds, searches = _runs_of(results, "seeds"), _runs_of(results, "search")
     if own.reference not in seeds:
         return ""
     reference = seeds[own.reference]
     metric, target = reference["metric"], target_of(reference)
-    timing = next((result["step_seconds"] for result in found if "step_seconds" in result), {})
+    timing = next((result["step_seconds"] for result in results if "step_seconds" in result), {})
     base = _steps(reference, target)
     rows = [
         ["", "reached by", "steps", "%", "time of a step", "time, %", "last value", "test",
@@ -354,22 +352,22 @@ def table(found: Sequence[Row]) -> str:
     )
 
 
-def _runs_of(found: Sequence[Row], part: Part) -> dict[str, Row]:
+def _runs_of(results: Sequence[Result], part: Part) -> dict[str, Result]:
     """Method -> its runs."""
-    return {r["config"]["method"]: r for r in found if r["config"].get("part") == part}
+    return {r["config"]["method"]: r for r in results if r["config"].get("part") == part}
 
 
-def _steps(result: Row, target: float) -> list[int]:
+def _steps(result: Result, target: float) -> list[int]:
     reached = (settled_at(c, result["metric"], target) for c in result["curves"])
     return [step for step in reached if step is not None]
 
 
-def _whole(result: Row) -> list[Row]:
+def _whole(result: Result) -> list[Result]:
     """The curves of runs that did not diverge."""
     return [curve for curve in result["curves"] if curve["diverged"] is None]
 
 
-def _last(result: Row) -> list[float]:
+def _last(result: Result) -> list[float]:
     return [curve[result["metric"]][-1] for curve in _whole(result)]
 
 

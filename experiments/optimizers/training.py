@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from experiments.studies import Result
 from experiments.timing import interleaved
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
@@ -28,8 +29,6 @@ from marglik.eval_mode import eval_mode
 from marglik.posterior.prior import parameter_kind
 
 BaseName = Literal["nesterov", "adamw", "nadamw", "muon", "soap", "shampoo", "kfac"]
-Part = Literal["search", "seeds"]
-Row = dict[str, Any]
 
 
 def categorical_loss(f: Tensor, y: Tensor) -> Tensor:
@@ -145,7 +144,7 @@ class Training:
                 seed=seed,
             )
         self.peak_lr = candidate.lr
-        self.schedulers = [LambdaLR(of, schedule.factor) for of in self.optimizers]
+        self.schedulers = [LambdaLR(o, schedule.factor) for o in self.optimizers]
         loader = split_batches(splits, "train", problem.batch_size, shuffle=True, seed=seed)
         self.batches = _full_batches(loader, problem.batch_size)
 
@@ -180,7 +179,7 @@ def curve(
     schedule: Schedule,
     measure_every: int,
     validates: bool = True,
-) -> Row:
+) -> Result:
     """Lists over measurements: step, train loss since the last, validation loss and metrics.
 
     A training that diverges ends early. Unless it ``validates``, only the last measurement is on
@@ -188,7 +187,7 @@ def curve(
     """
     started = time.process_time()
     training = Training(problem, splits, method, candidate, seed, schedule)
-    found: dict[str, list[float]] = {"step": [], "train loss": []}
+    curves: dict[str, list[float]] = {"step": [], "train loss": []}
     losses: list[Tensor] = []
     diverged: str | None = None
     step = 0
@@ -207,13 +206,13 @@ def curve(
             if not math.isfinite(measured.get("loss", 0.0)):
                 raise FloatingPointError(f"The validation loss is {measured['loss']}.")
             for key, value in measured.items():
-                found.setdefault(key, []).append(value)
+                curves.setdefault(key, []).append(value)
     except (FloatingPointError, torch.linalg.LinAlgError) as error:
         diverged = f"step {step}: {error}"
     test = None if diverged else measure(problem, splits, training.model, "test")
     # Processor seconds, measurements included: the cost of the study, not a comparison.
     seconds = time.process_time() - started
-    return {**found, "test": test, "diverged": diverged, "processor_seconds": seconds}
+    return {**curves, "test": test, "diverged": diverged, "processor_seconds": seconds}
 
 
 def measure(
@@ -225,13 +224,13 @@ def measure(
         for x, y in split_batches(splits, split, 256):
             pairs.append((model(x), y))
     f, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    found = {"loss": problem.loss(f, y).item()}
+    metrics = {"loss": problem.loss(f, y).item()}
     if problem.likelihood == "classification":
         counted = y >= 0
-        found["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
+        metrics["accuracy"] = (f.argmax(-1) == y)[counted].float().mean().item()
     elif problem.metric == "average precision" and torch.isfinite(f).all():
-        found["average precision"] = float(average_precision_score(y.numpy(), f[:, 0].numpy()))
-    return found
+        metrics["average precision"] = float(average_precision_score(y.numpy(), f[:, 0].numpy()))
+    return metrics
 
 
 def _full_batches(loader: Any, size: int) -> Iterator[Any]:
@@ -360,8 +359,9 @@ def seconds_of_steps(
 
     blocks = {name: block(training) for name, training in trainings.items()}
     measured = interleaved(blocks, config.blocks, torch.device("cpu"), "processor")
-    found = {}
-    for name, of_blocks in measured.items():
-        low, median, high = statistics.quantiles([s / config.block for s in of_blocks], n=4)
-        found[name] = {"low": low, "median": median, "high": high}
-    return found
+    quartiles = {
+        name: statistics.quantiles([s / config.block for s in seconds], n=4)
+        for name, seconds in measured.items()
+    }
+    keys = ("low", "median", "high")
+    return {name: dict(zip(keys, q, strict=True)) for name, q in quartiles.items()}

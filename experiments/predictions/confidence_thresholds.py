@@ -17,7 +17,7 @@ import torch
 from scipy.stats import beta
 from torch import Tensor
 
-from experiments.studies import markdown, recorded, study
+from experiments.studies import Result, markdown, study
 from marglik.prediction.metrics import confidence_threshold
 
 DRAWS = 1000
@@ -72,8 +72,7 @@ PROCEDURES: dict[str, Callable[[Tensor, Tensor, float], float]] = {
 }
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Draw held-out answers, and see what each procedure answers of all inputs."""
     random, thresholds = np.random.default_rng(0), {name: [] for name in PROCEDURES}
     for _ in range(DRAWS):
@@ -82,7 +81,7 @@ def run(config: Config) -> dict[str, Any]:
         for name, procedure in PROCEDURES.items():
             thresholds[name].append(min(procedure(c, right, config.risk), 1.0))
     coverage, risk = coverage_and_risk(config, np.linspace(0, 1, 10**5, endpoint=False))
-    result: dict[str, Any] = {"best": float(coverage[risk <= config.risk].max())}
+    result: Result = {"best": float(coverage[risk <= config.risk].max())}
     for name, t in thresholds.items():
         shown = np.array(t)[np.array(t) < 1]
         coverage, risk = coverage_and_risk(config, shown)
@@ -94,15 +93,15 @@ def run(config: Config) -> dict[str, Any]:
     return result
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """A row for each risk and number of held-out answers."""
     rows = [("risk", "N", "best", "procedure", "answered", "no threshold", "risk exceeded")]
-    for one in sorted(found, key=lambda one: (-one["config"]["risk"], one["config"]["N"])):
-        config = one["config"]
+    for result in sorted(results, key=lambda r: (-r["config"]["risk"], r["config"]["N"])):
+        config = result["config"]
         rows += [
             (
-                f"{config['risk']:.0%}", f"{config['N']:,}", f"{one['best']:.2f}", name,
-                *(f"{one[name][of]:.2f}" for of in ("coverage", "none", "broken")),
+                f"{config['risk']:.0%}", f"{config['N']:,}", f"{result['best']:.2f}", name,
+                *(f"{result[name][key]:.2f}" for key in ("coverage", "none", "broken")),
             )
             for name in PROCEDURES
         ]  # fmt: skip

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from experiments.data import archive, data_file
 from experiments.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from experiments.data.image_archive import ImageArchive
-from experiments.studies import markdown, mean_with_error, recorded, study
+from experiments.studies import Result, file_name, grouped, markdown, mean_with_error, study
 from experiments.weight_decay.presets import PRESETS
 from marglik.cli import main as marglik
 from marglik.data import (
@@ -124,8 +124,8 @@ PROBLEMS = {
 class Config:
     """Configuration of one seed of one problem, with the largest number of images per set."""
 
-    data: str = "digits"
-    seed: int = 0
+    data: str
+    seed: int
     epochs: int | None = None
     """Number of epochs; None for the preset's."""
     test: int = 500
@@ -134,11 +134,6 @@ class Config:
     outside: int = 500
     """Largest number of images in each out-of-distribution set."""
     samples: int = 100
-
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"{self.data}_{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -149,8 +144,7 @@ class Row:
     calibration: Calibration
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train, or read a finished training, and evaluate all rows."""
     started = time.perf_counter()
     problem = PROBLEMS[config.data]
@@ -164,19 +158,19 @@ def run(config: Config) -> dict[str, Any]:
         batches = _batches(images, splits)
         return predict_rows(posterior, rows, (x for x, _ in batches), config.samples)
 
-    found: dict[str, dict[str, Any]] = {
+    results: dict[str, Result] = {
         name: asdict(row) | {"shift": {}, "ood": {}} for name, row in rows.items()
     }
     inside = predictions(test)
     for name, prediction in inside.items():
-        found[name]["test"] = to_json(compute_metrics(prediction, y, "classification"))
+        results[name]["test"] = to_json(compute_metrics(prediction, y, "classification"))
     sizes = {"train": len(splits.train[1]), "test": len(test), "each corruption": len(few)}
     for kind in CORRUPTIONS:
         for severity in SEVERITIES:
             shifted = predictions(corrupt(few, kind, severity))
             for name, prediction in shifted.items():
                 metrics = compute_metrics(prediction, y_few, "classification")
-                found[name]["shift"][f"{kind}/{severity}"] = to_json(metrics)
+                results[name]["shift"][f"{kind}/{severity}"] = to_json(metrics)
     distance = feature_distance(posterior.model, splits)
     distances = {}
     for label, source in problem.outside(config.seed).items():
@@ -186,22 +180,16 @@ def run(config: Config) -> dict[str, Any]:
         metrics = out_of_distribution_metrics(distance(test), distance(images))
         distances[label] = to_json(metrics)
         for name, prediction in predictions(images).items():
+            scores = results[name]["ood"][label] = dict.fromkeys(SCORES)
             has_epistemic = rows[name].calibration.covariance_scale > 0
-            found[name]["ood"][label] = {
-                score: to_json(
-                    out_of_distribution_metrics(
-                        getattr(inside[name], score), getattr(prediction, score)
-                    )
-                )
-                if score == "entropy" or has_epistemic
-                else None
-                for score in SCORES
-            }
+            for score in SCORES if has_epistemic else SCORES[:1]:
+                pair = getattr(inside[name], score), getattr(prediction, score)
+                scores[score] = to_json(out_of_distribution_metrics(*pair))
     now = time.perf_counter()
     return {
         "problem": {"title": problem.title},
         "num_examples": sizes,
-        "rows": found,
+        "rows": results,
         "features": distances,
         "seconds": {"training": predicted - started, "predictions": now - predicted},
     }
@@ -247,7 +235,7 @@ def predict_rows(
                 f, covariance, "classification", "mc", noise, calibration=row.calibration
             )
             parts[name].append(prediction)
-    return {name: Prediction.cat(found) for name, found in parts.items()}
+    return {name: Prediction.cat(own) for name, own in parts.items()}
 
 
 @torch.no_grad()
@@ -284,7 +272,7 @@ def feature_distance(model: nn.Module, splits: Splits) -> Callable[[Tensor], Ten
 
 def _trained(config: Config, problem: Problem) -> tuple[Posterior, Splits]:
     """The posterior that `marglik train` made, and the data that it was trained on."""
-    folder = f"runs/out_of_distribution/{config.name}"
+    folder = f"runs/out_of_distribution/{file_name(config)}"
     pairs = {**problem.options(config.seed), "seed": config.seed, "output": folder, "resume": None}
     if config.epochs is not None:
         pairs["epochs"] = config.epochs
@@ -292,7 +280,7 @@ def _trained(config: Config, problem: Problem) -> tuple[Posterior, Splits]:
         f"--{name}" if value is None else f"--{name}={value}" for name, value in pairs.items()
     ]
     if status := marglik(["train", *options, "--no_progress"]):
-        raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
+        raise RuntimeError(f"marglik train for {folder} ended with status {status}.")
     record = read_posterior(folder)  # as we have just written it
     model = build_from_spec(nn.Module, record["model"], named=None)
     splits = build_from_spec(DataSource, record["data"]["source"], named=None).load()
@@ -315,13 +303,12 @@ def _spread(length: int, number: int) -> Tensor:
 # Tables and figures, from JSON alone
 
 
-def tables(found: Sequence[dict[str, Any]]) -> str:
+def tables(results: list[Result]) -> str:
     """Those of each problem that has results."""
-    own = ([run for run in found if run["config"]["data"] == name] for name in PROBLEMS)
-    return "\n\n".join(table(runs) for runs in own if runs)
+    return "\n\n".join(map(table, grouped(results, "data").values()))
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
+def table(runs: list[Result]) -> str:
     """One problem as Markdown: means over seeds, with standard errors if there are several."""
     first = runs[0]
     outside = list(first["rows"]["MAP"]["ood"])
@@ -356,7 +343,10 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             ]
             cells = [_mean(nll, 3, "+"), _mean(shifted, 3, "+")]
             differences.append([name, *cells, *(_mean(values, 1, "+") for values in aurocs)])
-    features = [{"ood": {k: {"distance": of} for k, of in r["features"].items()}} for r in runs]
+    features = [
+        {"ood": {k: {"distance": metrics} for k, metrics in run_["features"].items()}}
+        for run_ in runs
+    ]
     cells = [_detection(features, label, "distance") for label in outside]
     detection.append(["normalised features", "distance", *cells])
     sizes = ", ".join(f"{size:,} {name}" for name, size in first["num_examples"].items())
@@ -375,23 +365,23 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _corrupted(row: dict[str, Any], key: str) -> float:
+def _corrupted(row: Result, key: str) -> float:
     """Mean over kinds and severities of corruption."""
     return statistics.mean(metrics[key] for metrics in row["shift"].values())
 
 
-def _auroc(row: dict[str, Any], label: str) -> float:
+def _auroc(row: Result, label: str) -> float:
     return row["ood"][label]["entropy"]["auroc"]
 
 
-def _detection(own: Sequence[dict[str, Any]], label: str, score: str) -> str:
+def _detection(own: Sequence[Result], label: str, score: str) -> str:
     """AUROC, AUPR and FPR95 over the seeds that have this score."""
-    found = [of for row in own if (of := row["ood"][label][score]) is not None]
-    if not found:
+    measured = [row["ood"][label][score] for row in own if row["ood"][label][score] is not None]
+    if not measured:
         return "none"
     keys = ("auroc", "aupr", "fpr95")
-    cells = " / ".join(_mean([100 * metrics[key] for metrics in found], 1) for key in keys)
-    return cells + (f" ({len(found)} of {len(own)} seeds)" if len(found) < len(own) else "")
+    cells = " / ".join(_mean([100 * metrics[key] for metrics in measured], 1) for key in keys)
+    return cells + (f" ({len(measured)} of {len(own)} seeds)" * (len(measured) < len(own)))
 
 
 def _mean(values: Sequence[float], digits: int, sign: str = "") -> str:
@@ -410,6 +400,7 @@ main = study(
     tables,
     problems=PROBLEMS,
     seeds=3,
+    shows_epochs=True,
 )
 
 if __name__ == "__main__":

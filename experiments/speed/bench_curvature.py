@@ -45,7 +45,7 @@ from experiments.speed.contenders import (
     peer,
     training_step,
 )
-from experiments.studies import markdown, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, medians, peak_memory
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
@@ -53,7 +53,6 @@ from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import BackwardPrecision, backward_arithmetic, full_float32
 from marglik import KronLaplace
 from marglik.posterior.prior import Hyperparameters, PriorGroups, update_prior
-from marglik.storage.provenance import environment
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 GROWTH = {
@@ -96,7 +95,7 @@ class Batch:
         vectors = self.config.num_classes - 1 if fisher == "exact" else 1
         return limit(self.network(channels_last=True), self.x, vectors)
 
-    def of(self, make: Callable[..., Work], *args: Any, **options: Any) -> Work:
+    def contender(self, make: Callable[..., Work], *args: Any, **options: Any) -> Work:
         """A contender on a new network."""
         return make(*args, self.network(), self.x, self.y, **options)
 
@@ -105,22 +104,22 @@ def run_batch(config: Config) -> dict[str, Any]:
     """Seconds of all contenders on one batch, their ratios to the limit, and peak memory."""
     batch = Batch(config)
     work: dict[str, Work] = {
-        "training step": batch.of(training_step),
+        "training step": batch.contender(training_step),
         "limit, exact": batch.limit("exact"),
         "limit, mc": batch.limit("mc"),
     }
     for fisher, mode in product(("exact", "mc"), MODES):
         options, kind = {"kfac_approx": mode, "fisher": fisher}, f"{mode}, {fisher}"
-        work[f"ours, {kind}"] = batch.of(ours, **options)
-        work[f"ours alone, {kind}"] = batch.of(one_batch_alone, **options)
-        work[f"KfacGGN, {kind}"] = batch.of(peer, KfacGGN, **options)
+        work[f"ours, {kind}"] = batch.contender(ours, **options)
+        work[f"ours alone, {kind}"] = batch.contender(one_batch_alone, **options)
+        work[f"KfacGGN, {kind}"] = batch.contender(peer, KfacGGN, **options)
         for name, backend in PEERS.items():
             if name != "asdl" or mode == "expand":
-                work[f"{name}, {kind}"] = batch.of(peer, backend, **options)
+                work[f"{name}, {kind}"] = batch.contender(peer, backend, **options)
     fast = "bf16" if batch.device.type == "cpu" else "tf32"
     for mode in MODES:
         options = {"kfac_approx": mode, "backward_precision": fast}
-        work[f"ours {fast}, {mode}, exact"] = batch.of(ours, **options)
+        work[f"ours {fast}, {mode}, exact"] = batch.contender(ours, **options)
     result = _measured(config, work)
     watched = [n for n in work if n.startswith(("training step", "limit,", "ours alone", *PEERS))]
     result["peak_mebibytes"] = {n: peak_memory(work[n], batch.device) / 2**20 for n in watched}
@@ -136,8 +135,10 @@ def run_growth(config: Config) -> dict[str, Any]:
             work = {"limit, exact": batch.limit("exact")}
             for mode in MODES:
                 options = {"kfac_approx": mode, "fisher": "exact"}
-                work[f"ours, {mode}, exact"] = batch.of(ours, **options)
-                work[f"curvlinops, {mode}, exact"] = batch.of(peer, PEERS["curvlinops"], **options)
+                work[f"ours, {mode}, exact"] = batch.contender(ours, **options)
+                work[f"curvlinops, {mode}, exact"] = batch.contender(
+                    peer, PEERS["curvlinops"], **options
+                )
             seconds = _measured(batch.config, work)["median_seconds"]
             growth[axis].append({axis: value, "median_seconds": seconds})
     return {"growth": growth}
@@ -257,7 +258,7 @@ def run_passes(config: Config) -> dict[str, Any]:
         data = [(batch.x, batch.y)] * (PASS[0] // N)
         one_limit = batch.limit(fisher)
         work: dict[str, Work] = {
-            f"limit, {of}": partial(_repeated, one_limit, len(data), of) for of in precisions
+            f"limit, {p}": partial(_repeated, one_limit, len(data), p) for p in precisions
         }
         for mode in MODES:
             model, options = batch.network(), {"kfac_approx": mode, "fisher": fisher}
@@ -302,7 +303,7 @@ def run_part(part: Part) -> dict[str, Any]:
     warnings.filterwarnings("ignore", module="laplace")
     function, differs = PARTS[part.name]
     config = replace(Config(device=part.device), **differs)
-    return {"config": asdict(config), **function(config), **environment(torch.device(part.device))}
+    return {"config": asdict(config), **function(config)}
 
 
 def _measured(config: Config, work: dict[str, Work]) -> dict[str, Any]:
@@ -337,14 +338,14 @@ STYLES = {
 }
 
 
-def tables(found: Sequence[Mapping[str, Any]]) -> str:
+def tables(results: list[Result]) -> str:
     """The finished parts as Markdown."""
-    parts = {part["name"]: part for part in found}
+    parts = {part["name"]: part for part in results}
     text = []
     for name in ("batch_32", "batch_128"):
         if name in parts:
             peak = parts[name]["peak_mebibytes"].items()
-            memory = [["peak memory", "MiB"], *([of, f"{value:.0f}"] for of, value in peak)]
+            memory = [["peak memory", "MiB"], *([work, f"{value:.0f}"] for work, value in peak)]
             text += [f"{name[6:]} images", batch_table(parts[name]), markdown(memory)]
     if "update_50000" in parts:
         text.append(_update(parts["update_50000"]))
@@ -356,10 +357,10 @@ def tables(found: Sequence[Mapping[str, Any]]) -> str:
             rows.append([name, f"{value:.3f}", "" if peak is None else f"{peak:.0f}"])
         text.append(markdown(rows))
     if "passes" in parts:
-        found_rows = parts["passes"]["passes"]
-        names = list(found_rows[0]["seconds"])
+        passes = parts["passes"]["passes"]
+        names = list(passes[0]["seconds"])
         rows = [[f"{PASS[0]} images, by default, in batches of", *names]]
-        for row in found_rows:
+        for row in passes:
             seconds = [f"{row['seconds'][name]:.2f}" for name in names]
             rows.append([f"{row['batch']}, {row['fisher']}", *seconds])
         text.append(markdown(rows))
@@ -397,9 +398,9 @@ def _update(part: Mapping[str, Any]) -> str:
     return markdown(rows)
 
 
-def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[Result]) -> dict[str, Figure]:
     """Seconds of a batch over each axis of growth, on logarithmic axes."""
-    growth = next((part["growth"] for part in found if part["name"] == "growth"), None)
+    growth = next((part["growth"] for part in results if part["name"] == "growth"), None)
     if growth is None:
         return {}
     figure = Figure(figsize=(13, 3.6), layout="constrained")
@@ -433,6 +434,7 @@ main = study(
     problems=PARTS,
     extra={"--device": {"default": "cpu", "help": "cpu or cuda; default: cpu"}},
     figures=figures,
+    threads=None,
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Each part is a JSON file in ``results/bench_predictive_cpu/``:
 import resource
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.data import images
 from experiments.speed.contenders import limit, network, training_step
-from experiments.studies import markdown, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, medians, peak_memory
 from marglik import marglik_training
 from marglik.data.batches import split_batches
-from marglik.storage.provenance import environment
 
 CPU = torch.device("cpu")
 
@@ -45,21 +43,15 @@ class Part:
     kind: str
     batch_size: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"{self.kind}_{self.batch_size}"
-
 
 PARTS = (Part("batch", 32), Part("jacobians", 1), Part("jacobians", 8))
 
 
-def run(part: Part) -> dict[str, Any]:
+def run(part: Part) -> Result:
     """Measure a part."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.manual_seed(0)
-    found = run_batch(part.batch_size) if part.kind == "batch" else run_jacobians(part.batch_size)
-    return {"config": {"batch_size": part.batch_size}, **found, **environment(CPU)}
+    return run_batch(part.batch_size) if part.kind == "batch" else run_jacobians(part.batch_size)
 
 
 def run_batch(
@@ -115,11 +107,11 @@ def run_jacobians(N: int, gibibytes: int = 24, repetitions: int = 1) -> dict[str
     return {"batch_size": N, "seconds": seconds, "peak_gibibytes": peak}
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """The finished parts as Markdown."""
     rows = [["32 images", "seconds", "times the limit", "MiB"]]
     others = [["laplace-torch, batch", "seconds an image", "GiB"]]
-    for part in found:
+    for part in results:
         if "batch_size" in part:
             each, peak = part["seconds"] / part["batch_size"], part["peak_gibibytes"]
             others.append([str(part["batch_size"]), f"{each:.2f}", f"{peak:.1f}"])
@@ -130,7 +122,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{markdown(rows)}\n\n{markdown(others)}"
 
 
-main = study("bench_predictive_cpu", __doc__, run, lambda options: PARTS, table)
+main = study("bench_predictive_cpu", __doc__, run, lambda options: PARTS, table, threads=None)
 
 if __name__ == "__main__":
     sys.exit(main())

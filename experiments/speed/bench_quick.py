@@ -55,17 +55,17 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     torch.manual_seed(0)
     device = torch.device("cpu")
     x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
-    found: dict[str, Work] = {}
+    work: dict[str, Work] = {}
     limits: dict[str, str] = {}
 
     def new() -> nn.Module:
         return network(device, width)
 
     for vectors in (1, 9, 10):
-        found[f"limit of {vectors}"] = limit(network(device, width, channels_last=True), x, vectors)
+        work[f"limit of {vectors}"] = limit(network(device, width, channels_last=True), x, vectors)
 
-    def add(name: str, of: int, do: Callable[[], object]) -> None:
-        found[name], limits[name] = do, f"limit of {of}"
+    def add(name: str, vectors: int, do: Callable[[], object]) -> None:
+        work[name], limits[name] = do, f"limit of {vectors}"
 
     for fisher, vectors in (("exact", 9), ("mc", 1)):
         for kfac_approx in ("expand", "reduce"):
@@ -83,18 +83,18 @@ def _work(batch_size: int, width: int) -> tuple[dict[str, Work], dict[str, str]]
     laplace = KronLaplace(new(), "classification", prior_precision=50.0, kfac_approx="reduce")
     laplace.fit([(x, y)])
     add("covariances, all layers", 10, lambda: laplace.output_distribution(x))
-    found["training step"] = training_step(new(), x, y)
+    work["training step"] = training_step(new(), x, y)
     model = new()
     options = PreconditionerOptions(factor_every=10, update_every=10)
     optimizer = KFAC(model, "classification", 1e-3, options=options, kfac_approx="reduce")
-    found["K-FAC step, reduce"] = training_step(model, x, y, optimizer)
+    work["K-FAC step, reduce"] = training_step(model, x, y, optimizer)
     limits["K-FAC step, reduce"] = "training step"
-    _add_epochs(found, limits, 4 * batch_size, width)
-    _add_small_networks(found, limits, 4 * batch_size)
-    return found, limits
+    _add_epochs(work, limits, 4 * batch_size, width)
+    _add_small_networks(work, limits, 4 * batch_size)
+    return work, limits
 
 
-def _add_small_networks(found: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
+def _add_small_networks(work: dict[str, Work], limits: dict[str, str], batch_size: int) -> None:
     """A batch of the presets' transformers, and a pass over 16 batches through an MLP."""
     images, classes = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     tokens = torch.randint(256, (batch_size, 64))
@@ -105,19 +105,19 @@ def _add_small_networks(found: dict[str, Work], limits: dict[str, str], batch_si
     def gpt() -> GPT:
         return GPT(vocab_size=256, context=64, dim=64, depth=2, heads=4).eval()
 
-    found["ViT: limit of 9"] = limit(vit(), images, 9)
-    found["GPT: limit of 1"] = language_limit(gpt(), tokens, part=batch_size)
+    work["ViT: limit of 9"] = limit(vit(), images, 9)
+    work["GPT: limit of 1"] = language_limit(gpt(), tokens, part=batch_size)
     # A small network in small batches, as they are: the pass waits for Python and not for numbers.
     digits = [(torch.randn(32, 1, 8, 8), torch.randint(10, (32,))) for _ in range(16)]
-    of_batch = limit(MLP(64, (128, 128), 10), digits[0][0], 9)
-    found["MLP: limit of 9"] = lambda: [of_batch() for _ in digits]
-    known = Posterior(MLP(64, (128, 128), 10), "classification", CurvatureOptions())
-    found["MLP, small batches, exact"] = lambda: known.fit(digits)
+    limit_of_batch = limit(MLP(64, (128, 128), 10), digits[0][0], 9)
+    work["MLP: limit of 9"] = lambda: [limit_of_batch() for _ in digits]
+    posterior = Posterior(MLP(64, (128, 128), 10), "classification", CurvatureOptions())
+    work["MLP, small batches, exact"] = lambda: posterior.fit(digits)
     limits["MLP, small batches, exact"] = "MLP: limit of 9"
     for mode in ("expand", "reduce"):
-        found[f"ViT, {mode}, exact"] = ours(vit(), images, classes, kfac_approx=mode)
+        work[f"ViT, {mode}, exact"] = ours(vit(), images, classes, kfac_approx=mode)
         limits[f"ViT, {mode}, exact"] = "ViT: limit of 9"
-        found[f"GPT, {mode}, mc"] = ours(gpt(), tokens, tokens, kfac_approx=mode, fisher="mc")
+        work[f"GPT, {mode}, mc"] = ours(gpt(), tokens, tokens, kfac_approx=mode, fisher="mc")
         limits[f"GPT, {mode}, mc"] = "GPT: limit of 1"
 
 
@@ -145,9 +145,7 @@ def online_epoch(model: nn.Module, loader: Batches) -> Work:
     return lambda: training.train_epoch()
 
 
-def _add_epochs(
-    found: dict[str, Work], limits: dict[str, str], batch_size: int, width: int
-) -> None:
+def _add_epochs(work: dict[str, Work], limits: dict[str, str], batch_size: int, width: int) -> None:
     """Two batches of augmented images, in the online loop and in a loop written by hand."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (2 * batch_size, 3, 32, 32), generator=generator)
@@ -162,8 +160,8 @@ def _add_epochs(
     def new() -> nn.Module:
         return network(torch.device("cpu"), width, channels_last=True)
 
-    found["epoch of a plain loop"] = plain_epoch(new(), loader())
-    found["epoch of the online loop"] = online_epoch(new(), loader())
+    work["epoch of a plain loop"] = plain_epoch(new(), loader())
+    work["epoch of the online loop"] = online_epoch(new(), loader())
     limits["epoch of the online loop"] = "epoch of a plain loop"
 
 
@@ -172,11 +170,11 @@ def measure(repetitions: int = 4, batch_size: int = 16, width: int = 4) -> dict[
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found, limits = _work(batch_size, width)
-        seconds = interleaved(found, repetitions, torch.device("cpu"), clock="processor")
+        work, limits = _work(batch_size, width)
+        seconds = interleaved(work, repetitions, torch.device("cpu"), clock="processor")
     finally:
         torch.set_num_threads(threads)
-    ratios = {name: median_ratios(seconds, to=of)[name] for name, of in limits.items()}
+    ratios = {name: median_ratios(seconds, to)[name] for name, to in limits.items()}
     config = {"repetitions": repetitions, "batch_size": batch_size, "width": width}
     return {
         "config": config | {"threads": 1, "clock": "processor"},

@@ -12,7 +12,6 @@ Each size is one run, without repetitions. On a CPU, seconds are processor secon
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.models import GPT
-from experiments.studies import markdown, recorded, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import peak_memory, seconds
 from kfac_backend import CurvatureOptions, corrected_factors, kronecker_factors
 
@@ -62,22 +61,21 @@ class Config:
         return torch.device(self.name.partition("_")[2])
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Seconds of each part, and the peak memory of one batch."""
     model, data = network(config.size).to(config.device).eval(), batches(config)
     options = CurvatureOptions(kfac_approx="expand", fisher="mc")
-    found: list[Any] = []
+    fits: list[Any] = []
 
     def factors() -> None:
-        found.append(kronecker_factors(model, data, "classification", options))
+        fits.append(kronecker_factors(model, data, "classification", options))
 
     def eigenvectors() -> None:
-        for block in found[0].blocks.values():
+        for block in fits[0].blocks.values():
             block.decompose()
 
     def correction() -> None:
-        corrected_factors(found[0], model, data)
+        corrected_factors(fits[0], model, data)
 
     work = dict(zip(PARTS, (factors, eigenvectors, correction), strict=True))
     clock = "wall" if config.device.type == "cuda" else "processor"
@@ -96,8 +94,8 @@ def network(size: Size) -> nn.Module:
     torch.manual_seed(0)
     if size.network == "resnet9":
         model = resnet9(size.dim or 64)
-        kept = (nn.Conv2d, nn.Linear)
-        weights = {id(m.weight) for m in model.modules() if isinstance(m, kept)}
+        layers = (nn.Conv2d, nn.Linear)
+        weights = {id(m.weight) for m in model.modules() if isinstance(m, layers)}
     else:
         model = GPT(size.vocabulary, size.tokens, size.dim, size.depth, heads=size.dim // 64)
         blocks = (m for n, m in model.named_modules() if "blocks" in n and isinstance(m, nn.Linear))
@@ -149,10 +147,10 @@ def batches(config: Config) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(size.batch_size), y.split(size.batch_size), strict=True))
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """A row for each size, with kronfluence's beside those of its own size."""
     rows = [["seconds", "examples", *PARTS, "peak of a batch, MiB"]]
-    for result in found:
+    for result in results:
         size = result["config"]["size"]
         taken = [f"{result['seconds'][part]:.1f}" for part in PARTS]
         peak = f"{result['peak_mebibytes']:.0f}"

@@ -13,7 +13,7 @@ median of the rounds' ratios: with other work on the machine, seconds of differe
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -24,7 +24,7 @@ import torchvision
 from torch import nn
 
 from experiments.speed.contenders import PEERS, Work, limit, network, peer
-from experiments.studies import markdown, recorded, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, median_ratios
 from kfac_backend import kronecker_factors
 from kfac_backend.curvature import CurvaturePass
@@ -66,8 +66,7 @@ class Config:
     repetitions: int
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Processor seconds of each contender in each round."""
     work = contenders(config)
     return {"seconds": interleaved(work, config.repetitions, CPU, "processor", warm_up=False)}
@@ -120,12 +119,12 @@ def _in_turn(batches: Sequence[Work]) -> Work:
     return work
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Our fit's ratios to the limit, and the peers' ratios to our fit."""
-    names = {name.split(", ")[0] for run in found for name in run["seconds"]}
+    names = {name.split(", ")[0] for run in results for name in run["seconds"]}
     peers = sorted(names - {OURS, PROVED, "limit"})
     rows = [["network", "examples", "rounds", "Fisher", "mode", "fit", "proved", *peers]]
-    for run, fisher, mode in product(found, VECTORS, MODES):
+    for run, fisher, mode in product(results, VECTORS, MODES):
         config, seconds, kind = run["config"], run["seconds"], f"{mode}, {fisher}"
 
         def ratio(name: str, to: str, seconds: dict[str, list[float]] = seconds) -> str:

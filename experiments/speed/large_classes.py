@@ -12,7 +12,6 @@ Seconds are processor seconds of one thread, medians of interleaved rounds.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from experiments.speed.contenders import (
     one_batch_alone,
     training_step,
 )
-from experiments.studies import markdown, recorded, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, median_ratios, peak_memory
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
@@ -51,8 +50,7 @@ class Config:
     repetitions: int = 3
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """All cases of a part."""
     modes: tuple[Mode, ...] = ("expand", "reduce")
     if config.name == "exact":
@@ -114,9 +112,9 @@ def vocabulary(config: Config, tied: bool, mode: Mode) -> dict[str, Any]:
     }
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """A table of each part in Markdown."""
-    cases = {part["name"]: part["cases"] for part in found}
+    cases = {part["name"]: part["cases"] for part in results}
     rows = [["classes", "mode", "times the limit"]]
     rows += [
         [f"{case['classes']:,}", case["mode"], f"{case['times_limit']:.2f}"]

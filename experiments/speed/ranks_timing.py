@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ import torch
 from torch import distributed, multiprocessing
 
 from experiments.speed.contenders import network
-from experiments.studies import markdown, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import medians
 from kfac_backend.blocks.block import compute_eigenvalues, decompose
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.ranks import Ranks
-from marglik.storage.provenance import environment
 
 RANKS = {"two": 2, "four": 4}
+MEASURED = ("seconds", "processor_seconds", "bytes_sent")
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,13 @@ class Config:
     width: int = 4
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Median seconds of each work, and the bytes that were reduced and sent."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_rank, (folder, config), RANKS[config.name])
-        found = json.loads((Path(folder) / "found.json").read_text())
-    return {
-        "config": asdict(config),
-        "median_seconds": medians(found.pop("seconds")),
-        "median_processor_seconds": medians(found.pop("processor_seconds")),
-        "median_bytes_sent": medians(found.pop("bytes_sent")),
-        **found,
-        **environment(torch.device("cpu")),
-    }
+        measured = json.loads((Path(folder) / "measured.json").read_text())
+    median = {f"median_{key}": medians(measured.pop(key)) for key in MEASURED}
+    return median | measured
 
 
 def _rank(rank: int, folder: str, config: Config) -> None:
@@ -68,9 +62,9 @@ def _rank(rank: int, folder: str, config: Config) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", store, rank=rank, world_size=RANKS[config.name])
-    found = _measured(config, Ranks())
+    measured = _measured(config, Ranks())
     if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
+        (Path(folder) / "measured.json").write_text(json.dumps(measured))
     distributed.destroy_process_group()
 
 
@@ -138,10 +132,10 @@ def _bytes_on_loopback() -> int:
     return int(device.read_text()) if device.exists() else 0
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """The medians of each number of ranks as Markdown."""
     text = []
-    for result in found:
+    for result in results:
         sent, name = result.get("median_bytes_sent", {}), result["name"]
         columns = {"seconds": {work: f"{s:.3f}" for work, s in result["median_seconds"].items()}}
         if busiest := result.get("median_processor_seconds"):
@@ -150,7 +144,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         rows = [["work", *columns]]
         for work in result["median_seconds"]:
             rows.append([work, *(values.get(work, "") for values in columns.values())])
-        reduced, formula = (result[of] / 2**20 for of in ("bytes_reduced", "bytes_of_the_formula"))
+        reduced, formula = (result[k] / 2**20 for k in ("bytes_reduced", "bytes_of_the_formula"))
         ring = 2 * (RANKS[name] - 1) * formula
         text += [
             f"## {name.capitalize()} ranks of one thread",

@@ -21,7 +21,6 @@ one thread.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from experiments.data.dart import DART, IGNORED
 from experiments.models import GPT, VisionTransformer
 from experiments.speed.contenders import Work, one_batch_alone, training_step
-from experiments.studies import markdown, recorded, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
@@ -75,8 +74,7 @@ class Config:
         return torch.device(self.name.partition("_")[2])
 
 
-@recorded
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Seconds of all contenders at each size, and the ratios of the modes."""
     return {"sizes": [_size(config, R, N) for R, N in config.shape.sizes]}
 
@@ -183,13 +181,13 @@ def _batch(config: Config, R: int, N: int) -> tuple[Tensor, Tensor]:
     return x, torch.where(y == IGNORED, x, y)
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """A table for each model and device, with a row for each size."""
     kinds = [
         f"{kind}, {mode}" for kind in ("factors", "K-FAC step") for mode in ("expand", "reduce")
     ]
     text = []
-    for result in found:
+    for result in results:
         head = ["R", "N", "AdamW step, s", *kinds, "reduce / expand, factors", "..., step"]
         rows = [head]
         for size in result["sizes"]:

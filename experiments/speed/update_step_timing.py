@@ -19,8 +19,8 @@ idle machine.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -30,11 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.speed.contenders import Work, network, training_step
-from experiments.studies import markdown, study
+from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
-from marglik.storage.provenance import environment
 
 Contender = Callable[[nn.Module, Tensor, Tensor], Work]
 
@@ -123,8 +122,8 @@ def curvlinops(model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str) -> Work
         inverse = KFACInverseLinearOperator(kfac, damping=DAMPING, use_heuristic_damping=True)
         gradients = [p.grad for p in parameters if p.grad is not None]
         natural: Any = inverse @ gradients
-        for p, of_p in zip(parameters, natural, strict=True):
-            p.grad = of_p
+        for p, gradient in zip(parameters, natural, strict=True):
+            p.grad = gradient
 
     return training_step(model, x, y, _nesterov(model.parameters()), precondition)
 
@@ -140,8 +139,8 @@ def singd(model: nn.Module, x: Tensor, y: Tensor, kfac_approx: str) -> Work:
     natural = SINGD(
         model, parameters, lr=1e-4, damping=DAMPING, T=1, lr_cov=1e-4, kfac_approx=kfac_approx
     )
-    known = {id(p) for p in parameters}
-    plain = _nesterov(p for p in model.parameters() if id(p) not in known)
+    preconditioned = set(parameters)
+    plain = _nesterov(p for p in model.parameters() if p not in preconditioned)
 
     def step() -> None:
         natural.zero_grad()
@@ -219,13 +218,8 @@ class Config:
     repetitions: int = 5
     width: int = 4
 
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"batch_{self.batch_size}"
 
-
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Seconds of a step of each contender, and their ratios to the SGD step."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     device, N = torch.device(config.device), config.batch_size
@@ -245,13 +239,11 @@ def run(config: Config) -> dict[str, Any]:
     measured = interleaved(work, config.repetitions, device, warm_up=False)
     ratios = median_ratios(measured, "SGD")
     return {
-        "config": asdict(config),
         "times_sgd": ratios,
         "amortised_times_sgd": {mode: amortised(ratios, mode) for mode in MODES},
         "median_seconds": medians(measured),
         "seconds": measured,
         "left_out": left_out,
-        **environment(device),
     }
 
 
@@ -262,15 +254,15 @@ def amortised(ratios: Mapping[str, float], mode: str) -> float:
     return total / 50
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Times divided by an SGD step's, and seconds beside the paper's; a column for each batch."""
-    sizes = {part["config"]["batch_size"]: part for part in found}
+    sizes = {part["config"]["batch_size"]: part for part in results}
     sizes = dict(sorted(sizes.items()))
-    names = list(dict.fromkeys(name for part in found for name in part["times_sgd"]))
+    names = list(dict.fromkeys(name for part in results for name in part["times_sgd"]))
 
     def row(label: str, kind: str, name: str) -> list[str]:
         values = [part[kind] for part in sizes.values()]
-        return [label, *(f"{of[name]:.2f}" if name in of else "" for of in values)]
+        return [label, *(f"{v[name]:.2f}" if name in v else "" for v in values)]
 
     batches = [f"{N}" for N in sizes]
     every = "factors every 10 and inverses every 50 steps"
@@ -294,6 +286,7 @@ main = study(
     lambda options: [Config(size, options.device) for size in BATCHES[options.device]],
     table,
     extra={"--device": {"choices": BATCHES, "default": "cpu"}},
+    threads=None,
 )
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data import specification
-from experiments.studies import markdown, mean_with_error, metric_of, study
+from experiments.studies import Result, grouped, markdown, mean_with_error, metric_of, study
 from marglik.cli import main as marglik
 from marglik.records import to_json
 from marglik.storage.run_folder import read_log, read_results
@@ -117,9 +117,9 @@ class Config:
         }
         if self.compile:
             pairs["compile"] = self.compile
-        given = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
+        arguments = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
         augmentation = "standard" if self.augment else "none"
-        return [*given, "--augmentation", augmentation, "--no_baseline", "--resume"]
+        return [*arguments, "--augmentation", augmentation, "--no_baseline", "--resume"]
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -132,7 +132,6 @@ def run(config: Config) -> dict[str, Any]:
     parts = ("pass", "eigenvalues", "steps") if updates else ()
     seconds = {part: statistics.median(update[part] for update in updates) for part in parts}
     return {
-        "config": asdict(config),
         "settings": asdict(PROTOCOLS[config.protocol]) | results.identity["config"],
         # Their names are "learned, MAP", "fixed, MAP" and the like.
         "metrics": {
@@ -151,17 +150,14 @@ def run(config: Config) -> dict[str, Any]:
 
 # Tables, from JSON alone
 
-Result = dict[str, Any]
 Runs = Mapping[tuple[str, bool], Sequence[Result]]
 
 
-def table(found: Sequence[Result]) -> str:
+def table(results: Sequence[Result]) -> str:
     """All tables as Markdown: mean ± standard error over seeds."""
-    runs: dict[tuple[str, bool], list[Result]] = {setting: [] for setting in RUNS.values()}
-    for result in found:
-        runs[result["config"]["approach"], result["config"]["augment"]].append(result)
-    runs = {setting: own for setting, own in runs.items() if own}
-    first = found[0]
+    groups = grouped(results, "approach", "augment")
+    runs = {setting: groups[setting] for setting in RUNS.values() if setting in groups}
+    first = results[0]
     size = first["settings"]
     return "\n\n".join(
         [
@@ -250,9 +246,14 @@ def _updates(runs: Runs) -> str:
     parts = ("pass", "eigenvalues", "steps", "all")
     rows: list[Sequence[str]] = [("seconds of an update", *parts, "paper (A100)")]
     for approach, paper in PAPER_UPDATE.items():
-        found = [r for (name, _), own in runs.items() if name == approach for r in own]
-        if found:
-            seconds = [[r["seconds_per_update"][part] for r in found] for part in parts]
+        updates = [
+            r["seconds_per_update"]
+            for (name, _), own in runs.items()
+            if name == approach
+            for r in own
+        ]
+        if updates:
+            seconds = [[update[part] for update in updates] for part in parts]
             rows.append((approach, *(mean_with_error(s, "{:.2f}") for s in seconds), paper))
     return markdown(rows)
 
@@ -269,6 +270,8 @@ main = study(
     table,
     problems=RUNS,
     seeds=3,
+    threads=None,
+    shows_epochs=True,
     extra={
         "--protocol": {"choices": PROTOCOLS, "default": "scaled"},
         "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},

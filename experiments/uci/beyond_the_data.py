@@ -10,7 +10,6 @@ Coverage is the share of noisy test targets in the 90 % intervals, by the distan
 training input. ``python -m experiments.uci.beyond_the_data`` runs the functions that are missing.
 """
 
-import argparse
 import statistics
 import sys
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import gaussian_nll_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, study
+from experiments.studies import Result, markdown, mean_with_error, study
 from marglik import OnlineTraining, PriorLearner, laplace_predictive, map_predictive, settling_rate
 from marglik.models import MLP
 
@@ -53,11 +52,6 @@ class Config:
     """A function, by its seed."""
 
     seed: int
-
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"function_{self.seed}"
 
 
 def drawn_data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,9 +102,7 @@ def network_predictions(
     }
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Coverage and NLL (nats) by distance, of all methods; the first function's curves, too."""
     x, y, x_test, y_test = drawn_data(config.seed)
     predictions = {PROCESS: process_prediction(x, y, x_test)}
@@ -136,29 +128,29 @@ def run(config: Config) -> dict[str, Any]:
     return {"methods": methods}
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Coverage and NLL by distance, over functions."""
 
     def values(method: str, distance: str, key: str) -> list[float]:
-        return [result["methods"][method][distance][key] for result in found]
+        return [result["methods"][method][distance][key] for result in results]
 
     coverages = [["Coverage of 90 % intervals", *DISTANCES]]
     nlls = [["Test NLL (nats)", *DISTANCES]]
-    for method in found[0]["methods"]:
+    for method in results[0]["methods"]:
         cells = [mean_with_error(values(method, name, "coverage"), "{:.2f}") for name in DISTANCES]
         coverages.append([method, *cells])
         medians = [statistics.median(values(method, name, "nll")) for name in DISTANCES]
         nlls.append([method, *(f"{median:.2f}" for median in medians)])
     return (
-        f"Of {len(found)} functions, by the distance to the nearest training input in length "
+        f"Of {len(results)} functions, by the distance to the nearest training input in length "
         "scales: the share of targets in 90 % intervals (mean ± standard error over functions), "
         f"and the NLL (median).\n\n{markdown(coverages)}\n\n{markdown(nlls)}"
     )
 
 
-def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[Result]) -> dict[str, Figure]:
     """The first function: data, means and 90 % intervals."""
-    first = next((of for of in found if not of["config"]["seed"]), None)
+    first = next((result for result in results if not result["config"]["seed"]), None)
     if first is None:
         return {}
     x, y, x_test, y_test = drawn_data(0)
@@ -179,12 +171,15 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Figure]:
     return {"intervals": figure}
 
 
-def tasks(options: argparse.Namespace) -> list[Config]:
-    """One per function."""
-    return [Config(seed) for seed in range(options.seeds)]
-
-
-main = study("beyond_the_data", __doc__, run, tasks, table, seeds=10, figures=figures)
+main = study(
+    "beyond_the_data",
+    __doc__,
+    run,
+    lambda options: [Config(seed) for seed in range(options.seeds)],
+    table,
+    seeds=10,
+    figures=figures,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

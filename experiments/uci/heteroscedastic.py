@@ -40,22 +40,12 @@ prior precision.
 import math
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from experiments.data.uci import UCI
-from experiments.studies import (
-    markdown,
-    mean_with_error,
-    quiet_training,
-    recorded,
-    slug,
-    standard_error,
-    study,
-)
+from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
 from experiments.uci.regression import FOLDERS, Gaussian, metrics_of, training_of
 from marglik import OnlineTraining, PriorLearner, laplace_predictive, settling_rate
 from marglik.models import MLP
@@ -75,28 +65,21 @@ class Config:
     """The first splits of a set."""
 
     data: str
-    splits: int
+    splits: int = 3
     steps: int = STEPS
 
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return slug(self.data)
 
-
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Both networks on all splits; metrics in the target's units, nats per example."""
     return {"splits": [run_split(config, k) for k in range(config.splits)]}
 
 
-def run_split(config: Config, k: int) -> dict[str, Any]:
+def run_split(config: Config, k: int) -> Result:
     """Both networks on split k."""
     splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
     training = training_of(config.data, config.steps)
-    found: dict[str, Any] = {"num_data": len(y), "methods": {}, "learned": {}}
+    result: Result = {"num_data": len(y), "methods": {}, "learned": {}}
     for outputs, method in enumerate(METHODS, start=1):
         start = time.process_time()
         torch.manual_seed(k)
@@ -108,43 +91,40 @@ def run_split(config: Config, k: int) -> dict[str, Any]:
         rate = settling_rate(optimizer, epochs * len(loader))
         OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
         assert learner.posterior is not None
-        of = laplace_predictive(learner.posterior)(x_test)
+        prediction = laplace_predictive(learner.posterior)(x_test)
         seconds = time.process_time() - start
-        found["methods"][method] = metrics_of(
-            Gaussian(of.mean, of.total, seconds, 1), splits, y_test
-        )
-        found["learned"][method] = {
+        gaussian = Gaussian(prediction.mean, prediction.total, seconds, 1)
+        result["methods"][method] = metrics_of(gaussian, splits, y_test)
+        result["learned"][method] = {
             "likelihood": str(learner.likelihood),
             "sigma_noise": learner.state.hyperparameters.sigma_noise.item(),
             "evidence_per_example": learner.evidences[-1] / learner.problem.num_data,
         }
-    return found
+    return result
 
 
-def report(found: Sequence[dict[str, Any]]) -> str:
+def report(results: list[Result]) -> str:
     """The tables as Markdown: mean ± standard error over splits."""
     rows = [["set", "splits", *METHODS, "gain of heteroscedastic", "RMSE, one noise", "RMSE"]]
     evidences = [["set", *METHODS, "better evidence, better test"]]
     better, worse = [], []
-    for name in FOLDERS:
-        own = [s for result in found if result["config"]["data"] == name for s in result["splits"]]
-        if not own:
-            continue
+    for name, (result,) in grouped(results, "data").items():
+        own = result["splits"]
 
-        def of(key: str, kind: str, own: list[dict[str, Any]] = own) -> list[list[float]]:
+        def values(key: str, kind: str, own: list[Result] = own) -> list[list[float]]:
             return [[r[kind][m][key] for r in own] for m in METHODS]
 
-        one, per_input = of("log_likelihood", "methods")
+        one, per_input = values("log_likelihood", "methods")
         gains = [b - a for a, b in zip(one, per_input, strict=True)]
         gain, error = sum(gains) / len(gains), standard_error(gains)
         if len(own) > 1:
             better += [name] * (gain > 2 * error)
             worse += [name] * (gain < -2 * error)
         mark = name + " (dev.)" * (name in DEVELOPMENT)
-        cells = [mean_with_error(values) for values in (one, per_input)]
-        errors = [mean_with_error(values, "{:.4g}") for values in of("rmse", "methods")]
+        errors = [mean_with_error(rmse, "{:.4g}") for rmse in values("rmse", "methods")]
+        cells = map(mean_with_error, (one, per_input))
         rows.append([mark, str(len(own)), *cells, mean_with_error(gains, "{:+.3f}"), *errors])
-        evidence = of("evidence_per_example", "learned")
+        evidence = values("evidence_per_example", "learned")
         agree = sum((b > a) == (g > 0) for a, b, g in zip(*evidence, gains, strict=True))
         evidences.append([name, *map(mean_with_error, evidence), f"{agree} of {len(own)}"])
     return "\n\n".join(

@@ -50,15 +50,7 @@ from torch.func import stack_module_state
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.data.uci import UCI
-from experiments.studies import (
-    markdown,
-    mean_with_error,
-    quiet_training,
-    recorded,
-    slug,
-    standard_error,
-    study,
-)
+from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
 from marglik import Hyperparameters, OnlineTraining, PriorGroups, PriorLearner
 from marglik.data import Batches, Splits
 from marglik.models import MLP
@@ -147,8 +139,8 @@ class Config:
     """The first splits of one set."""
 
     data: str
-    splits: int
-    steps: int
+    splits: int = 20
+    steps: int = 5000
     """Steps of Adam for every network; see `STEPS`."""
     updates: int = 10
     """Updates of the hyperparameters, spread evenly over training. Each is one step of MacKay's
@@ -157,22 +149,15 @@ class Config:
     """Initial σ; precisions start at 1. It is small, so that the network fits before it is
     regularised."""
 
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return slug(self.data)
 
-
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Run the splits of a set, one after the other."""
     started = time.perf_counter()
     splits = [run_split(config, k) for k in range(config.splits)]
     return {"splits": splits, "seconds": time.perf_counter() - started}
 
 
-def run_split(config: Config, k: int) -> dict[str, Any]:
+def run_split(config: Config, k: int) -> Result:
     """Train ours and the rivals on split k; metrics in the target's units, nats per example.
 
     Its number is the seed of networks and batches, too.
@@ -180,13 +165,13 @@ def run_split(config: Config, k: int) -> dict[str, Any]:
     splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
     training = training_of(config.data, config.steps)
-    found, learned = ours(config, training, (x, y), x_test, k)
-    found["laplace-torch, post hoc"] = post_hoc(training, (x, y), x_test, k)
+    methods, learned = ours(config, training, (x, y), x_test, k)
+    methods["laplace-torch, post hoc"] = post_hoc(training, (x, y), x_test, k)
     rivals, chosen = grid_and_ensemble(training, (x, y), x_test, k)
     return {
         "num_data": len(y),
         "num_test": len(y_test),
-        "methods": {name: metrics_of(g, splits, y_test) for name, g in (found | rivals).items()},
+        "methods": {name: metrics_of(g, splits, y_test) for name, g in (methods | rivals).items()},
         "learned": learned,
         "grid search": chosen,
     }
@@ -242,11 +227,11 @@ def ours(
             if r["kind"] == "update"
         ],
     }
-    found = {
+    methods = {
         "ours": Gaussian(f, noise + covariance[:, :, 0], seconds, 1),
         "MAP, learned σ": Gaussian(f, noise, seconds, 1),
     }
-    return found, learned
+    return methods, learned
 
 
 def _float64() -> Any:
@@ -255,19 +240,19 @@ def _float64() -> Any:
     return Fabric(accelerator="cpu", devices=1, precision="64-true")
 
 
-def metrics_of(found: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:
+def metrics_of(gaussian: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:
     """Test log likelihood (nats) and RMSE in the target's units, and the cost."""
     mean, std = splits.target_scale or (0.0, 1.0)
-    variance = found.variance * std**2
-    prediction = Prediction(found.mean * std + mean, variance, torch.zeros_like(variance))
+    variance = gaussian.variance * std**2
+    prediction = Prediction(gaussian.mean * std + mean, variance, torch.zeros_like(variance))
     metrics = compute_metrics(prediction, y * std + mean, "regression")
     assert metrics.nll is not None and metrics.rmse is not None and metrics.coverage90 is not None
     return {
         "log_likelihood": -metrics.nll,
         "rmse": metrics.rmse,
         "coverage90": metrics.coverage90,
-        "seconds": found.seconds,
-        "trainings": found.trainings,
+        "seconds": gaussian.seconds,
+        "trainings": gaussian.trainings,
     }
 
 
@@ -332,13 +317,13 @@ def grid_and_ensemble(
     seconds = time.process_time() - start
     f = torch.stack([network(x_test) for network in members]).detach()  # (members, N, 1)
     noise = torch.full_like(f[0], variance)
-    found = {
+    rivals = {
         "grid search": Gaussian(f[0], noise, seconds, len(GRID) + 1),
         "ensemble of five": Gaussian(
             f.mean(0), noise + f.var(0, correction=0), seconds, len(GRID) + MEMBERS
         ),
     }
-    return found, {"weight_decay": weight_decay, "sigma_noise": variance**0.5}
+    return rivals, {"weight_decay": weight_decay, "sigma_noise": variance**0.5}
 
 
 def post_hoc(training: Training, data: Pair, x_test: Tensor, seed: int) -> Gaussian:
@@ -394,39 +379,32 @@ METHODS = (
 DECIMALS = {"kin8nm": 4, "naval": 5}
 """Decimals of the RMSE; other sets have 2."""
 
-Runs = Mapping[str, Sequence[dict[str, Any]]]
+Runs = Mapping[str, Sequence[Result]]
 """Set -> results of its splits."""
 
 
-def report(found: Sequence[dict[str, Any]]) -> str:
+def report(results: list[Result]) -> str:
     """All tables as Markdown: mean ± standard error over splits, in the target's units."""
-    splits = {result["config"]["data"]: result["splits"] for result in found}
-    runs = {name: splits[name] for name in RECORDED if name in splits}
+    groups = grouped(results, "data")
+    runs = {name: groups[name][0]["splits"] for name in RECORDED if name in groups}
     others = METHODS[1:]
-    differences = [
-        [name, *(mean_with_error(_gains(own, other), "{:+.3f}") for other in others)]
-        for name, own in runs.items()
-    ]
-    learned = [
-        [
-            name,
-            *(
-                mean_with_error([r[key]["sigma_noise"] for r in own])
-                for key in ("learned", "grid search")
-            ),
-            f"{statistics.mean(r['learned']['effective_parameters'] for r in own):.0f}",
-        ]
-        for name, own in runs.items()
-    ]
     paid = [method for method in METHODS if method != "MAP, learned σ"]
-    trainings = next(iter(runs.values()))[0]["methods"]
-    costs = [
-        [
-            name,
-            *(f"{statistics.median(r['methods'][m]['seconds'] for r in own):.1f}" for m in paid),
+    networks = next(iter(runs.values()))[0]["methods"]
+    differences = [["set", *others]]
+    sigmas = [["set", "σ, learned", "σ, grid search", "effective parameters"]]
+    costs = [["set (networks trained in brackets)"]]
+    costs[0] += [f"{method} ({networks[method]['trainings']})" for method in paid]
+    for name, own in runs.items():
+        gains = [mean_with_error(_gains(own, other), "{:+.3f}") for other in others]
+        differences.append([name, *gains])
+        sigma = [
+            mean_with_error([r[key]["sigma_noise"] for r in own])
+            for key in ("learned", "grid search")
         ]
-        for name, own in runs.items()
-    ]
+        effective = statistics.mean(r["learned"]["effective_parameters"] for r in own)
+        sigmas.append([name, *sigma, f"{effective:.0f}"])
+        seconds = [[r["methods"][method]["seconds"] for r in own] for method in paid]
+        costs.append([name, *(f"{statistics.median(values):.1f}" for values in seconds)])
     return "\n\n".join(
         [
             "# UCI regression",
@@ -436,21 +414,13 @@ def report(found: Sequence[dict[str, Any]]) -> str:
             "RMSE (the target's units)",
             _of_metric(runs, "rmse", 0, DECIMALS),
             "Log likelihood of ours minus the others', paired by split",
-            markdown([["set", *others], *differences]),
+            markdown(differences),
             "σ of the standardised targets, and how many parameters the data determine (K-FAC)",
-            markdown([["set", "σ, learned", "σ, grid search", "effective parameters"], *learned]),
+            markdown(sigmas),
             "Processor seconds of one split, all trainings included (one thread; the grid's and "
             "the ensemble's networks are trained side by side, which costs far less than one by "
             "one)",
-            markdown(
-                [
-                    [
-                        "set (networks trained in brackets)",
-                        *(f"{m} ({trainings[m]['trainings']})" for m in paid),
-                    ],
-                    *costs,
-                ]
-            ),
+            markdown(costs),
         ]
     )
 
@@ -486,7 +456,7 @@ def _of_metric(runs: Runs, key: str, column: int, decimals: Mapping[str, int]) -
     return markdown(rows)
 
 
-def _gains(own: Sequence[dict[str, Any]], other: str) -> list[float]:
+def _gains(own: Sequence[Result], other: str) -> list[float]:
     """Log likelihood of ours minus another's, by split."""
     pairs = [(r["methods"]["ours"], r["methods"][other]) for r in own]
     return [a["log_likelihood"] - b["log_likelihood"] for a, b in pairs]

@@ -14,7 +14,6 @@ root mean square error of predictions across five folds of the training part. Ou
 and the activation were chosen on parts of the training part of another seed, of six sets.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from experiments.data.uci import UCI
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
+from experiments.studies import Result, grouped, markdown, mean_with_error, study
 from marglik import MarglikClassifier, MarglikRegressor
 
 Table = tuple[np.ndarray, np.ndarray]
@@ -81,15 +80,8 @@ class Task:
     data: str
     seed: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file, without its ending."""
-        return f"{slug(self.data)}_{self.seed}"
 
-
-@recorded
-@quiet_training()
-def run(task: Task) -> dict[str, Any]:
+def run(task: Task) -> Result:
     """NLL (nats, in the targets' units), and accuracy or RMSE, on the test part, of each way."""
     is_classes = task.data in CLASSES
     x, y = (CLASSES | NUMBERS)[task.data]()
@@ -97,7 +89,7 @@ def run(task: Task) -> dict[str, Any]:
         x, y, test_size=0.25, random_state=task.seed, stratify=y if is_classes else None
     )
     x, x_test, y, y_test = parts
-    found = {}
+    ways = {}
     for name, make in (CLASSIFIERS if is_classes else REGRESSORS).items():
         started = time.perf_counter()
         model = make_pipeline(StandardScaler(), make(task.seed))
@@ -109,9 +101,9 @@ def run(task: Task) -> dict[str, Any]:
             z = (y_test - mean) / std
             nll = 0.5 * z**2 + np.log(std) + 0.5 * np.log(2 * np.pi)
             scores = {"nll": nll.mean(), "rmse": np.mean((y_test - mean) ** 2) ** 0.5}
-        found[name] = {k: float(v) for k, v in scores.items()}
-        found[name]["seconds"] = time.perf_counter() - started
-    return {"examples": len(y), "ways": found}
+        ways[name] = {k: float(v) for k, v in scores.items()}
+        ways[name]["seconds"] = time.perf_counter() - started
+    return {"examples": len(y), "ways": ways}
 
 
 def _gaussian(model: Any, x: np.ndarray, y: np.ndarray, x_test: np.ndarray) -> Table:
@@ -129,28 +121,30 @@ def _gaussian(model: Any, x: np.ndarray, y: np.ndarray, x_test: np.ndarray) -> T
     return mean, np.full_like(mean, error)
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """One row for each set and way."""
-    rows = [("set (training rows)", "way", "NLL", "accuracy or RMSE", "seconds")]
-    for data in CLASSES | NUMBERS:
-        runs = [one for one in found if one["config"]["data"] == data]
-        for way in runs[0]["ways"] if runs else ():
-            of_way = [one["ways"][way] for one in runs]
+    rows = [["set (training rows)", "way", "NLL", "accuracy or RMSE", "seconds"]]
+    groups = grouped(results, "data")
+    for data in (name for name in CLASSES | NUMBERS if name in groups):
+        runs = groups[data]
+        for way in runs[0]["ways"]:
+            scores = [run["ways"][way] for run in runs]
             other = "accuracy" if data in CLASSES else "rmse"
-            nll, of_other = (
-                mean_with_error([one[key] for one in of_way]) for key in ("nll", other)
-            )
-            seconds = f"{np.median([one['seconds'] for one in of_way]):.1f}"
-            rows.append((f"{data} ({runs[0]['examples']})", way, nll, of_other, seconds))
+            cells = [mean_with_error([s[key] for s in scores]) for key in ("nll", other)]
+            seconds = f"{np.median([s['seconds'] for s in scores]):.1f}"
+            rows.append([f"{data} ({runs[0]['examples']})", way, *cells, seconds])
     return markdown(rows)
 
 
-def tasks(options: argparse.Namespace) -> list[Task]:
-    """All seeds of a set, then those of the next."""
-    return [Task(data, seed) for data in options.data for seed in range(options.seeds)]
-
-
-main = study("scikit_learn", __doc__, run, tasks, table, problems=CLASSES | NUMBERS, seeds=5)
+main = study(
+    "scikit_learn",
+    __doc__,
+    run,
+    lambda options: [Task(data, seed) for data in options.data for seed in range(options.seeds)],
+    table,
+    problems=CLASSES | NUMBERS,
+    seeds=5,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -124,6 +124,8 @@ main = study(
     table,
     problems=NAMES,
     seeds=3,
+    threads=None,
+    shows_epochs=True,
 )
 
 if __name__ == "__main__":

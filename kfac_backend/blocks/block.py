@@ -3,17 +3,43 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import Factor, eigendecompositions
-from kfac_backend.layers.gram import FEW_ROWS, gram_matrix
+from kfac_backend.blocks.eigen import LARGEST_BATCHED, eigendecompositions
+from kfac_backend.layers.gram import Factor
 from kfac_backend.ranks import Ranks
+
+T = TypeVar("T", Tensor, Tensor | None)
+
+
+class _MatrixOf(Generic[T]):
+    """A field that takes a factor or its matrix, and is read as the matrix.
+
+    `KroneckerBlock.factors` has the `Factor` itself, by the field's name.
+    """
+
+    def __init__(self, *, optional: bool) -> None:
+        self._optional = optional
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, block: Any, owner: type | None = None) -> T:
+        if block is None and not self._optional:  # dataclasses look for the field's default
+            raise AttributeError(self._name)
+        factor = None if block is None else block.factors.get(self._name)
+        return cast(T, None if factor is None else factor.matrix)
+
+    def __set__(self, block: Any, value: T | Factor) -> None:
+        factors = block.__dict__.setdefault("factors", {})
+        if value is not None:
+            factors[self._name] = value if isinstance(value, Factor) else Factor(value)
 
 
 @dataclass(frozen=True)
@@ -29,9 +55,9 @@ class KroneckerBlock:
 
     name: str
     """The parameter's name, for errors."""
-    B: Tensor
+    B: _MatrixOf[Tensor] = _MatrixOf(optional=False)
     """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
-    A: Tensor | None = field(default_factory=lambda: None)  # no attribute of the class
+    A: _MatrixOf[Tensor | None] = _MatrixOf(optional=True)
     """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
     num_terms: float | tuple[float, ...] | None = None
     """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
@@ -41,65 +67,42 @@ class KroneckerBlock:
     """(first, last + 1) of the flattened entries that are constants, such as an embedding's
     padding: the block is zero there, and they have no prior."""
 
+    factors: Mapping[str, Factor] = field(init=False, repr=False, compare=False)
+    """B, and A if there is one, by name, which know their rows where these are few."""
+
     def __post_init__(self) -> None:
-        A_shape = self._A_shape
-        square = self.B.dim() in (2, 3) and self.B.shape[-1] == self.B.shape[-2]
-        if A_shape is not None:
-            same_groups = A_shape[:-2] in (self.B.shape[:-2], ())
-            square = square and same_groups and A_shape[-1] == A_shape[-2]
+        B, A = self._shapes
+        square = len(B) in (2, 3) and B[-1] == B[-2]
+        if A is not None:
+            same_groups = A[:-2] in (B[:-2], ())
+            square = square and same_groups and A[-1] == A[-2]
         if not square:
             raise ValueError(
-                f"Factors of '{self.name}' have shapes B {tuple(self.B.shape)} and A "
-                f"{None if A_shape is None else tuple(A_shape)}; expected square matrices, with "
-                "the same leading number of groups if there are groups."
+                f"Factors of '{self.name}' have shapes B {tuple(B)} and A "
+                f"{None if A is None else tuple(A)}; expected square matrices, with the same "
+                "leading number of groups if there are groups."
             )
 
-    @classmethod
-    def of_rows(
-        cls,
-        name: str,
-        B: Tensor,
-        rows: Tensor,
-        num_terms: float | tuple[float, ...] | None,
-        **fields: Any,
-    ) -> Self:
-        """A block whose A is the Gram matrix of few rows (..., M, d_in), which it keeps.
-
-        The eigenvalues of A come from these rows, also after the block was scaled, added to
-        another or moved, and they are saved in A's place; A itself is computed when it is first
-        asked for. After A was changed in place they no longer count.
-        """
-        block = cls(name, B, None, num_terms, **fields)
-        del block.__dict__["A"]
-        block._remember("_rows", rows)
-        block.__post_init__()
-        return block
-
-    def __getattr__(self, name: str) -> Any:
-        """A, of a block that has only its rows so far."""
-        if name != "A" or "_rows" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        # A copy's version is 0, which is what the one that was missing counted as.
-        self.__dict__["A"] = A = gram_matrix(self.__dict__["_rows"][1]).clone()
-        return A
+    def replace(self, **changes: Any) -> Self:
+        """`dataclasses.replace`, with factors that stay of rows where they are."""
+        return replace(self, **{"B": self.factors["B"], "A": self.factors.get("A")} | changes)
 
     @property
-    def _A_shape(self) -> torch.Size | None:
-        """The shape of A, without computing it."""
-        if "A" not in self.__dict__:
-            rows = self.__dict__["_rows"][1]
-            return torch.Size((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]))
-        return None if self.A is None else self.A.shape
+    def _shapes(self) -> tuple[torch.Size, torch.Size | None]:
+        """The shapes of B and A, without computing them."""
+        A = self.factors.get("A")
+        return self.factors["B"].shape, None if A is None else A.shape
 
     @property
-    def rows_of_A(self) -> Tensor | None:
-        """The rows (..., M, d_in) whose Gram matrix A is, if they are few and known."""
-        return self._remembered("_rows")
+    def is_meta(self) -> bool:
+        """Whether another rank keeps its values."""
+        return self.factors["B"].is_meta
 
     @cached_property
     def numel(self) -> int:
         """P, the number of entries of the parameter tensor."""
-        return self.B.shape[:-1].numel() * (1 if self._A_shape is None else self._A_shape[-1])
+        B, A = self._shapes
+        return B[:-1].numel() * (1 if A is None else A[-1])
 
     @property
     def num_parameters(self) -> int:
@@ -109,16 +112,14 @@ class KroneckerBlock:
     @property
     def version(self) -> object:
         """Another one after a tensor of the block was changed in place, by torch's counters."""
-        # 0 of tensors of inference mode, which cannot change outside.
-        factors = self.B, self.__dict__.get("A")
-        return [0 if t is None or t.is_inference() else t._version for t in factors]
+        return [factor.version for factor in self.factors.values()]
 
     def fits(self, shape: torch.Size) -> bool:
         """Whether the block can be that of a parameter of this shape: B's rows are its first axes.
 
         A block that is B alone, dense or diagonal, runs over all of its entries.
         """
-        rows = self.B.shape[:-1].numel()
+        rows = self._shapes[0][:-1].numel()
         first_axes = [shape[:k].numel() for k in range(1, len(shape) + 1)]
         return self.numel == shape.numel() and rows in first_axes
 
@@ -142,48 +143,43 @@ class KroneckerBlock:
             V = V @ self.A
         return V.reshape(v.shape)
 
-    def scale(self, weight: float) -> Self:
-        """The block of the same data with a weight ≥ 0, which multiplies B and A's terms."""
-        B, terms = self.B * weight, self.num_terms
+    def scale(self, weight: float, scale: Callable[[Factor, float], Factor] = Factor.scale) -> Self:
+        """The block of the same data with a weight ≥ 0, which multiplies B and A's terms.
+
+        A ``scale`` that remembers lets the blocks that share a B share the result, too.
+        """
+        terms = self.num_terms
         if terms is not None:
             terms = _one_or_all(tuple(number * weight for number in self._terms))
-        if (rows := self.rows_of_A) is not None:
-            return type(self).of_rows(self.name, B, rows, terms, constants=self.constants)
-        return replace(self, B=B, num_terms=terms)
+        return self.replace(B=scale(self.factors["B"], float(weight)), num_terms=terms)
 
-    def add(self, other: "KroneckerBlock") -> "KroneckerBlock":
+    def add(
+        self, other: "KroneckerBlock", add: Callable[[Factor, Factor], Factor] = Factor.add
+    ) -> "KroneckerBlock":
         """The block of the union of both data sets: B is summed, A averaged over all terms."""
         self._check_same_kind(other)
-        if self.B.is_meta != other.B.is_meta:  # the sum is with the owner, who has both
-            return self._shapes().add(other._shapes())
-        B = self.B + other.B
-        if self._A_shape is None or other._A_shape is None:
-            return replace(self, B=B)
+        if self.is_meta != other.is_meta:  # the sum is with the owner, who has both
+            return self._without_values().add(other._without_values())
+        B = add(self.factors["B"], other.factors["B"])
+        A, others = self.factors.get("A"), other.factors.get("A")
+        if A is None or others is None:
+            return self.replace(B=B)
         terms = tuple(m + t for m, t in zip(self._terms, other._terms, strict=True))
         # The share of the other block in each group's terms; 0 where neither has a term.
         shares = [t / n if n else 0.0 for t, n in zip(other._terms, terms, strict=True)]
         share: Any = shares[0]
         if len(shares) > 1:
-            of_groups = torch.tensor(shares, dtype=B.dtype, device=B.device)
-            share = of_groups[:, None, None]
-        rows, others = self.rows_of_A, other.rows_of_A
-        if rows is not None and others is not None:
-            M = rows.shape[-2] + others.shape[-2]
-            if M * FEW_ROWS <= rows.shape[-1]:
-                of_both = torch.cat([rows * (1 - share) ** 0.5, others * share**0.5], -2)
-                terms = _one_or_all(terms)
-                return type(self).of_rows(self.name, B, of_both, terms, constants=self.constants)
-        A = self.A * (1 - share) + other.A * share
-        return replace(self, B=B, A=A, num_terms=_one_or_all(terms))
+            share = torch.tensor(shares, dtype=A.dtype, device=A.device)[:, None, None]
+        A = A.scale(1 - share).add(others.scale(share))
+        return self.replace(B=B, A=A, num_terms=_one_or_all(terms))
 
     def _check_is_here(self) -> None:
-        if self.B.is_meta:
+        if self.is_meta:
             raise kept_elsewhere(self.name)
 
-    def _shapes(self) -> "KroneckerBlock":
-        """The block without values, as of another rank."""
-        shape, B = self._A_shape, self.B.to("meta")
-        return replace(self, B=B, A=None if shape is None else B.new_empty(shape))
+    def _without_values(self) -> "KroneckerBlock":
+        """The block as another rank has it."""
+        return self.replace(**{name: F.empty("meta") for name, F in self.factors.items()})
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
@@ -192,8 +188,9 @@ class KroneckerBlock:
                 f"The block of '{self.name}' has corrected eigenvalues, and a sum has other "
                 "eigenvectors. Add the factors as they are, and correct the sum over all the data."
             )
-        has_A = self._A_shape is not None
-        alike = self.B.shape == other.B.shape and has_A == (other._A_shape is not None)
+        (B, A), (other_B, other_A) = self._shapes, other._shapes
+        has_A = A is not None
+        alike = B == other_B and has_A == (other_A is not None)
         if not alike or self.constants != other.constants:
             raise ValueError(
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
@@ -207,46 +204,23 @@ class KroneckerBlock:
             )
 
     def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        to: Callable[[Factor, Any, Any], Factor] = Factor.to,
     ) -> Self:
-        """The block on another device or in another dtype."""
-        there = device
-        if self.B.is_meta:  # another rank's: it has no values to move
-            device = None
-        B, rows = self.B.to(device, dtype), self.rows_of_A
-        # In another dtype A is the Gram matrix of the rows in that dtype, as it is once loaded; in
-        # half precision, in which no Gram matrix is summed, it has no rows.
-        if rows is not None and dtype not in (None, rows.dtype):
-            if dtype in (torch.float32, torch.float64):
-                moved, terms = rows.to(device, dtype), self.num_terms
-                return type(self).of_rows(self.name, B, moved, terms, constants=self.constants)
-            rows = None
-        A = None if self.A is None else self.A.to(device, dtype)
-        moved = replace(self, B=B, A=A)
-        # Its eigenvalues came from its owner, who may not be there to be asked again.
-        if B.is_meta and (solved := self._remembered("_eigenvalues")) is not None:
-            moved._remember("_eigenvalues", [(v.to(there), n.to(there)) for v, n in solved])
-        if rows is not None:
-            moved._remember("_rows", rows.to(device, dtype))
-        return moved
+        """The block on another device or in another dtype; ``to`` as ``scale`` of `scale`."""
+        moved = {name: to(factor, device, dtype) for name, factor in self.factors.items()}
+        return self.replace(**moved)
 
     def named_factors(self) -> list[tuple[Tensor, str]]:
-        """B, and A if there is one, with their names for errors."""
-        factors = [(self.B, f"{self.name}, B")]
-        return factors if self.A is None else [*factors, (self.A, f"{self.name}, A")]
-
-    def _to_solve(self, vectors: bool) -> list[Factor]:
-        """The factors to decompose; without vectors of A its rows, with any matrix of its shape."""
-        rows = self.rows_of_A
-        if rows is None or vectors or not rows.shape[-2]:
-            return [Factor(*named) for named in self.named_factors()]
-        any_matrix = rows[..., :1, :].mT.expand(self._A_shape)  # pyright: ignore
-        return [Factor(self.B, f"{self.name}, B"), Factor(any_matrix, f"{self.name}, A", rows)]
+        """The matrices B, and A if there is one, with their names for errors."""
+        return [(factor.matrix, f"{self.name}, {name}") for name, factor in self.factors.items()]
 
     @property
     def cost(self) -> int:
         """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
-        return sum(_cost(shape) for shape in (self.B.shape, self._A_shape) if shape is not None)
+        return sum(_cost(factor.shape) for factor in self.factors.values())
 
     @property
     def _terms(self) -> tuple[float, ...]:
@@ -254,23 +228,10 @@ class KroneckerBlock:
         assert self.num_terms is not None
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
-    def _remember(self, key: str, value: Any) -> None:
-        """Keep a value until a factor is changed in place."""
-        self.__dict__[key] = self.version, value  # not a field, which comparing and copying see
-
-    def _remembered(self, key: str) -> Any:
-        """What `_remember` keeps; None if there is nothing, or if a factor was changed since."""
-        if key not in self.__dict__:
-            return None
-        version, value = self.__dict__[key]
-        return value if version == self.version else None
-
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
-        if (eigenvalues := self._remembered("_eigenvalues")) is None:
-            compute_eigenvalues([self])
-            eigenvalues = self.__dict__["_eigenvalues"][1]
-        return eigenvalues
+        compute_eigenvalues([self])
+        return [F.eigenvalues for F in self.factors.values() if F.eigenvalues is not None]
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
         """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
@@ -315,14 +276,28 @@ def compute_eigenvalues(
         RuntimeError: another rank is gone, or has such a factor.
     """
     # A corrected block knows them: they are its own.
-    plain = [b for b in blocks if type(b) is KroneckerBlock]
-    is_missing = [b._remembered("_eigenvalues") is None for b in plain]
-    if ranks is not None:  # all solve the same blocks: those that any of them has not
+    factors = _named([block for block in blocks if type(block) is KroneckerBlock])
+    is_missing = [factor.eigenvalues is None for factor, _ in factors]
+    if ranks is not None:  # all solve the same factors: those that any of them has not
         is_missing = [any(of_ranks) for of_ranks in zip(*ranks.gather(is_missing), strict=True)]
-    blocks = [b for b, missing in zip(plain, is_missing, strict=True) if missing]
-    solved = _solved(blocks, ranks, device, vectors=False)
-    for block, eigenvalues in zip(blocks, solved, strict=True):
-        block._remember("_eigenvalues", eigenvalues)
+    factors = [named for named, missing in zip(factors, is_missing, strict=True) if missing]
+    solved = _solved(factors, ranks, device, vectors=False)
+    for (factor, _), eigenvalues in zip(factors, solved, strict=True):
+        factor.eigenvalues = eigenvalues
+
+
+def take_eigenvalues(blocks: Iterable[KroneckerBlock], former: MutableMapping[str, Factor]) -> None:
+    """Give factors that equal the former ones of their names, to the bit, the eigenvalues of these.
+
+    They become the former ones. Only large ones: small ones are solved in batches, whose size their
+    bits may depend on, and a training that is resumed knows no former ones.
+    """
+    for factor, name in _named(blocks):
+        other, entries = former.get(name), factor.entries
+        if other is not None and other.eigenvalues and entries.shape[-2] > LARGEST_BATCHED:
+            if not entries.is_meta and torch.equal(entries, other.entries):
+                factor.eigenvalues = other.eigenvalues
+        former[name] = factor
 
 
 def decompose(
@@ -332,12 +307,12 @@ def decompose(
 ) -> list["EigenBlock"]:
     """Eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
     blocks = list(blocks)
-    plain = [b for b in blocks if type(b) is KroneckerBlock]
-    solved = iter(_solved(plain, ranks, device, vectors=True))
+    plain = [block for block in blocks if type(block) is KroneckerBlock]
+    solved = iter(_solved(_named(plain), ranks, device, vectors=True))
     return [
         block.eigen
         if isinstance(block, CorrectedBlock)
-        else EigenBlock(*(part for of_one in next(solved) for part in of_one))
+        else EigenBlock(*(part for _ in block.factors for part in next(solved)))
         for block in blocks
     ]
 
@@ -346,53 +321,54 @@ def gathered_blocks(
     blocks: Mapping[str, KroneckerBlock], ranks: Ranks, device: torch.device | str | None = None
 ) -> dict[str, KroneckerBlock]:
     """All blocks on each rank, from the ranks that keep them; see `KroneckerFactors.gathered`."""
-    holders = ranks.holders([not block.B.is_meta for block in blocks.values()])
+    holders = ranks.holders([not block.is_meta for block in blocks.values()])
     for name, of_block in zip(blocks, holders, strict=True):
         if not of_block:
             raise kept_elsewhere(name)
-    device = device or _device_of(block.B for block in blocks.values())
+    device = device or _device_of(block.factors["B"] for block in blocks.values())
     gathered, received = dict[str, KroneckerBlock](), list[tuple[Tensor, int]]()
     for (name, block), of_block in zip(blocks.items(), holders, strict=True):
         # What is sent lies on the device of those who receive it.
         whole = block if len(of_block) == ranks.size else block.to(device)
-        if block.B.is_meta:
-            factors = (block.B, block.A)
-            B, A = (None if F is None else torch.empty_like(F, device=device) for F in factors)
-            whole = replace(whole, B=B, A=A)
+        if block.is_meta:
+            whole = block.replace(**{which: F.empty(device) for which, F in block.factors.items()})
         gathered[name] = whole
         if len(of_block) < ranks.size:
-            received += [(F, of_block[0]) for F, _ in whole.named_factors()]
+            received += [(F.entries, of_block[0]) for F in whole.factors.values()]
     ranks.exchange_(received)
     for name, block in blocks.items():  # known still, whoever has computed them
-        if (eigenvalues := block._remembered("_eigenvalues")) is not None:
-            gathered[name]._remember("_eigenvalues", eigenvalues)
+        for which, factor in block.factors.items():
+            if factor.eigenvalues is not None:
+                gathered[name].factors[which].eigenvalues = factor.eigenvalues
     return gathered
 
 
+def _named(blocks: Iterable[KroneckerBlock]) -> list[tuple[Factor, str]]:
+    """The factors of all blocks, with their names for errors."""
+    return [(F, f"{block.name}, {which}") for block in blocks for which, F in block.factors.items()]
+
+
 def _solved(
-    blocks: list[KroneckerBlock],
+    named: list[tuple[Factor, str]],
     ranks: Ranks | None,
     device: torch.device | None,
     *,
     vectors: bool,
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """Eigenvalues of each block's factors, with eigenvectors or how many were clipped."""
-    ranks, to_solve = ranks or Ranks(None), [F for b in blocks for F in b._to_solve(vectors)]
+) -> list[tuple[Tensor, Tensor]]:
+    """Each factor's eigenvalues, with eigenvectors or how many were clipped."""
+    ranks = ranks or Ranks(None)
     # By memory, so that a factor which a weight and its bias share is solved once.
-    numbers, of_all = _by_memory([F.matrix for F in to_solve], ranks)
-    factors = {number: to_solve[number] for number in numbers}
-    rest = iter(numbers)
-    of_blocks = [[next(rest) for _ in range(1 if b._A_shape is None else 2)] for b in blocks]
+    numbers, of_all = _by_memory([factor for factor, _ in named], ranks)
+    factors = {number: named[number] for number in numbers}
     # Each rank solves its own factors, the largest first, and receives those of the others.
-    costs = {number: _cost(F.matrix.shape) for number, F in factors.items()}
+    costs = {number: _cost(factor.shape) for number, (factor, _) in factors.items()}
     keys = sorted(factors, key=lambda number: -costs[number])
     holders = [of_all[number] for number in keys]
     if not all(holders):
-        raise kept_elsewhere(factors[keys[holders.index([])]].name)
-    there = device or _device_of(F.matrix for F in factors.values())
+        raise kept_elsewhere(factors[keys[holders.index([])]][1])
+    there = device or _device_of(factor for factor, _ in factors.values())
     owners = ranks.owners([costs[key] for key in keys], holders)
-    this = ranks.rank
-    own = [key for key, owner in zip(keys, owners, strict=True) if owner == this]
+    own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
     solved = {
         key: (one.values, one.vectors if vectors else one.clipped)
@@ -400,7 +376,7 @@ def _solved(
     }
     for key in keys:
         if key not in solved:
-            F = factors[key].matrix
+            F, _ = factors[key]
             dtype = F.dtype if vectors else torch.float64
             shape, kind = (F.shape, F.dtype) if vectors else ((), torch.int64)
             values = torch.empty(F.shape[:-1], dtype=dtype, device=there)
@@ -408,7 +384,7 @@ def _solved(
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
-    return [[solved[number] for number in of_block] for of_block in of_blocks]
+    return [solved[number] for number in numbers]
 
 
 def kept_elsewhere(name: str) -> RuntimeError:
@@ -419,13 +395,13 @@ def kept_elsewhere(name: str) -> RuntimeError:
     )
 
 
-def _device_of(factors: Iterable[Tensor]) -> torch.device:
+def _device_of(factors: Iterable[Factor]) -> torch.device:
     """The device of the first factor with values; the CPU where this rank has none."""
     devices = (F.device for F in factors if not F.is_meta)
     return next(devices, torch.device("cpu"))
 
 
-def _by_memory(factors: Sequence[Tensor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
+def _by_memory(factors: Sequence[Factor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
     """Each factor's number, that of the first in the same memory, and the ranks that have it.
 
     The same on all ranks; collective. Factors are apart if they are on any rank that has them.
@@ -440,9 +416,10 @@ def _by_memory(factors: Sequence[Tensor], ranks: Ranks) -> tuple[list[int], list
     return numbers, holders
 
 
-def _identity(factor: Tensor) -> object:
+def _identity(factor: Factor) -> object:
     """A key that is equal for factors in the same memory, such as two views of one tensor."""
-    return factor.data_ptr(), factor.device, factor.dtype, factor.shape, factor.stride()
+    t = factor.entries
+    return t.data_ptr(), t.device, t.dtype, t.shape, t.stride()
 
 
 def _cost(shape: torch.Size) -> int:
@@ -580,15 +557,18 @@ class CorrectedBlock(KroneckerBlock):
         """The block times vectors v (..., P)."""
         return self.eigen.power_matvec(v, self._corrected, 1.0)
 
-    def scale(self, weight: float) -> Self:
+    def scale(self, weight: float, scale: Callable[[Factor, float], Factor] = Factor.scale) -> Self:
         """The block of the same data with a weight ≥ 0."""
-        return replace(super().scale(weight), eigen=self.eigen.scale(weight))
+        return super().scale(weight, scale).replace(eigen=self.eigen.scale(weight))
 
     def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        to: Callable[[Factor, Any, Any], Factor] = Factor.to,
     ) -> Self:
         """The block on another device or in another dtype."""
-        return replace(super().to(device, dtype), eigen=self.eigen.to(device, dtype))
+        return super().to(device, dtype, to).replace(eigen=self.eigen.to(device, dtype))
 
     def factor_eigenvalues(self) -> tuple[Tensor, None]:
         """All P eigenvalues ≥ 0, in float64, and None: they are not products of factors'."""

@@ -20,23 +20,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kfac_backend.layers.gram import Factor
+
 S = TypeVar("S")
 T = TypeVar("T")
 
 LARGEST_BATCHED = 256
 """Size up to which matrices are stacked for one call; a larger one has a core of a CPU to itself,
 and would gain nothing on a GPU."""
-
-
-class Factor(NamedTuple):
-    """A matrix to be decomposed."""
-
-    matrix: Float[Tensor, "*G d d"]
-    """Symmetric positive semi-definite up to rounding; where rows are solved, any of its shape."""
-    name: str
-    """For errors."""
-    rows: Float[Tensor, "*G M d"] | None = None
-    """x_m with matrix = Σ_m x_m x_mᵀ, where M is far below d."""
 
 
 class EigenDecomposition(NamedTuple):
@@ -50,8 +41,12 @@ class EigenDecomposition(NamedTuple):
     """How many were negative."""
 
 
-def eigendecompositions(factors: Sequence[Factor], *, vectors: bool) -> list[EigenDecomposition]:
+def eigendecompositions(
+    factors: Sequence[tuple[Factor, str]], *, vectors: bool
+) -> list[EigenDecomposition]:
     """Eigenvalues of each factor (ascending, clipped at 0), and eigenvectors if asked for.
+
+    Each comes with its name for errors.
 
     Without vectors in float64, which costs about as much as eigenvectors in float32; with vectors
     in the matrix's dtype. Falls back to float64, and to the CPU.
@@ -66,45 +61,46 @@ def eigendecompositions(factors: Sequence[Factor], *, vectors: bool) -> list[Eig
     # Step 1: which rows of a factor go to a solver; None stands for its inner products.
     splits: list[tuple[Tensor, Tensor] | None] = []
     sizes: list[int] = []
-    for matrix, _, rows in factors:
-        split = split_uncoupled(matrix) if rows is None or vectors else None
+    for factor, _ in factors:
+        rows = None if vectors else factor.rows
+        split = split_uncoupled(factor.matrix) if rows is None else None
         splits.append(split)
         sizes.append(len(split[1]) if split else rows.shape[-2])  # pyright: ignore
     # Step 2: which factors go there together. The largest are the first: as the last ones they
     # would leave the other cores idle.
     groups: dict[object, list[int]] = {}
     for i in sorted(range(len(factors)), key=lambda i: -sizes[i]):
-        like = factors[i].matrix
-        key = (sizes[i], like.dtype, like.device) if sizes[i] <= LARGEST_BATCHED else i
+        factor, _ = factors[i]
+        key = (sizes[i], factor.dtype, factor.device) if sizes[i] <= LARGEST_BATCHED else i
         groups.setdefault(key, []).append(i)
 
     def solve(group: list[int]) -> list[tuple[Tensor, Tensor]]:
-        reduced = [_reduced(factors[i], splits[i]) for i in group]
-        return _solve_group(reduced, [factors[i].name for i in group], vectors)
+        reduced = [_reduced(factors[i][0], splits[i]) for i in group]
+        return _solve_group(reduced, [factors[i][1] for i in group], vectors)
 
     # Step 3: on a CPU several large ones at once; small ones are not worth the threads.
-    on_cores = factors[0].matrix.device.type == "cpu" and max(sizes) >= LARGEST_BATCHED
+    on_cores = factors[0][0].device.type == "cpu" and max(sizes) >= LARGEST_BATCHED
     on_each = map_on_cores if on_cores and len(groups) > 1 else map
     solved: dict[int, tuple[Tensor, Tensor]] = {}
     for group, results in zip(groups.values(), on_each(solve, groups.values()), strict=True):
         solved |= zip(group, results, strict=True)
     # Step 4: the rows that the solver was not given.
     return [
-        _whole(factor.matrix, split, *solved[i], vectors)
-        for i, (factor, split) in enumerate(zip(factors, splits, strict=True))
+        _whole(factor, split, *solved[i], vectors)
+        for i, ((factor, _), split) in enumerate(zip(factors, splits, strict=True))
     ]
 
 
-def check_finite(factors: Sequence[Factor]) -> None:
+def check_finite(factors: Sequence[tuple[Factor, str]]) -> None:
     """Raise a ValueError that names a factor, unless all entries of all are finite."""
     # A sum is the quickest look at all entries. One of finite entries may overflow: look at each.
-    entries = [factor.matrix if factor.rows is None else factor.rows for factor in factors]
+    entries = [factor.entries for factor, _ in factors]
     if torch.stack([values.sum().double() for values in entries]).isfinite().all():
         return
     finite = torch.stack([torch.isfinite(values).all() for values in entries]).tolist()
     if not all(finite):
         raise ValueError(
-            f"The curvature factor of '{factors[finite.index(False)].name}' is not finite. Likely "
+            f"The curvature factor of '{factors[finite.index(False)][1]}' is not finite. Likely "
             "causes: exploding activations or gradients, or too large a learning rate before the "
             "pass."
         )
@@ -120,19 +116,17 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 
 def _reduced(factor: Factor, split: tuple[Tensor, Tensor] | None) -> Tensor:
     """The matrix that is solved for a factor: its rows' inner products, or its coupled rows."""
-    matrix = factor.matrix
     if split is None:
-        assert factor.rows is not None
-        x = factor.rows.double()
+        x = factor.entries.double()
         return x @ x.mT
-    _, coupled = split
+    matrix, (_, coupled) = factor.matrix, split
     # The matrix itself, not a copy, for all rows.
     whole = len(coupled) == matrix.shape[-1]
     return matrix if whole else matrix[..., coupled[:, None], coupled]
 
 
 def _whole(
-    matrix: Tensor,
+    factor: Factor,
     split: tuple[Tensor, Tensor] | None,
     of_rest: Tensor,
     Q: Tensor,
@@ -140,10 +134,10 @@ def _whole(
 ) -> EigenDecomposition:
     """A factor's decomposition, from the one of what a solver got of it."""
     if split is None:
-        zeros = of_rest.new_zeros(*of_rest.shape[:-1], matrix.shape[-1] - of_rest.shape[-1])
+        zeros = of_rest.new_zeros(*of_rest.shape[:-1], factor.shape[-1] - of_rest.shape[-1])
         values = torch.cat([zeros, of_rest.clamp(min=0.0)], -1)
         return EigenDecomposition(values, Q, (of_rest < 0).sum())
-    alone, coupled = split
+    matrix, (alone, coupled) = factor.matrix, split
     values = torch.cat([matrix.diagonal(dim1=-2, dim2=-1)[..., alone].to(of_rest), of_rest], -1)
     values, order = values.sort(-1)
     clipped, values = (values < 0).sum(), values.clamp(min=0.0)

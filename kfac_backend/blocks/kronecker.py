@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from kfac_backend.blocks.block import (
     kept_elsewhere,
 )
 from kfac_backend.files import parse_json, read_tensors, sha256_of_tensors, write_tensors
+from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
 
-FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 9
+FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 10
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 
@@ -62,9 +64,10 @@ class KroneckerFactors:
     def __add__(self, other: "KroneckerFactors") -> "KroneckerFactors":
         """The factors of the union of both data sets, exactly."""
         self._check_same_kind(other)
+        add = cache(Factor.add)  # once for the B of a weight and its bias
         return replace(
             self,
-            blocks={name: block.add(other.blocks[name]) for name, block in self.blocks.items()},
+            blocks={n: block.add(other.blocks[n], add) for n, block in self.blocks.items()},
             num_data=self.num_data + other.num_data,
             num_loss_terms=self.num_loss_terms + other.num_loss_terms,
             loss=self.loss + other.loss,
@@ -80,9 +83,10 @@ class KroneckerFactors:
         if not 0.0 <= float(weight) < math.inf:
             raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
         c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
+        scale = cache(Factor.scale)
         return replace(
             self,
-            blocks={name: block.scale(c) for name, block in self.blocks.items()},
+            blocks={name: block.scale(c, scale) for name, block in self.blocks.items()},
             num_data=self.num_data * c,
             num_loss_terms=self.num_loss_terms * c,
             loss=self.loss * c,
@@ -94,13 +98,14 @@ class KroneckerFactors:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "KroneckerFactors":
         """The factors on another device or in another dtype."""
-        moved = {name: block.to(device, dtype) for name, block in self.blocks.items()}
+        to = cache(Factor.to)
+        moved = {name: block.to(device, dtype, to) for name, block in self.blocks.items()}
         return replace(self, blocks=moved)
 
     def check_are_here(self) -> None:
         """Raise a RuntimeError that names a block which another rank keeps."""
         for name, block in self.blocks.items():
-            if block.B.is_meta:
+            if block.is_meta:
                 raise kept_elsewhere(name)
 
     def gathered(
@@ -192,16 +197,12 @@ class KroneckerFactors:
         entries = []
         for name, block in self.blocks.items():
             entry = {"name": name, "num_terms": block.num_terms, "constants": [*block.constants]}
-            rows = None
             if isinstance(block, CorrectedBlock):
                 parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
                 entry["eigen"] = {k: add(f"{name}/{k}.eigen", v) for k, v in parts.items()}
-            else:
-                rows = block.rows_of_A
-            for which, F in (("B", block.B), ("A", block.A)):
-                if F is not None:
-                    form, stored = _pack(F) if which == "B" or rows is None else ("rows", rows)
-                    entry[which] = add(f"{name}/{which}.{form}", stored)
+            for which, F in block.factors.items():
+                form, stored = _pack(F.matrix) if F.rows is None else ("rows", F.rows)
+                entry[which] = add(f"{name}/{which}.{form}", stored)
             entries.append(entry)
         header = {
             "format": FORMAT,
@@ -230,7 +231,7 @@ class KroneckerFactors:
                 f"{header.get('version')}. Compute the factors again, or write them with save()."
             )
         try:
-            factors = dict[str, Tensor]()  # of equal ones just one, which is also solved once
+            factors = dict[str, Factor]()  # of equal ones just one, which is also solved once
             return cls(
                 {entry["name"]: _block(entry, tensors, factors) for entry in header["blocks"]},
                 options=CurvatureOptions(**header["options"]),
@@ -278,7 +279,7 @@ class KroneckerFactors:
 
 
 def _block(
-    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: dict[str, Tensor]
+    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: dict[str, Factor]
 ) -> KroneckerBlock:
     """A block from its entry in the header and its tensors; with an eigenbasis it is corrected.
 
@@ -291,17 +292,16 @@ def _block(
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms
     first, end = entry["constants"]
 
-    def factor(key: str) -> Tensor:
+    def factor(key: str) -> Factor:
         if key not in factors:
-            factors[key] = _unpack(key.rpartition(".")[2], tensors[key])
+            form, stored = key.rpartition(".")[2], tensors[key]
+            # A copy begins at an aligned address, on which the bits of the matrix may depend.
+            is_rows = form == "rows"
+            factors[key] = Factor(rows=stored.clone()) if is_rows else Factor(_unpack(form, stored))
         return factors[key]
 
-    B, A = factor(entry["B"]), entry.get("A")
-    if A is not None and A.endswith(".rows"):
-        # A copy begins at an aligned address, on which the bits of A may depend.
-        rows = tensors[A].clone()
-        return KroneckerBlock.of_rows(name, B, rows, terms, constants=(first, end))
-    A = None if A is None else factor(A)
+    B = factor(entry["B"])
+    A = factor(entry["A"]) if "A" in entry else None
     if "eigen" not in entry:
         return KroneckerBlock(name, B, A, terms, (first, end))
     eigen = EigenBlock(**{part: tensors[key] for part, key in entry["eigen"].items()})

@@ -18,15 +18,14 @@ for some examples of the first batch; layers that no positions share have the sa
 
 from collections.abc import Mapping, Sequence
 from glob import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import examples
+from kfac_backend.engine.calls import examples, forked_random_numbers
 from kfac_backend.engine.capture import Capture, Sink
-from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import counting
 from kfac_backend.fisher import DrawnLabels, ExactGGN
@@ -34,7 +33,9 @@ from kfac_backend.layers import Use, WeightSharingRule
 from kfac_backend.likelihoods import Likelihood, check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
-from kfac_backend.ranks import Ranks
+
+if TYPE_CHECKING:
+    from kfac_backend.engine.driver import Driver
 
 EXAMPLES = 8
 """Examples of the first batch that decide."""
@@ -49,19 +50,13 @@ def automatic_mode(num_dimensions: int) -> Mode:
 
 
 def mode_of_first_batches(
-    model: nn.Module,
-    proof: Proof,
-    likelihood: Likelihood,
-    ranks: Ranks,
-    x: Any = None,
-    y: Tensor | None = None,
-    mask: Tensor | None = None,
+    driver: "Driver", x: Any = None, y: Tensor | None = None, mask: Tensor | None = None
 ) -> KfacApprox:
     """The mode by the first batch of each rank, None of a rank without data; collective.
 
     "auto" if no rank has data. A mask says which positions count.
     """
-    decision = None
+    decision, proof, model = None, driver.proof, driver.model
     if y is not None:
         mode, traces = automatic_mode(proof.output_dim), {}
         if mode == "reduce":
@@ -69,10 +64,12 @@ def mode_of_first_batches(
             if proof.plan.splits:
                 few = slice(EXAMPLES)
                 x, y, mask = examples(x, few), y[few], None if mask is None else mask[few]
-            with counting(mask):
-                traces = block_traces(model, proof.assignment, likelihood, x, y)
+            # Dropout that is on must not use up the user's random numbers.
+            no_autocast = torch.autocast(driver.device.type, enabled=False)
+            with forked_random_numbers(model), no_autocast, counting(mask):
+                traces = block_traces(model, proof.assignment, driver.task.likelihood, x, y)
         decision = mode, traces
-    decisions = [of_rank for of_rank in ranks.gather(decision) if of_rank]
+    decisions = [of_rank for of_rank in driver.ranks.gather(decision) if of_rank]
     if not decisions:
         return "auto"
     mode = decisions[0][0]

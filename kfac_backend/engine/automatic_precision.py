@@ -94,4 +94,4 @@ def _factors(
     trial.arithmetic.precision = precision
     with full_float32(), forked_random_numbers(driver.model):
         trial.add_part(x, y, driver.task.mask(x))
-    return {name: [use.B for use in uses] for name, uses in trial.sink.sums()[0].items()}
+    return {name: [use.B.matrix for use in uses] for name, uses in trial.sink.sums()[0].items()}

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers import LayerByParts
-from kfac_backend.sharding import is_sharded, reshard, substituted, whole_parameters
+from kfac_backend.sharding import is_part, reshard, substituted, whole_parameters
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: p.detach().contiguous(memory_format=torch.channels_last)
         for name, p in model.named_parameters()
-        if p.dim() == 4
+        if p.dim() == 4 and not is_part(p)
     }
 
 
@@ -223,14 +223,13 @@ def _called(
     # their names. functional_call's own tie_weights visits a module with two names twice and leaves
     # it without its parameters afterwards (pytorch issue 164759).
     for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            name, p = path + local, whole.get((prefix, local), p)
+        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            p = whole.get(name, p)
             state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
         # Buffers that may change, such as running statistics, are copies.
         if module.training:
-            for local, buffer in module.named_buffers(recurse=False):
-                state[path + local] = buffer.clone()
+            buffers = module.named_buffers(prefix, recurse=False)
+            state |= {name: buffer.clone() for name, buffer in buffers}
     # PyTorch's fused inference path would run a transformer's layers without hooks.
     mha = torch.backends.mha
     is_fused = mha.get_fastpath_enabled()
@@ -558,8 +557,7 @@ def make_plan(model: nn.Module, x: Any, N: int | None, device: torch.device) -> 
     """
     if not N:
         return Plan()
-    # Ranks that share a model run it equally often, whatever the sizes of their batches are.
-    is_alone = device.type == "cpu" and not is_sharded(model)
+    on_cpu = device.type == "cpu"
     sizes: list[int] = []  # bytes of all modules' outputs
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -583,7 +581,7 @@ def make_plan(model: nn.Module, x: Any, N: int | None, device: torch.device) -> 
             alone += [call_with(model, {}, other) for other in others]
             by_example = max(sizes, default=0)
             both = call_with(model, {}, ends)
-            weights = in_channels_last(model) if is_alone else {}
+            weights = in_channels_last(model) if on_cpu else {}
             channels_last = False
             if weights:
                 f = attempt(lambda: call_with(model, weights, ends))
@@ -593,7 +591,7 @@ def make_plan(model: nn.Module, x: Any, N: int | None, device: torch.device) -> 
             and by_example > 0
             and all(close(both[k : k + 1], f) for k, f in enumerate(alone))
         )
-        size = max(1, LARGEST_ACTIVATION // by_example) if splits and is_alone else None
+        size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
         return Plan(size, channels_last, splits)
 
     plan = attempt(trial)

@@ -14,7 +14,6 @@ A step of training makes its own forward pass (`optimizer.training_pass`), and c
 does to a part one by one: `capture`, `propagate`, `PassState.add`.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,11 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.calls import (
-    call_with,
     detached,
     each_batch,
     examples,
-    forked_random_numbers,
     in_channels_last,
     is_out_of_memory,
     parts,
@@ -40,16 +37,14 @@ from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.sharded_pass import ShardedPass
 from kfac_backend.engine.task import (
-    LateChecks,
+    BatchChecks,
     Task,
-    check_finite,
     check_inputs,
     counting,
     has_no_examples,
     split_batch,
 )
-from kfac_backend.fisher import MANY_PASSES
-from kfac_backend.likelihoods import IGNORED, Likelihood, loss_sum, num_counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
@@ -60,8 +55,8 @@ from kfac_backend.sharding import is_sharded, resharded
 class PassState:
     """One pass over some data: what it has counted so far, and the loss that it has summed."""
 
-    late: LateChecks
-    """What is checked of batches on the device, and read later."""
+    checks: BatchChecks
+    """What is checked of its batches, some of it on the device and read later."""
     generator: torch.Generator | None
     """The source of drawn numbers, of this rank alone; None is torch's."""
     # These stay on the device until the end, so that no batch waits for a transfer. The loss has
@@ -153,7 +148,7 @@ class Driver:
         if self.fisher.draws and self.ranks.size > 1:
             own = self.ranks.generator(_common_generator(own, self.device))
         self.state = PassState(
-            LateChecks(self.device),
+            BatchChecks(self.model, self.task, self.device),
             own,
             torch.zeros((), dtype=torch.long, device=self.device),
             torch.zeros((), dtype=torch.float64, device=self.device),
@@ -213,7 +208,7 @@ class Driver:
             # pass has taken twice as long as it needed to meet it.
             self.state.num_batches += 1
             if not self.state.num_batches & (self.state.num_batches - 1):
-                self.state.late.read(self.model, self.task.check)
+                self.state.checks.read()
         self.state.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
@@ -225,9 +220,11 @@ class Driver:
         # If a check or the sum over ranks fails now, the pass must begin again.
         state = self.state
         state.failed = bool(state.num_data)
-        state.late.read(self.model, self.task.check)
-        if self.kfac_approx == "auto":
-            self._decide_mode()
+        state.checks.read()
+        if self.kfac_approx == "auto":  # no batch of this rank has decided it
+            from kfac_backend.engine.automatic_mode import mode_of_first_batches
+
+            self.kfac_approx = mode_of_first_batches(self)
         blocks, others = self.sink.sums() if state.num_data else ({}, {})
         sums = PassSums(
             blocks, others, self.kfac_approx,
@@ -236,10 +233,11 @@ class Driver:
             padding=self.proof.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": self.task.likelihood, "the options": self.options}
-        sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
-        if self.fisher.draws and self.ranks.size > 1:  # so that the next pass draws other labels
-            common = _common_generator(self.generator, self.device)
-            torch.rand((), generator=common, device=common.device)
+        if self.ranks.size > 1:
+            sums = sum_over_ranks(sums, self.ranks, self.model, must_agree, by_owners=by_owners)
+            if self.fisher.draws:  # so that the next pass draws other labels
+                common = _common_generator(self.generator, self.device)
+                torch.rand((), generator=common, device=common.device)
         state.is_over, state.weights = True, None
         return sums
 
@@ -253,46 +251,31 @@ class Driver:
                 "Call reset() and begin with the first batch."
             )
 
-    # ---- What the first batches decide for all.
-
     def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
-        """Make what is missing of the proof, and decide the mode; returns the batch's targets.
+        """A batch's targets; the first batches make the proof, and decide the mode, for all.
 
-        ``mask`` is that of `Task.mask`. Nothing is missing once all is decided.
+        ``mask`` is that of `Task.mask`.
         """
         # First the targets, since the proof must know which loss terms count.
         y = self.task.targets(self.model, x, y, mask)
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         if not self.proof.is_made(N):
             check_inputs(x)
-            self.proof.make(x, N, self.task.ignored(y))
+            self.proof.make(x, N, counted_terms(y, self.task.likelihood))
         if mask is not None and not self.proof.holds_for_masks:
-            self._prove_mask(x, y, mask)
+            some, its_mask, counted = x, mask, counted_terms(y, self.task.likelihood)
+            if splits_by_example(x, y):  # the first that it hides a position of, and another one
+                hiding = torch.argmin(mask.all(1).int())
+                which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+                some, its_mask = examples(x, which), mask[which]
+                counted = None if counted is None else counted[which]
+            self.proof.make_for_masks(some, its_mask, counted)
         if self.kfac_approx == "auto":
-            self._decide_mode(x, y, mask)
+            # Loaded only where the mode is not given.
+            from kfac_backend.engine.automatic_mode import mode_of_first_batches
+
+            self.kfac_approx = mode_of_first_batches(self, x, y, mask)
         return y
-
-    def _prove_mask(self, x: Any, y: Any, mask: Tensor) -> None:
-        """Prove that a mask does no harm, on the first example that it hides a position of."""
-        ignored = self.task.ignored(y)
-        if splits_by_example(x, y):  # and on another one
-            hiding = torch.argmin(mask.all(1).int())
-            which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
-            x, mask = examples(x, which), mask[which]
-            ignored = None if ignored is None else ignored[which]
-        self.proof.make_for_masks(x, mask, ignored)
-
-    def _decide_mode(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
-        """Decide kfac_approx="auto", by the first batch or without any; collective."""
-        # Loaded only where the mode is not given.
-        from kfac_backend.engine.automatic_mode import mode_of_first_batches
-
-        # Dropout that is on must not use up the user's random numbers.
-        no_autocast = torch.autocast(self.device.type, enabled=False)
-        with forked_random_numbers(self.model), no_autocast:
-            self.kfac_approx = mode_of_first_batches(
-                self.model, self.proof, self.task.likelihood, self.ranks, x, y, mask
-            )
 
     # ---- One part of a batch, step by step.
 
@@ -336,23 +319,9 @@ class Driver:
             with counting(mask), capture:
                 # One forward pass: A, and all that a gradient will need.
                 f = capture.forward(x)
-                # Steady batches are checked on the device, and the result is read later. The first
-                # of its form is checked before the first backward pass: an error is cheap now.
-                if not isinstance(y, Tensor) or not self.state.late.see(x, f, y):
-                    self.task.check(f, y)
-                    check_finite(self.model, f, x)
-                elif likelihood.name in ("classification", "noisy_classification"):
-                    # A label out of range, which is reported later, must not stop a GPU now.
-                    y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
-                self.task.look_at(f)
-                passes = 0 if self.state.num_data else self.fisher.num_passes(likelihood, f)
-                if passes > MANY_PASSES:
-                    warnings.warn(
-                        f"fisher={self.fisher.name!r} takes {passes} backward passes for each part "
-                        f"of a batch: outputs have shape {tuple(f.shape)}. fisher='mc' takes "
-                        "mc_samples passes.",
-                        stacklevel=2,
-                    )
+                y = self.state.checks.check(x, f, y)
+                if not self.state.num_data:
+                    self.fisher.warn_of_many_passes(likelihood, f)
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
@@ -360,29 +329,17 @@ class Driver:
             if self.sharded:
                 self.sharded.prove_masked(masked, x, y, mask)
             elif masked - self.proof.masked:
-                self.proof.make_for_masks(x, mask, self.task.ignored(y))
+                self.proof.make_for_masks(x, mask, counted_terms(y, likelihood))
             with torch.autocast(self.device.type, enabled=False):
                 self.sink.part_done(f, y)
         if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
-            self._add_example_gradients(x, y)
+            # Loaded only where such parameters are.
+            from kfac_backend.engine.operations.example_gradients import hand_over_gradients
+
+            hand_over_gradients(self, x, y)
         # Counted last: a part that failed must not count.
         self.state.add(f, y, likelihood)
         self.state.loss += loss_sum(f.detach(), y, likelihood)
-
-    def _add_example_gradients(self, x: Any, y: Tensor) -> None:
-        """Hand over the gradients in parameters without a rule, which no hook sees."""
-        # Loaded only where such parameters are.
-        from kfac_backend.engine.operations.example_gradients import gradients_of_examples
-
-        with torch.no_grad(), forked_random_numbers(self.model):
-            f = call_with(self.model, {}, x)
-        vectors = torch.stack(list(self.vectors(f, y)), 1)  # (N, V, ..., C)
-        names = self.proof.assignment.diagonal
-        for _, by_name in gradients_of_examples(
-            self.model, names, x, f, vectors.__getitem__, vectors.shape[1]
-        ):
-            for name, g in by_name.items():
-                self.sink.example_gradients(name, g)
 
     # ---- Batches that fit into memory.
 

@@ -12,7 +12,6 @@ After the sum over ranks `assemble_blocks` makes blocks of the sums. Before the 
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
-from kfac_backend.layers.gram import Gram
+from kfac_backend.layers.gram import Factor, Gram
 from kfac_backend.layers.rule import BlockSums
 from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 from kfac_backend.ranks import PassSums
@@ -116,7 +115,7 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
 
     A is a mean over its terms.
     """
-    blocks, packed = {}, dict[Any, Tensor]()
+    blocks, packed = {}, dict[Any, Factor]()
     for name, uses in sums.blocks.items():
         if len(uses) > 1 and uses[0].slot[1] > 1:
             blocks[name] = _packed(name, uses, packed)
@@ -131,7 +130,7 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
         if name in blocks:
             size = shapes[name][1:].numel()
             constants = row * size, (row + 1) * size
-            blocks[name] = replace(blocks[name], constants=constants)
+            blocks[name] = blocks[name].replace(constants=constants)
     return {name: blocks[name] for name in shapes}
 
 
@@ -189,35 +188,31 @@ def _kind(rule: Rule, local: str) -> tuple:
 
 def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
     """B as summed, A divided by its terms; (1, d, d) of a single group becomes (d, d)."""
-    terms = max(sums.num_terms, 1)
-    B, A, rows = (F[0] if F is not None and len(F) == 1 else F for F in (sums.B, sums.A, sums.rows))
-    assert B is not None
-    if rows is not None:
-        return KroneckerBlock.of_rows(name, B, rows / terms**0.5, sums.num_terms)
+    B, A = sums.B.ungrouped, sums.A
+    if A is None:
+        return KroneckerBlock(name, B)
     # In place: a second copy of all input factors would be the peak of the pass's memory.
-    return (
-        KroneckerBlock(name, B, A)
-        if A is None
-        else KroneckerBlock(name, B, A.div_(terms), sums.num_terms)
-    )
+    A = A.ungrouped.divide_(max(sums.num_terms, 1))
+    return KroneckerBlock(name, B, A, sums.num_terms)
 
 
-def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Tensor]) -> KroneckerBlock:
+def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Factor]) -> KroneckerBlock:
     """The blocks of several maps as the groups of the tensor that holds them.
 
     ``packed`` has the Bs of other parameters so far: weights and biases share one.
     """
-    sums = sorted((s.with_A() for s in of_slots), key=lambda of_slot: of_slot.slot[0])
+    sums = sorted(of_slots, key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
     # Each map becomes a group with terms of its own, since keys may be more than queries.
-    memory = tuple(id(s.B) for s in sums)
-    if memory not in packed:
-        packed[memory] = torch.cat([s.B for s in sums])
-    B = packed[memory]
-    inputs = [s.A / max(s.num_terms, 1) for s in sums if s.A is not None]
+    Bs = tuple(s.B for s in sums)
+    if Bs not in packed:
+        packed[Bs] = Factor.concatenated(Bs)
+    B = packed[Bs]
+    inputs = [s.A.divide_(max(s.num_terms, 1)) for s in sums if s.A is not None]
     if not inputs:
         return KroneckerBlock(name, B)
-    return KroneckerBlock(name, B, torch.cat(inputs), tuple(s.num_terms for s in sums))
+    A = Factor.concatenated(inputs)
+    return KroneckerBlock(name, B, A, tuple(s.num_terms for s in sums))
 
 
 def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
@@ -244,7 +239,7 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     if not blocks:
         return unused
     if len(blocks) == 1:
-        return KroneckerBlock(blocks[0].name, blocks[0].B, blocks[0].A)
+        return blocks[0].replace(num_terms=None)
     # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
     diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
     Bs = [b.B if diagonal else _dense(b.B) for b in blocks]

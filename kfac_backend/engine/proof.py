@@ -113,25 +113,27 @@ class Proof:
         self.masked = set()
         return True
 
-    def make(self, x: Any, N: int | None, ignored: Tensor | None = None) -> None:
+    def make(self, x: Any, N: int | None, counted: Tensor | None = None) -> None:
         """Prove, on a few of the examples, what is not proved yet.
 
         Dropout that is on uses up no random numbers of the caller. After `renew`, what other
         values of the parameters could change is proved again on two examples, if the model's
         structure is the same; if it does not hold again, the whole proof is made.
 
-        N is None if it is not known. ``ignored`` marks loss terms (N, ...) that do not
-        count.
+        N is None if the targets do not tell it. ``counted`` marks the loss terms (N, ...) that
+        count; None is all.
 
         Raises:
             ValueError: inputs with NaN or infinity, if they prevent the proof.
             NotImplementedError: what the hooks cannot follow, by name.
         """
+        if num_examples(x) != N:
+            N = None  # what belongs to which example is not known
         if self._structure is not None:
-            if self._holds_again(x, N, ignored):
+            if self._holds_again(x, N, counted):
                 return
             self.assignment, self._structure = self._initial, None
-        if N is not None and num_examples(x) == N:
+        if N is not None:
             device = next(self._model.parameters()).device
             self.plan, self._in_parts = make_plan(self._model, x, N, device), None
             # `with_first_again` appends two copies: no more examples in all than a part, or the
@@ -140,22 +142,28 @@ class Proof:
             if self.plan.splits and N > most:  # a few, spread evenly over the batch
                 which = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
                 x, N = examples(x, which), most
-                ignored = None if ignored is None else ignored[which]
+                counted = None if counted is None else counted[which]
         try:
             with forked_random_numbers(self._model):
                 while True:  # ends, as each refusal takes parameters away or raises
                     try:
-                        self._prove(x, N, ignored)
+                        assignment = self.assignment
+                        if not self._uses_verified:
+                            assignment = self._prove_uses(x, N)
+                        if not self._independence_verified and (N is None or N > 1):
+                            assignment = self._prove_independence(assignment, x, N, counted)
                         break
                     except Refusal as refusal:
                         self._give_up(refusal)
         except NotImplementedError:
             check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
             raise
+        # Only now, so that a check that raises leaves the assignment as it was.
+        self.assignment, self._uses_verified = assignment, True
         if self._independence_verified:
             self._structure = _structure(self._model)
 
-    def _holds_again(self, x: Any, N: int | None, ignored: Tensor | None) -> bool:
+    def _holds_again(self, x: Any, N: int | None, counted: Tensor | None) -> bool:
         """Prove on two examples that the assignment still holds; False if it does not.
 
         Other numbers may have opened a gate, behind which examples mix or a parameter is used.
@@ -165,16 +173,23 @@ class Proof:
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
         if assignment.operations.names or assignment.diagonal or kinds & {"several", "followed"}:
             return False
-        if not self.plan.splits or N is None or N < 2 or num_examples(x) != N:
+        if not self.plan.splits or N is None or N < 2:
             return False
         if not isinstance(x, Tensor | dict):  # `with_first_again` may not take it
             return False
-        two = None if ignored is None else ignored[:2]
+        model, two = self._model, None if counted is None else counted[:2]
 
         def trial() -> bool:
-            with forked_random_numbers(self._model):
-                self._prove(examples(x, slice(2)), 2, two, again=True)
-            return self._independence_verified
+            with forked_random_numbers(model):
+                one = examples(x, slice(1))  # which shows every use
+                verify_divided(model, assignment, one)
+                _, proved, candidates = verify_uses(model, assignment, one)
+                if candidates:
+                    return False
+                proved = self._prove_independence(proved, examples(x, slice(2)), 2, two)
+                if self._independence_verified:
+                    self.assignment, self._uses_verified = proved, True
+                return self._independence_verified
 
         holds = attempt(trial)
         if isinstance(holds, Exception) and not isinstance(holds, NotImplementedError):
@@ -210,7 +225,7 @@ class Proof:
                 "which run whole."
             )
 
-    def make_for_masks(self, x: Any, mask: Tensor | None, ignored: Tensor | None) -> None:
+    def make_for_masks(self, x: Any, mask: Tensor | None, counted: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
 
         The mask is given, or the model has one of its own.
@@ -220,73 +235,69 @@ class Proof:
         there: a model may trim a batch to its longest sequence, so that the mask fits its layers in
         other batches alone. It comes after `make`, whose layers and runs it takes.
 
-        ``ignored`` marks loss terms (N, ...) that do not count.
+        ``counted`` marks the loss terms (N, ...) that count; None is all.
         """
         with counting(mask):
-            *_, masked = verify_independence(self._model, self.assignment, x, ignored=ignored)
+            *_, masked = verify_independence(self._model, self.assignment, x, counted=counted)
         self.holds_for_masks, self.masked = True, self.masked | masked
 
-    def _prove(self, x: Any, N: int | None, ignored: Tensor | None, again: bool = False) -> None:
-        """Prove all steps; ``again`` those that other numbers in the parameters could change."""
+    def _prove_uses(self, x: Any, N: int | None) -> RuleAssignment:
+        """The assignment, completed, with which the hooks see every use of the parameters."""
         # The order matters. Parts come first, since every later check runs them in place of the
         # layers' own forwards. Runs on shared inputs must be known before parameters are followed,
         # because the outputs of such runs are copied for each example; and before independence is
         # proved, because rows that all examples share look as if examples mixed.
-        by_example = N is not None and num_examples(x) == N
-        assignment = self.assignment
-        if not self._uses_verified:
-            # Step 1: layers that run by parts compute what they compute whole.
-            some = examples(x, slice(1)) if again else x  # one example shows every use
-            if assignment.divided:
-                verify_divided(self._model, assignment, some)
-            # Step 2: which parameters act through their own layers alone.
-            f, assignment, candidates = verify_uses(self._model, assignment, some)
-            self.output_dim = f.dim()
-            shared: dict[str, str] = {}
-            # Step 3: which runs are on what all examples share, or on several rows of each.
-            if by_example and not again:
-                assignment, shared = find_runs(self._model, assignment, x)
-            # Step 4: all other uses, operation by operation.
-            if candidates or shared:
-                if again or not by_example:  # following needs one example and two
-                    raise Refusal(candidates)
-                # Loaded only where there is something to follow.
-                from kfac_backend.engine.operations.classify import follow
+        model = self._model
+        # Step 1: layers that run by parts compute what they compute whole.
+        verify_divided(model, self.assignment, x)
+        # Step 2: which parameters act through their own layers alone.
+        f, assignment, candidates = verify_uses(model, self.assignment, x)
+        self.output_dim = f.dim()
+        shared: dict[str, str] = {}
+        # Step 3: which runs are on what all examples share, or on several rows of each.
+        if N is not None:
+            assignment, shared = find_runs(model, assignment, x)
+        # Step 4: all other uses, operation by operation.
+        if candidates or shared:
+            if N is None:  # following needs one example and two
+                raise Refusal(candidates)
+            # Loaded only where there is something to follow.
+            from kfac_backend.engine.operations.classify import follow
 
-                assignment = follow(self._model, assignment, x, candidates, shared)
-                verify_gradients(self._model, assignment, x, candidates | shared)
-            # Step 5: which rows are constants, where any can be.
-            of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
-            if not again and (assignment.diagonal or of_layers.count(None) < len(of_layers)):
-                from kfac_backend.engine.operations.padding import padding_rows
+            assignment = follow(model, assignment, x, candidates, shared)
+            verify_gradients(model, assignment, x, candidates | shared)
+        # Step 5: which rows are constants, where any can be.
+        of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
+        if assignment.diagonal or of_layers.count(None) < len(of_layers):
+            from kfac_backend.engine.operations.padding import padding_rows
 
-                assignment = replace(assignment, padding=padding_rows(self._model, x))
-        # Step 6: no layer mixes examples, with everything in place that the steps before found.
-        if not self._independence_verified and (N is None or N > 1):
-            numbers = None
-            if by_example and N is not None:
-                x, numbers = with_first_again(x, N, self.plan.splits)
-            own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
-            if own_names:
-                verify_gradients(
-                    self._model, assignment, x, dict.fromkeys(own_names, no_copies(own_names))
+            assignment = replace(assignment, padding=padding_rows(model, x))
+        return assignment
+
+    def _prove_independence(
+        self, assignment: RuleAssignment, x: Any, N: int | None, counted: Tensor | None
+    ) -> RuleAssignment:
+        """Step 6: no layer mixes examples, with everything in place that the steps before found."""
+        numbers = None
+        if N is not None:
+            x, numbers = with_first_again(x, N, self.plan.splits)
+        own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
+        if own_names:
+            messages = dict.fromkeys(own_names, no_copies(own_names))
+            verify_gradients(self._model, assignment, x, messages)
+        while True:
+            try:
+                self._independence_verified, runs, masked = verify_independence(
+                    self._model, assignment, x, numbers, counted
                 )
-            while True:
-                try:
-                    self._independence_verified, runs, masked = verify_independence(
-                        self._model, assignment, x, numbers, ignored
-                    )
-                    break
-                # "several" was a guess from the number of rows. Without it the rows may still be
-                # independent, in another order; then only their examples are unknown.
-                except _Mixed as mixed:
-                    assignment = _without_several_rows(assignment, mixed)
-            if not by_example:  # `find_runs` could not tell them
-                assignment = _with_runs(assignment, runs)
-            self.masked = self.masked | masked
-        # Only now, so that a check that raises leaves the assignment as it was.
-        self.assignment = assignment
-        self._uses_verified = True
+                break
+            # "several" was a guess from the number of rows. Without it the rows may still be
+            # independent, in another order; then only their examples are unknown.
+            except _Mixed as mixed:
+                assignment = _without_several_rows(assignment, mixed)
+        self.masked = self.masked | masked
+        # `find_runs` could not tell them of inputs whose examples are not known.
+        return _with_runs(assignment, runs) if N is None else assignment
 
     def _give_up(self, refusal: Refusal) -> None:
         """Treat the refused parameters as the option ``unsupported`` says.
@@ -598,7 +609,7 @@ def verify_independence(
     assignment: RuleAssignment,
     x: Any,
     numbers: Tensor | None = None,
-    ignored: Tensor | None = None,
+    counted: Tensor | None = None,
 ) -> tuple[bool, dict[TrackedLayer, list[Run]], set[TrackedLayer]]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
@@ -606,8 +617,9 @@ def verify_independence(
     of the other outputs only the other rows. Examples that happen to be sorted would hide a forward
     that sorts them by their values; `with_first_again` prevents that.
 
-    ``numbers`` has the example's index in ``ignored`` for each row of x, and is None if the
-    rows are these examples in order. ``ignored`` marks loss terms (N, ...) that do not count.
+    ``numbers`` has the example's index in ``counted`` for each row of x, and is None if the
+    rows are these examples in order. ``counted`` marks the loss terms (N, ...) that count; None is
+    all.
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
@@ -633,11 +645,11 @@ def verify_independence(
         u = noise_like(f)
         # Labels that do not fit the outputs are reported by `check_targets`.
         if (
-            ignored is not None
-            and ignored.shape[1:] == f.shape[1:-1]
-            and int(numbers.max()) < len(ignored)
+            counted is not None
+            and counted.shape[1:] == f.shape[1:-1]
+            and int(numbers.max()) < len(counted)
         ):
-            u = u * ~ignored[numbers][..., None]
+            u = u * counted[numbers][..., None]
         splits = [numbers == 0]
         if capture.runs.has_row_groups:
             # That an example's rows follow one another was guessed from their number. The first
@@ -826,15 +838,7 @@ def _takes_copies(model: nn.Module, assignment: RuleAssignment, twins: Any) -> b
     """Whether the output stays when shared outputs are copied for each of two examples."""
 
     def trial() -> bool:
-        with explicit_forwards(assignment), forked_random_numbers(model), DtypesInUse() as used:
-            f = call_with(model, {}, twins)
-        with (
-            Capture(model, assignment) as capture,
-            forked_random_numbers(model),
-        ):
-            g = capture.forward(twins)
-        if not close(f.detach(), g.detach(), used.tolerance):
-            return False
+        verify_gradients(model, assignment, twins, {})
         # Copies are all equal, so that along a wrong axis of the same size the output stays, too.
         with forked_random_numbers(model):
             verify_independence(model, assignment, twins)
@@ -876,6 +880,8 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
         }
         for d in divided
     }
+    if not any(messages.values()):
+        return
     with preserve_state(model):
         model.eval()  # in train mode the two forwards would draw different dropout masks
         try:
@@ -883,10 +889,11 @@ def verify_divided(model: nn.Module, assignment: RuleAssignment, x: Any) -> None
             verify_gradients(model, assignment, x, every, by_parts=False)
         except Refusal:
             # All at once is cheaper; one after the other shows whose output is another.
-            for d in divided:
+            for d, of_layer in messages.items():
                 alone = replace(assignment, divided=[d])
                 try:
-                    verify_gradients(model, alone, x, messages[d], by_parts=False)
+                    if of_layer:
+                        verify_gradients(model, alone, x, of_layer, by_parts=False)
                 except Refusal as refusal:
                     raise Refusal(refusal.errors, [d]) from refusal
             raise
@@ -929,14 +936,13 @@ def verify_gradients(
     expressions of followed parameters; layers run by their parts. And the gradients from all uses,
     by their rules and summed over the examples, must equal autograd's.
 
-    ``messages`` has the message for each parameter if that does not hold. ``by_parts`` says
+    ``messages`` has the message for each parameter if that does not hold; empty, the output is all
+    that is compared. ``by_parts`` says
     whether autograd's gradients are of layers by parts, too, or of their own forward.
 
     Raises:
         Refusal: parameters for which it does not hold.
     """
-    if not messages:
-        return
     # The random gradient u is propagated back twice: by the rules, and by autograd to the leaves.
     values = detached_parameters(model)
     leaves = {name: values[name].requires_grad_() for name in messages}
@@ -956,22 +962,22 @@ def verify_gradients(
             ):
                 g = capture.forward(x)
                 equal = close(f.detach(), g.detach(), used.tolerance)
-                if equal:
+                if equal and messages:
                     capture.backward(g, [u])
                 return equal
 
         equal = attempt(trial)  # a forward may fail in any way on a tensor of another shape
         if isinstance(equal, NotImplementedError):
             raise equal
-        if isinstance(equal, Exception):
-            raise Refusal(messages) from equal
+        if equal is not True:
+            raise Refusal(messages) from (equal or None)
         by_autograd: Sequence[Tensor | None] = [None] * len(leaves)
         if f.requires_grad:
             by_autograd = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
     wrong = {}
     for (name, leaf), gradient in zip(leaves.items(), by_autograd, strict=True):
         expected = torch.zeros_like(leaf) if gradient is None else gradient
-        if not equal or not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
+        if not close(expected.flatten(), by_rules.gradients[name], used.tolerance):
             wrong[name] = messages[name]
     if wrong:
         raise Refusal(wrong)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -232,7 +233,6 @@ def assign_rules(
 
     layers: list[TrackedLayer] = []
     own_parameters: list[TrackedLayer] = []
-    spread = is_sharded(model)
     divided: list[DividedLayer] = []
     without_rule: list[tuple[str, nn.Module, str]] = []
     # Module by module, so that a parameter's owner decides and not the model around it.
@@ -270,9 +270,9 @@ def assign_rules(
                 )
         # Step 2: what it declared, unless a rule has it already. Under `fully_shard` it is followed
         # like what is not declared: FSDP would undo copies of it when it gathers.
-        is_declared = parameters and not spread
-        for local, view in (declared_parameters(module) if is_declared else {}).items():
-            if local in parameters and local not in covered_here:
+        declared = declared_parameters(module) if parameters else {}
+        for local, view in declared.items():
+            if local in parameters and local not in covered_here and not is_sharded(model):
                 own_parameters.append(
                     _own_parameter(prefix, module, local, view, parameters[local])
                 )
@@ -420,7 +420,8 @@ def check_module(model: object) -> None:
                 f"Parameter '{name}' is on the meta device and has no values. Move the model to a "
                 "device (model.to_empty), and load its weights."
             )
-    check_sharding(model)
+    if dist.is_available() and dist.is_initialized():  # else nothing can be spread over ranks
+        check_sharding(model)
 
 
 def check_batch_norm(model: nn.Module, way_out: str = "") -> None:

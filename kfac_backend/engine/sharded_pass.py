@@ -15,6 +15,7 @@ from kfac_backend.engine.calls import detached, examples, splits_by_example
 from kfac_backend.engine.capture import Capture
 from kfac_backend.engine.proof import MOST_EXAMPLES
 from kfac_backend.engine.rule_assignment import TrackedLayer
+from kfac_backend.likelihoods import counted_terms
 from kfac_backend.precision import full_float32
 from kfac_backend.sharding import ranks_of_model, resharded
 
@@ -114,8 +115,8 @@ class ShardedPass:
         if not self.any(is_new):
             return
         for some, its_y in self.examples_of_ranks((x, y, mask) if is_new else None):
-            ignored = driver.task.ignored(its_y)
-            driver.proof.make_for_masks(some, driver.task.mask(some), ignored)
+            counted = counted_terms(its_y, driver.task.likelihood)
+            driver.proof.make_for_masks(some, driver.task.mask(some), counted)
 
     def _run_along(self) -> None:
         """Run the model on the common examples, as often as other ranks do on a batch."""

@@ -4,7 +4,7 @@ Also the checks of both, and of the outputs.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ from kfac_backend.likelihoods import (
     Likelihood,
     Weighted,
     check_targets,
-    counted_terms,
     likelihood_of,
     loss_sum,
     num_counted_terms,
@@ -227,11 +226,6 @@ class Task:
             counted = counted[..., 1:]  # with shifted labels no output predicts the first one
         return counted.reshape(len(y), -1).any(1).nonzero().flatten()[:2]
 
-    def ignored(self, y: Any) -> Tensor | None:
-        """Which targets do not count; None for other targets than labels."""
-        counted = counted_terms(y, self.likelihood) if isinstance(y, Tensor) else None
-        return None if counted is None else ~counted
-
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""
         check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
@@ -412,45 +406,53 @@ def not_finite(model: nn.Module) -> ValueError:
     )
 
 
-class LateChecks:
-    """Checks of batches that are made on the device now, and read when there is time to wait.
+class BatchChecks:
+    """The checks of a pass's inputs, outputs and targets.
 
-    Reading waits for all that the device has to do. So it does not happen after each batch.
+    Those of the first part of each form are made at once, before its first backward pass. Those of
+    later parts are made on the device and read when there is time to wait: reading waits for all
+    that the device has to do.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, task: Task, device: torch.device) -> None:
+        self._model, self._task = model, task
         # The smallest and largest number of inputs and outputs; NaN spreads to both.
         self._extremes = torch.zeros(4, dtype=torch.float64, device=device)
         self._targets: list[tuple[torch.Size, Tensor]] = []
         self._forms: set[Any] = set()  # shapes and dtypes of which targets were checked
 
-    def see(self, x: Any, f: Tensor, y: Tensor) -> bool:
-        """Remember a part of a batch; False if its form is new, so that it must be checked now."""
-        form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
+    def check(self, x: Any, f: Tensor, y: Any) -> Tensor:
+        """Check a part of a batch; returns its targets, without labels that stop a GPU."""
+        form = None  # of what is no tensor, which is an error
+        if isinstance(y, Tensor):
+            form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
         if form not in self._forms:
+            self._task.check(f, y)
+            check_finite(self._model, f, x)
             self._forms.add(form)
-            return False
-        for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
-            for values in tensors:
-                if values.numel():
-                    smallest, largest = torch.aminmax(values)
-                    torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
-                    torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
-        self._targets.append((f.shape, y.clone()))  # a copy: a loader may use its memory again
-        return True
+        else:
+            for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
+                for values in tensors:
+                    if values.numel():
+                        smallest, largest = torch.aminmax(values)
+                        torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
+                        torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
+            self._targets.append((f.shape, y.clone()))  # a loader may use its memory again
+            if self._task.likelihood.name in ("classification", "noisy_classification"):
+                # A label out of range, which is reported later, must not stop a GPU now.
+                y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
+        self._task.look_at(f)
+        return y
 
-    def read(self, model: nn.Module, check: Callable[[Tensor, Tensor], None]) -> None:
-        """Raise the error of a part that was seen, if any.
-
-        ``check`` raises an error unless targets fit outputs, whose shape alone counts.
-        """
+    def read(self) -> None:
+        """Raise the error of an earlier part, if any."""
         targets, self._targets = self._targets, []
         if not targets:
             return
         of_inputs, of_outputs = self._extremes.view(2, 2).isfinite().all(1).tolist()
         if not of_inputs:
             raise ValueError(INPUTS_NOT_FINITE)
-        for shape, y in targets:
-            check(torch.empty(shape, device="meta"), y)
+        for shape, y in targets:  # outputs of these shapes, whose values do not count
+            self._task.check(torch.empty(shape, device="meta"), y)
         if not of_outputs:
-            raise not_finite(model)
+            raise not_finite(self._model)

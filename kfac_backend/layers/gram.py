@@ -2,12 +2,15 @@
 
 A block's factor is dense, a diagonal, or counts of tokens. Each kind has its own `Gram` with the
 same two methods. Those of convolutions' patches are in `patch_gram`. A `FactorSum` holds the Gram
-matrix of one factor, and the examples' sums that must wait for other uses of the parameter.
+matrix of one factor, and the examples' sums that must wait for other uses of the parameter. What
+comes of it is a `Factor`: a matrix, or the rows if they are few.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +23,7 @@ FEWEST_PRODUCTS = 4
 """A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
 
 FEW_ROWS = 2
-"""A d×d Gram matrix of at most d / 2 rows in all is known by these rows, see `Gram.rows`."""
+"""A d×d Gram matrix of at most d / 2 rows in all is known by these rows, see `Factor`."""
 
 MANY_ROWS = 512
 """Rows that make a product of their own, also if more may come in the same part of a batch."""
@@ -39,6 +42,175 @@ SMALL_PRODUCT = 2**24
 
 LARGEST_SQUARE = 2**19
 """Entries that `DiagonalGram` squares at once."""
+
+
+class Factor:
+    """A block's B or A: a symmetric positive semi-definite matrix, or the few rows that made it.
+
+    Rows x_m with the matrix Σ_m x_m x_mᵀ take less memory than it, and their M×M inner products
+    have its eigenvalues, apart from zeros. Factors that are scaled, added or moved keep their rows,
+    as long as there are at most d / 2 of them. The matrix is computed when it is first asked for;
+    once it was changed in place, the rows no longer count. Blocks that share a factor, as those do
+    of a weight and its bias, share the object, so that it is computed and decomposed once.
+
+    Args:
+        matrix: (*G, d, d).
+        rows: (*G, M, d), in the place of the matrix.
+    """
+
+    def __init__(self, matrix: Tensor | None = None, rows: Tensor | None = None) -> None:
+        self._matrix, self._rows = matrix, rows
+        self._first_version = 0 if matrix is None else _version_of(matrix)
+        self._eigenvalues: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def matrix(self) -> Float[Tensor, "*G d d"]:
+        """The matrix itself."""
+        if self._matrix is None:
+            assert self._rows is not None
+            # Half precision is for what is stored; no Gram matrix is summed in it.
+            matrix = gram_matrix(at_least_float32(self._rows)).to(self._rows.dtype)
+            self._matrix, self._first_version = matrix, _version_of(matrix)
+        return self._matrix
+
+    @property
+    def rows(self) -> Float[Tensor, "*G M d"] | None:
+        """The rows, if they are few and the matrix is still theirs."""
+        return self._rows if self.version == 0 else None
+
+    @property
+    def entries(self) -> Tensor:
+        """The rows if they are known, otherwise the matrix: all that the factor depends on."""
+        rows = self.rows
+        return self.matrix if rows is None else rows
+
+    @property
+    def version(self) -> int:
+        """Another number after the matrix was changed in place, by torch's counter; 0 before."""
+        return 0 if self._matrix is None else _version_of(self._matrix) - self._first_version
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the matrix, (*G, d, d)."""
+        if self._matrix is not None:
+            return self._matrix.shape
+        assert self._rows is not None
+        return torch.Size((*self._rows.shape[:-2], *self._rows.shape[-1:] * 2))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matrix."""
+        return self.entries.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies; the meta device if another rank keeps its values."""
+        return self.entries.device
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether another rank keeps its values."""
+        return self.entries.is_meta
+
+    @property
+    def eigenvalues(self) -> tuple[Tensor, Tensor] | None:
+        """Its eigenvalues and how many were clipped, once set; None after a change in place."""
+        if self._eigenvalues is None or self._eigenvalues[0] != self.version:
+            return None
+        return self._eigenvalues[1]
+
+    @eigenvalues.setter
+    def eigenvalues(self, values: tuple[Tensor, Tensor]) -> None:
+        self._eigenvalues = self.version, values
+
+    @cached_property
+    def ungrouped(self) -> "Factor":
+        """Without the axis of groups if there is one group: (d, d)."""
+        if len(self.entries) > 1:
+            return self
+        return self._with(self.entries[0])
+
+    def scale(self, weight: Tensor | float) -> "Factor":
+        """The factor times a weight ≥ 0, one for all groups or (G, 1, 1)."""
+        if self.rows is None:
+            return Factor(self.matrix * weight)
+        return Factor(rows=self.rows * weight**0.5)
+
+    def add(self, other: "Factor") -> "Factor":
+        """The sum of two factors, of the rows of both while these are few."""
+        mine, others = self.rows, other.rows
+        if mine is not None and others is not None:
+            if (mine.shape[-2] + others.shape[-2]) * FEW_ROWS <= mine.shape[-1]:
+                return Factor(rows=torch.cat([mine, others], -2))
+        return Factor(self.matrix + other.matrix)
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Factor":
+        """The factor on another device or in another dtype."""
+        # Another rank's has no values to move, but its eigenvalues came from its owner, who may not
+        # be there to be asked again.
+        entries = self.entries
+        moved = entries.to(None if entries.is_meta else device, dtype)
+        if moved is entries and not entries.is_meta:
+            return self
+        result = self._with(moved)
+        if entries.is_meta and self.eigenvalues is not None:
+            values, clipped = self.eigenvalues
+            result.eigenvalues = values.to(device), clipped.to(device)
+        return result
+
+    def empty(self, device: torch.device | str) -> "Factor":
+        """A factor of its shape, whose entries have yet to be filled in."""
+        return self._with(torch.empty_like(self.entries, device=device))
+
+    def summand(
+        self, of_ranks: Sequence["Factor | None"], rank: int, device: torch.device
+    ) -> "Factor":
+        """A factor whose entries, summed over ranks, are those of the sum of all ranks' factors.
+
+        If the rows of all ranks are few, they stand one below the other, each rank's among zeros.
+
+        Args:
+            of_ranks: each rank's factor, on the meta device; None without data, where this one
+                has no values either.
+            rank: this one.
+            device: of the result.
+        """
+        rows = [None if F is None else F.rows for F in of_ranks]
+        counts = [0 if x is None else x.shape[-2] for x in rows]
+        *G, d, _ = self.shape
+        are_rows = all(F is None or x is not None for F, x in zip(of_ranks, rows, strict=True))
+        if not are_rows or not 0 < sum(counts) * FEW_ROWS <= d:
+            if self.is_meta:
+                return Factor(torch.zeros(self.shape, dtype=self.dtype, device=device))
+            return Factor(self.matrix)
+        placed = torch.zeros(*G, sum(counts), d, dtype=self.dtype, device=device)
+        if not self.is_meta:
+            start = sum(counts[:rank])
+            placed[..., start : start + counts[rank], :] = self.entries
+        return Factor(rows=placed)
+
+    def divide_(self, number: int) -> "Factor":
+        """The factor divided by a number > 0: a matrix in place, without a second one's memory."""
+        if self.rows is None:
+            return Factor(self.matrix.div_(number))
+        return Factor(rows=self.rows / number**0.5)
+
+    @classmethod
+    def concatenated(cls, factors: Sequence["Factor"]) -> "Factor":
+        """The groups of all factors, as rows if these are equally many."""
+        rows = [F.rows for F in factors]
+        if len({None if x is None else x.shape[-2] for x in rows}) == 1 and rows[0] is not None:
+            return cls(rows=torch.cat(rows))  # pyright: ignore
+        return cls(torch.cat([F.matrix for F in factors]))
+
+    def _with(self, entries: Tensor) -> "Factor":
+        """Of other rows, if it has rows, or another matrix."""
+        return Factor(entries) if self.rows is None else Factor(rows=entries)
+
+
+def _version_of(tensor: Tensor) -> int:
+    # Tensors of inference mode, which have no counter, cannot change outside of it.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Gram(ABC):
@@ -80,12 +252,9 @@ class Gram(ABC):
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far; zeros before the first rows."""
 
-    def rows(self) -> Float[Tensor, "G M d"] | None:
-        """The rows themselves, if they are few and `total` was not called yet; None otherwise.
-
-        Their M×M inner products have the eigenvalues of the d×d Gram matrix, apart from zeros.
-        """
-        return None
+    def factor(self) -> Factor:
+        """The sum so far as a factor; what is added afterwards may change it."""
+        return Factor(self.total())
 
     def zeros(self) -> Float[Tensor, "G d d"]:
         """The sum of no rows."""
@@ -107,7 +276,7 @@ class DenseGram(Gram):
         # well as for many.
         # Fresh rows are sums over positions, of which each vector of a part brings some more.
         is_product = M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS)
-        # So few rows in all wait until the end, see `rows`.
+        # So few rows in all wait until the end, see `factor`.
         are_few = self._total is None and (self._num_waiting + M) * FEW_ROWS <= self.size
         if is_product and not are_few:
             self._add(rows)
@@ -126,13 +295,13 @@ class DenseGram(Gram):
         mirror_upper_half_(self._total)
         return self._total
 
-    def rows(self) -> Float[Tensor, "G M d"] | None:
-        """The rows, if all of them still wait."""
-        are_few = self._total is None and self._num_waiting * FEW_ROWS <= self.size
-        if not self._waiting or not are_few:
-            return None
-        self._waiting = (torch.cat(self._waiting, dim=1),)
-        return self._waiting[0]
+    def factor(self) -> Factor:
+        """The sum so far: its rows, if all of them still wait and are few."""
+        if self._total is not None or self._num_waiting * FEW_ROWS > self.size:
+            return Factor(self.total())
+        none = self.like.new_empty(self.groups, 0, self.size)
+        self._waiting = (torch.cat(self._waiting or (none,), dim=1),)
+        return Factor(rows=self._waiting[0])
 
     def _add_waiting(self) -> None:
         """Add what waits, in one product."""

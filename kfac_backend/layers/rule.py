@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.layers.gram import FactorSum, gram_matrix
+from kfac_backend.layers.gram import Factor, FactorSum
 from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
@@ -47,27 +47,18 @@ class Use:
 class BlockSums(NamedTuple):
     """A layer's sums of one parameter's block, additive over the data, before scaling."""
 
-    B: Tensor
+    B: Factor
     """The factor over the parameter's rows, a sum over the data (G, d_out, d_out)."""
-    A: Tensor | None = None
-    """Sum over all terms (G, d_in, d_in), or (d_in, d_in) for all groups; None for a parameter
-    without an input factor, and where ``rows`` stand for it."""
+    A: Factor | None = None
+    """Sum over all terms (G, d_in, d_in); None for a parameter without an input factor."""
     num_terms: int = 0
     """The number of terms in A."""
-    rows: Tensor | None = None
-    """(G, M, d_in): the M rows whose outer products are A, if they are few (`Gram.rows`)."""
     slot: tuple[int, int] = (0, 1)
     """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "BlockSums":
-        """The sums with each tensor replaced."""
-        B, A, rows = (None if t is None else change(t) for t in (self.B, self.A, self.rows))
-        assert B is not None
-        return self._replace(B=B, A=A, rows=rows)
-
-    def with_A(self) -> "BlockSums":
-        """The sums with A in place of its rows."""
-        return self if self.rows is None else self._replace(A=gram_matrix(self.rows), rows=None)
+    def map(self, change: Callable[[Factor], Factor]) -> "BlockSums":
+        """The sums with each factor replaced."""
+        return self._replace(B=change(self.B), A=None if self.A is None else change(self.A))
 
 
 class ExampleGradients(NamedTuple):
@@ -175,25 +166,20 @@ class Rule(ABC):
         """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
         # The Gram matrices themselves, which later become the block in place, not copies.
         sums, names = {}, [name for name in self.names if name not in self._shared]
-        totals = {one: one.gram.total() for one in {self.B[name] for name in names}}
+        factors = {one: one.gram.factor() for one in {self.B[name] for name in names}}
         for name in names:
-            B = totals[self.B[name]]
+            B = factors[self.B[name]]
             if name not in self.A:
                 sums[name] = BlockSums(B)
                 continue
-            gram, terms = self.A[name].gram, self.A[name].num_terms
-            rows = None if self.transposed else gram.rows()
-            if rows is not None:
-                sums[name] = BlockSums(B, None, terms, rows)
-                continue
-            A = gram.total()
+            A, terms = self.A[name].gram.factor(), self.A[name].num_terms
             if not self.transposed:
                 sums[name] = BlockSums(B, A, terms)
                 continue
             # The rows are the inputs. The second factor is divided by the number of terms, in
-            # place: it must not be the tensor of another parameter's B.
+            # place: it must not be the matrix of another parameter's B.
             alone = all(self.B[other] is not self.B[name] for other in names if other != name)
-            sums[name] = BlockSums(A, B if alone else B.clone(), terms)
+            sums[name] = BlockSums(A, B if alone else B.scale(1.0), terms)
         return sums
 
     @abstractmethod

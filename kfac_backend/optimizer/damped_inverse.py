@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, decompose
-from kfac_backend.blocks.eigen import Factor, eigendecompositions, map_on_cores
+from kfac_backend.blocks.eigen import eigendecompositions, map_on_cores
+from kfac_backend.layers.gram import Factor
 
 DampingOn = Literal["factors", "product"]
 
@@ -244,7 +245,7 @@ def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[
         return L
     # With the eigenvalues Λ of F, take R of the QR decomposition of √(Λ + damping) Qᵀ:
     # Rᵀ R = Q (Λ + damping) Qᵀ, and a QR decomposition cannot fail by rounding.
-    values, Q, _ = eigendecompositions([Factor(F, clipped)], vectors=True)[0]
+    values, Q, _ = eigendecompositions([(Factor(F), clipped)], vectors=True)[0]
     root = (values + of_diagonal).sqrt()[..., None] * Q.mT
     L = torch.linalg.qr(root, mode="r").R.mT.contiguous()
     if not L.diagonal(dim1=-2, dim2=-1).all():  # F is so large that the damping is lost beside it

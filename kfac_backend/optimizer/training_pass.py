@@ -441,8 +441,7 @@ class TrainedParameters:
                 driver.kfac_approx = automatic_mode(proof.output_dim)
         if mask is not None:
             # Positions that the mask hides have no loss term.
-            ignored = ~mask if proof.output_dim > 2 else None
-            proof.make_for_masks(x, mask, ignored)
+            proof.make_for_masks(x, mask, mask if proof.output_dim > 2 else None)
 
     def _leave_out_followed(self, proof: Proof) -> None:
         """Leave out parameters whose uses the proof follows operation by operation."""

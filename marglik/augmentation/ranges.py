@@ -114,7 +114,7 @@ class RangeLearner:
         # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
         options = posterior.options
         if options.fisher == "exact":
-            options = options.replace(fisher="mc", mc_samples=1)
+            options = options.replace(fisher="random_signs", mc_samples=1)
         ranges = [module.ranges for module in self.modules]
         for gradients in evidence_gradient(posterior, parts, ranges, options):
             for module, share, gradient in zip(self.modules, self._shares, gradients, strict=True):

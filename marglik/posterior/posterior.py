@@ -431,6 +431,11 @@ class Posterior:
             data, progress, self._likelihood, self.options.kfac_approx, proves_again=proves_again
         )
 
+    def prove_again(self) -> None:
+        """Let the next pass prove what it relies on anew, and of its first batch."""
+        for curvature_pass in self.passes.values():
+            curvature_pass.driver.proof.renew()
+
     def restore(
         self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None = None
     ) -> None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from kfac_backend.fisher import Fisher
 from marglik.prediction.links import Calibration
 from marglik.records import Coverage
 from marglik.report import charts
@@ -95,13 +96,14 @@ def _curves(runs: Sequence[Run]) -> Blocks:
     blocks: Blocks = [curves]
     for run in updated:
         estimates = [
-            update.num_examples < update.num_data or update.draws_labels for update in run.updates
+            update.num_examples < update.num_data or Fisher.by_name[update.fisher].draws
+            for update in run.updates
         ]
         if any(estimates):
             but_the_last = "" if estimates[-1] else "but the last one "
             blocks.append(
                 run.titled(
-                    f"Evidences {but_the_last}are estimates, from a sample or from drawn labels."
+                    f"Evidences {but_the_last}are estimates, from a sample or from random vectors."
                 )
             )
     if curves and any(run.target_scale for run in runs):

@@ -4,37 +4,38 @@
     for epoch in 1, 2, ..., epochs:
         for batch in data:
             loss(batch).backward()
-            penalty(problem, state)          # adds the prior's gradient T·δ/N · θ
+            penalty(problem, state)          # adds the prior's gradient, T·δ/N · θ at σ = 1
             optimizer.step()
         end_of_epoch(problem, state, epoch)  # where due: curvature, evidence, steps on log δ
     finish(problem, state)                   # the average of θ, and the last update at it
 
 The lines of the paper's algorithm, with its symbols, and where they are:
 
+    first δ and σ             `Problem.initial_hyperparameters`; δ = 5e-4 N/T by default
     MAP step on θ             the loop's own step, whose gradient `penalty` completes
     burn-in B, frequency F    `Schedule.is_due`, asked by `end_of_epoch`
-    curvature H of the data   `Posterior.fit`, called by `update_prior`, which `fit` calls
-    K steps on log p(D | M)   `Hyperparameters.update`, there too, over `posterior.evidence`
-    the best model            keep="best": `LearnerState.remember_if_best`; by default the last one
+    curvature H of the data   `Posterior.fit`: K-FAC, called by `update_prior`, which `fit` calls
+    K steps on log p(D | M)   `Hyperparameters.update`, there too: Adam on log δ and log σ at once
+    the best model            keep="best": `LearnerState.remember_if_best`
 
-Added to it are the average at the end, samples and drawn labels for long updates (`fit`), learned
-likelihoods and invariances (`learned_numbers`), and the limits of `marglik.training.decay_policy`:
-all that departs from plain evidence. `PriorLearner` is the face that users see.
+By default the result is instead the mean of θ over the last third of the epochs, in which no update
+changes the decays; and where exact passes would take long an update sees a sample, and one random
+vector of each example (`samples.curvature_plan`). `marglik.training.decay_policy` has the
+other departures from algorithm 1, each of which can be turned off. Learned likelihoods and
+invariances are in `learned_numbers` and `marglik.augmentation`. Users see `PriorLearner`.
 
 On several ranks of `torch.distributed` every function is collective. The loop must average
-gradients over ranks, as `DistributedDataParallel` does, and each rank must have a shard of the data
-with the same number of examples in each batch: only then is that average the gradient of the mean
-over all examples.
+gradients over ranks, and each rank must have a shard of the data with as many examples in each
+batch as the others': only then is that average the gradient of the mean over all examples.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kfac_backend.sharding import is_sharded, local_parts
-from marglik.posterior.posterior import Posterior, parameter_vector
+from kfac_backend.sharding import is_sharded
+from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, update_prior
 from marglik.training.learned_numbers import (
     check_learned_numbers,
@@ -42,7 +43,7 @@ from marglik.training.learned_numbers import (
     likelihood_step,
 )
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
-from marglik.training.samples import cheap_pass, pass_of_update
+from marglik.training.samples import curvature_plan, pass_of_update
 from marglik.training.state import LearnerState, Problem
 from marglik.training.steps import add_penalty, take_average
 
@@ -82,7 +83,7 @@ def penalty(
     problem: Problem,
     state: LearnerState,
     scale: Tensor | float = 1.0,
-    part: int = 0,
+    index: int = 0,
     *,
     with_value: bool = False,
 ) -> Tensor | float | None:
@@ -93,20 +94,23 @@ def penalty(
 
     Args:
         problem: what is trained.
-        state: counts the step.
+        state: its step count, average and measures are updated.
         scale: what the loss was multiplied with, as gradient scalers do.
-        part: the optimiser's place in the list.
+        index: the optimiser's place in the list.
         with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
-    own, policy = problem.parts[part], problem.options.policy
+    part, policy = problem.parts[index], problem.options.policy
+    # Step 1: average, and count the step. ``state.epoch`` epochs have ended: this is the next.
     if problem.options.schedule.is_averaged(state.epoch + 1):
-        state.averages[part].add()  # what the steps before this one have come to
-    state.steps[part] += 1
-    policy.observe(problem, state, own)
-    decays = policy.stable_decays(state, own)
-    scale_of_prior = state.gradient_scale * scale
-    value = add_penalty(own.parameters, decays, scale_of_prior, own.padding, with_value=with_value)
-    policy.limit_gradients(state, own, scale)
+        state.averages[index].add()  # θ as the steps before left it; `finish` adds the last
+    state.steps[index] += 1
+    # Step 2: in the first ten steps, find scale-invariant weights; then raise where δ starts.
+    policy.look_at_first_steps(problem, state, part)
+    # Step 3: the prior's gradient.
+    decays, prior_scale = policy.stable_decays(state, part), state.gradient_scale * scale
+    value = add_penalty(part.parameters, decays, prior_scale, part.padding, with_value=with_value)
+    # Step 4: limit the norm of all of it.
+    policy.limit_gradients(state, part, scale)
     return value
 
 
@@ -115,7 +119,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
 
     Args:
         problem: what is trained.
-        state: changed in place, but not by an error: the call can then be made again.
+        state: changed in place; after an exception it is as before, and the call can be repeated.
         epoch: number of the epoch that has ended, from 1; one that has ended before, as after a
             resume, is ignored.
 
@@ -127,10 +131,10 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
         return {}
     with state.unchanged_by_errors(problem.model):
         state.epoch = epoch
-        state.replay(problem)
-        if problem.learns_label_noise and epoch != schedule.epochs:  # then `finish` learns it
+        state.take_replayed_decays(problem)  # of another member of an ensemble
+        if problem.learns_label_noise and epoch != schedule.epochs:  # after the last, `finish` does
             learn_label_noise(problem, state, is_late=schedule.is_late(epoch))
-        if not schedule.is_due_within(epoch) or problem.options.policy.leaves_out(state):
+        if not schedule.is_due_within(epoch) or problem.options.policy.skips_update(state):
             return {}
         return update(problem, state)
 
@@ -138,14 +142,14 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
     """Raise the evidence at the present parameters; returns the numbers to log."""
     before, schedule = state.hyperparameters.prior_precision, problem.options.schedule
-    evidences, state.record = fit(problem, state, schedule.steps, is_last)
+    evidences, state.record = fit(problem, state, schedule.steps, is_last)  # K + 1 of them
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
     problem.options.policy.look_at_update(problem, state, before)
-    state.updated_at = state.steps[-1]
+    state.steps_at_update = state.steps[-1]
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
-    state.evidences_of_steps += evidences[:-1]  # the last one follows the last step
+    state.evidences_of_steps += evidences[:-1]
     if schedule.keep == "best":
         state.remember_if_best(problem.model)
     return state.numbers_to_log(problem.model)
@@ -154,11 +158,11 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
 def fit(
     problem: Problem, state: LearnerState, steps: int, is_last: bool = False
 ) -> tuple[list[float], dict[str, Any]]:
-    """A posterior of what `cheap_pass` says, and steps on its evidence."""
+    """Fit the Laplace posterior, then make steps on its log marginal likelihood."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
-    draws, number = cheap_pass(problem, state, is_last)
-    curvature, data = pass_of_update(problem, state, draws, number, is_last)
-    former = state.posterior
+    plan = curvature_plan(problem, state, is_last)
+    curvature, data = pass_of_update(problem, state, plan, is_last)
+    is_sample, former = plan.num_examples < N, state.posterior
     state.posterior = posterior = Posterior(
         problem.model,
         state.likelihood,
@@ -170,20 +174,19 @@ def fit(
     )
     if former is not None:
         posterior.passes = former.passes
-        if is_last:  # of a sample, too, what is proved of the model is proved again
-            for curvature_pass in posterior.passes.values():
-                curvature_pass.driver.proof.renew()
+        if is_last:
+            posterior.prove_again()
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
     # on what the loop has drawn.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, N, steps, is_sample=number < N, progress=problem.progress
+                hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress
             )
-        record |= {"num_examples": number, "num_data": N, "draws_labels": draws}
+        record |= plan._asdict() | {"num_data": N}
         if posterior.factors is not None:
             state.kfac_approx = posterior.factors.options.kfac_approx
-        # The last posterior is that of the ranges as they are.
+        # The last posterior must be that of the ranges that are kept: they take no step after it.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)
         to_learn = problem.learned_by_evidence if steps else {}
@@ -191,8 +194,9 @@ def fit(
             state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
                 hyper.set(hyper.prior_precision, sigma)
-    # The last posterior is that of the numbers as they are.
-    return fit(problem, state, 0, is_last) if to_learn and is_last else (evidences, record)
+    if to_learn and is_last:  # the last posterior must be that of the numbers that are kept
+        return fit(problem, state, 0, is_last)
+    return evidences, record
 
 
 def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
@@ -200,41 +204,38 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
 
     A training may end within an epoch, early, or with other parameters than its last ones (those
     of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
-    trained, the posterior is fitted without changing the weight decays. After an error, as of the
-    data, it can be called again.
+    trained, the posterior is fitted without changing the weight decays; with updates=0 there is
+    none. After an error, as of the data, it can be called again.
 
     Raises:
         FloatingPointError: the evidence is not finite.
     """
     schedule, policy = problem.options.schedule, problem.options.policy
     if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
-        state.epoch += 1  # which was cut short
+        state.epoch += 1  # an unfinished epoch counts as ended
     # Step 1: the average takes the place of the last step's parameters.
     if average:
         take_average(problem, state)
     state.kept_epoch = state.epoch
     if not schedule.updates:
         return {}
-    # Step 2: the last update, or else a posterior, at the parameters that are there now. They are
-    # compared by value, as the loop may have loaded others since; and an update at them, perhaps
-    # before a resume, is not made again.
+    # Step 2: the last update, or else a posterior, at the parameters that are there now. An update
+    # at them, perhaps before a resume, is not made again.
     numbers: dict[str, float] = {}
-    here, posterior = parameter_vector(local_parts(problem.named.values())), state.posterior
     with state.unchanged_by_errors(problem.model):
-        is_fitted = posterior is not None and torch.equal(here, posterior.mean)
-        # Of sharded parameters each rank compares its own.
-        is_fitted = not problem.ranks.any(not is_fitted, here.device)
-        is_updated = state.steps[-1] == state.updated_at and (posterior is None or is_fitted)
-        latest = state.record.get("draws_labels"), state.record.get("num_examples")
-        learns = state.steps[-1] > 0 and state.epoch >= schedule.burn_in and not is_updated
-        if state.steps[-1] > 0 and problem.learns_label_noise:
-            of_training = state.likelihood
+        is_trained, is_fitted = state.steps[-1] > 0, state.posterior_is_current(problem)
+        is_there = is_fitted or state.posterior is None
+        is_updated = is_there and state.steps[-1] == state.steps_at_update
+        if is_trained and problem.learns_label_noise:
+            before = state.likelihood
             learn_label_noise(problem, state)
-            is_fitted = is_fitted and state.likelihood == of_training
-        if learns and (schedule.keep == "last" or schedule.is_due(state.epoch)):
+            is_fitted = is_fitted and state.likelihood == before
+        latest = state.record.get("num_examples"), state.record.get("fisher")
+        may_update = schedule.keep == "last" or schedule.is_due(state.epoch)
+        if is_trained and state.epoch >= schedule.burn_in and not is_updated and may_update:
             numbers = update(problem, state, is_last=True)
-        elif not is_fitted or latest != cheap_pass(problem, state, is_last=True):
-            if is_updated:  # the same update's, of a cheaper pass or before a resume
+        elif not is_fitted or latest != curvature_plan(problem, state, is_last=True):
+            if is_updated:  # the evidence of the same update is made anew
                 state.evidences.pop()
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
         # Step 3: back to the best update, if that is asked for.

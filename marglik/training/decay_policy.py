@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 WEIGHT_DECAY = 5e-4
 """The initial weight decay of all groups."""
 OBSERVED_STEPS = 10
-"""The number of first steps in which `DecayPolicy.observe` looks at the gradients."""
+"""The number of first steps in which `DecayPolicy.look_at_first_steps` does that."""
 LARGEST_COSINE = 1e-3
 """Between a scale-invariant weight and its gradient. Measured: below 3e-5 for weights before
 BatchNorm, above 3e-3 for others."""
@@ -59,6 +59,8 @@ class Measures:
     moves: dict[str, float] = field(default_factory=dict)
     """Group -> the factor by which the last update at a high rate changed its decay, if it changed
     those of most effective parameters."""
+    last_changes: list[float] = field(default_factory=list)
+    """Δ log δ of each group in the last update; empty before the first."""
     rest: int = 0
     """Number of updates that are left out after the last one, which moved the decays little."""
     left_out: int = 0
@@ -101,10 +103,12 @@ class DecayPolicy:
         settled: largest factor by which the last update at a high learning rate may change the
             decays that most of the effective parameters have. Above, the end of the training warns:
             the rate fell, or the training ended, before the decays came to rest.
-        rest: an update that moves the decays less than this (the mean of |Δ log δ|, weighted by the
-            numbers γ of parameters that the data determines) is followed by a rest: one update that
-            is due is left out, after the next such update two, then four, and so on, until decays
-            move again. Only where ``updates`` spreads them and they learn nothing else.
+        rest: an update that moves the decays less than this, alone or in the mean with the one
+            before it (|Δ log δ|, averaged with the numbers γ of parameters that the data determines
+            as weights), is followed by a rest: one update that is due is left out, after the next
+            such update two, then four, and so on, until decays move again. What one sample's noise
+            moves, the next one moves back. Only where ``updates`` spreads them and they learn
+            nothing else.
         fallen_evidence: how far (nats per example) the evidence may end below its best, after ten
             updates or more; of samples, beyond the error of the best estimate. Below, the end of
             the training warns that the network has come to fit what its decays kept it from. On
@@ -140,7 +144,7 @@ class DecayPolicy:
 
     # --- before each step ---
 
-    def observe(self, problem: "Problem", state: "LearnerState", part: "Part") -> None:
+    def look_at_first_steps(self, problem: "Problem", state: "LearnerState", part: "Part") -> None:
         """Look at the gradients of the data in the first steps; after them, raise the start."""
         measures, step = state.measures, state.steps[part.index]
         measures.highest_rate = max(measures.highest_rate, problem.rate)
@@ -252,7 +256,7 @@ class DecayPolicy:
         delta = state.hyperparameters.prior_precision
         decays = precision_to_weight_decay(delta, problem.num_data, problem.options.temperature)
         values = state.hyperparameters.groups.of_tensors(decays).tolist()
-        is_known = state.updated_at is not None and state.steps[-1] >= OBSERVED_STEPS
+        is_known = state.steps_at_update is not None and state.steps[-1] >= OBSERVED_STEPS
         if self.invariant_limit is None or not is_known:
             return values
         return [
@@ -269,7 +273,8 @@ class DecayPolicy:
         of_tensors = [*state.record["effective_parameters"].values()]
         gamma = hyper.groups.sum_over_tensors(torch.tensor(of_tensors, dtype=torch.float64))
         gamma = problem.ranks.gather(gamma)[0]  # all must decide alike
-        moves = (hyper.prior_precision / before).log().abs()
+        changes = (hyper.prior_precision / before).log()
+        moves = changes.abs()
         # A group of which the data determines nothing has no decay to settle at, nor has a
         # scale-invariant weight: the evidence fixes δ‖w‖² alone.
         settles = torch.tensor([name not in measures.invariant for name in hyper.groups.names])
@@ -277,9 +282,15 @@ class DecayPolicy:
         weights = gamma * settles
         number = weights.sum().clamp(min=1)
         if self.rest is not None and problem.may_rest(state):
-            is_small = settles.any() and (moves * weights).sum() / number < self.rest
-            measures.rest = max(1, 2 * measures.rest) if is_small else 0
+            sizes = [moves]
+            if measures.last_changes:
+                sizes.append((changes + changes.new_tensor(measures.last_changes)).abs() / 2)
+            smallest = min((size * weights).sum() / number for size in sizes)
+            measures.rest = (
+                max(1, 2 * measures.rest) if settles.any() and smallest < self.rest else 0
+            )
             measures.left_out = 0
+        measures.last_changes = changes.tolist()
         # At a low rate no update moves the decays much.
         if self.settled is not None and problem.rate >= 0.1 * measures.highest_rate:
             moved = settles & (moves.exp() > self.settled)
@@ -289,8 +300,8 @@ class DecayPolicy:
             measures.moves = {name: factors[name] for name in names} if is_most else {}
         self.warn_of_late_fit(problem, state)
 
-    def leaves_out(self, state: "LearnerState") -> bool:
-        """Whether an update that is due is left out; counts it."""
+    def skips_update(self, state: "LearnerState") -> bool:
+        """Whether an update that is due is left out, as the decays rest; counts it."""
         measures = state.measures
         if measures.left_out >= measures.rest:
             return False

@@ -1,4 +1,4 @@
-"""What an update of the prior sees: all data or a sample, by exact vectors or by drawn labels.
+"""What an update of the prior sees: all data or a sample, by exact vectors or by random ones.
 
 Updates see a sample, so that they cost a tenth of the steps between them. A of M examples is an
 unbiased mean and (N/M) · B an unbiased sum: the evidence of a sample is an estimate of all data's.
@@ -11,7 +11,7 @@ fewer updates count in it, too), the test NLL by -.005 to +.008.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,64 +32,69 @@ FEWEST = 256
 BATCH_SIZE = 256
 """Examples of its batches: large ones take a fraction of the time of many small ones."""
 FEW_VECTORS = 3_000
-"""Backward passes of one example each, of an exact pass over all of the data."""
+"""Backward passes of one example each, of a last update that takes no time to speak of."""
 
 
-def cheap_pass(problem: "Problem", state: "LearnerState", is_last: bool) -> tuple[bool, int]:
-    """Whether an update that follows now draws labels, and M, the examples that it sees.
+class CurvaturePlan(NamedTuple):
+    """What the curvature pass of an update sees."""
+
+    num_examples: int
+    """M; a random sample of the N examples if it is smaller."""
+    fisher: str
+    """The one asked for, or "random_signs" in place of "exact"."""
+
+
+def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> CurvaturePlan:
+    """What an update that follows now sees.
 
     In passes over one example: a training step is a forward pass and a backward pass of twice its
-    cost; an exact pass is a forward pass and V backward passes. Updates draw labels where exact
-    passes would take longer than the training, unless there are few examples: the noise of drawn
-    labels is then larger, and an exact pass takes no time to speak of.
+    cost; an exact pass is a forward pass and V backward passes. Updates estimate the curvature by
+    one random vector for each example where exact passes would take longer than the training.
 
     The last update is exact and sees all data unless that alone would take longer than a tenth of
-    the training. Then it draws labels, of all data if that is short enough: its predictions and its
-    evidence are closer to the exact ones than those of a sample's exact curvature.
+    the training. Then it is such an estimate, of all data if that is short enough: closer in
+    predictions and evidence than a sample's exact curvature.
     """
-    options, schedule, N, V = (
-        problem.options,
-        problem.options.schedule,
-        problem.num_data,
-        problem.vectors,
-    )
+    options, schedule = problem.options, problem.options.schedule
+    fisher, N, V = options.curvature.fisher, problem.num_data, problem.vectors
     if takes_all(options) or not state.steps[-1]:
-        return False, N
-    is_exact, seen = options.curvature.fisher == "exact", float(N * state.epoch)
-    draws = is_exact and V > 1
+        return CurvaturePlan(N, fisher)
+    is_exact, seen = fisher == "exact", float(N * state.epoch)
+    estimates = is_exact and V > 1
     if is_last:
         if is_exact and (V * N <= FEW_VECTORS or sample_size(N, seen, V) == N):
-            return False, N
+            return CurvaturePlan(N, fisher)
     else:
         epochs, every = schedule.epochs or math.inf, schedule.every
         updates = schedule.updates if every is None else epochs // every
-        draws &= updates * (1 + 2 * V) > 3 * epochs and V * N > FEW_VECTORS
-        if state.updated_at:
-            seen *= 1 - state.updated_at / state.steps[-1]
-    return draws, sample_size(N, seen, V if is_exact and not draws else 1)
+        estimates &= updates * (1 + 2 * V) > 3 * epochs
+        if state.steps_at_update:
+            seen *= 1 - state.steps_at_update / state.steps[-1]
+    number = sample_size(N, seen, V if is_exact and not estimates else 1)
+    return CurvaturePlan(number, "random_signs" if estimates else fisher)
 
 
 def takes_all(options: "LearnerOptions") -> bool:
     """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
-    # With keep="best", noise would choose among the evidences. Jacobians cost the same for drawn
-    # labels.
+    # With keep="best", noise would choose among the evidences. Jacobians cost the same for random
+    # vectors.
     is_for_samples = options.curvature_from == "auto" and options.hessian_structure == "kron"
     return not is_for_samples or options.schedule.keep == "best"
 
 
 def pass_of_update(
-    problem: "Problem", state: "LearnerState", draws: bool, number: int, is_last: bool
+    problem: "Problem", state: "LearnerState", plan: CurvaturePlan, is_last: bool
 ) -> tuple[CurvatureOptions, Iterable[Any]]:
-    """The options and the batches of what `cheap_pass` says.
+    """The options and the batches of a plan.
 
     Of a plain DataLoader these are large batches, see `sampled`, unless ``curvature_from`` and
     ``keep`` ask for the loader's own.
     """
-    curvature, N = problem.options.curvature, problem.num_data
-    if draws:
-        curvature = curvature.replace(fisher="mc", mc_samples=1)
+    curvature, number, N = problem.options.curvature, plan.num_examples, problem.num_data
+    if plan.fisher != curvature.fisher:
+        curvature = curvature.replace(fisher=plan.fisher, mc_samples=1)
     if state.kfac_approx is not None and number < N and not is_last:
-        curvature = curvature.replace(kfac_approx=state.kfac_approx)
+        curvature = curvature.replace(kfac_approx=state.kfac_approx)  # what the first one chose
     if takes_all(problem.options):
         return curvature, own_iteration(problem.loader)
     state.measures.has_samples |= number < N

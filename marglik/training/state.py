@@ -20,12 +20,12 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import check_whole
+from kfac_backend.sharding import check_whole, local_parts
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.jacobian_ggn import Structure
-from marglik.posterior.posterior import Posterior, check_structure
+from marglik.posterior.posterior import Posterior, check_structure, parameter_vector
 from marglik.posterior.prior import (
     Hyperparameters,
     PriorGroups,
@@ -372,7 +372,7 @@ class LearnerState:
     """Number of epochs that have ended."""
     kept_epoch: int = 0
     """The epoch that the final parameters are of."""
-    updated_at: int | None = None
+    steps_at_update: int | None = None
     """Number of steps before the latest update, if it was made at the present parameters."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) after each update."""
@@ -415,6 +415,16 @@ class LearnerState:
             Measures(sorted(problem.named), [None for _ in problem.parts]),
         )
 
+    def posterior_is_current(self, problem: Problem) -> bool:
+        """Whether the posterior is of the present parameters; collective.
+
+        They are compared by value, as the loop may have loaded others since.
+        """
+        here, posterior = parameter_vector(local_parts(problem.named.values())), self.posterior
+        is_current = posterior is not None and torch.equal(here, posterior.mean)
+        # Of sharded parameters each rank compares its own.
+        return not problem.ranks.any(not is_current, here.device)
+
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
         options, hyper = problem.options, self.hyperparameters
@@ -450,7 +460,7 @@ class LearnerState:
         for name in SAVED:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
 
-    def replay(self, problem: Problem) -> None:
+    def take_replayed_decays(self, problem: Problem) -> None:
         """Take the decays that another training had from this epoch on, if it changed them then."""
         if self.epoch in problem.replayed:
             delta, sigma, likelihood = problem.replayed[self.epoch]

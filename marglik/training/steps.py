@@ -227,7 +227,7 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
         for average in state.averages:
             average.add()
             average.write()
-        state.updated_at = None
+        state.steps_at_update = None
         with forked_random_numbers(problem.model):
             targets = problem.options.curvature
             renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)

@@ -4,19 +4,10 @@ import io
 
 import numpy as np
 import pytest
-import torch
 
 from experiments import studies
 from tests.experiments.data.text_and_graphs import write_uci
 from tests.marglik.data.image_helpers import encoded, write_archive
-
-
-@pytest.fixture(autouse=True)
-def kept_threads():
-    """Runs set how many threads torch uses."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -24,11 +15,11 @@ def in_this_process(monkeypatch):
     """Runs of studies are not in processes of their own; the names of those that were asked for."""
     asked = []
 
-    def as_they_finish(function, tasks, jobs):
+    def as_they_finish(run, tasks, jobs, threads, shows_epochs):
         for task in tasks:
-            asked.append(task.name)
+            asked.append(studies.file_name(task))
             try:
-                yield task, function(task)
+                yield task, studies.record_of(run, task)
             except Exception as error:  # as a process would hand it over
                 yield task, error
 

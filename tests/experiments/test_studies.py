@@ -25,9 +25,10 @@ from experiments.speed import (
     fits,
     price,
     transformer_timing,
+    update_step_timing,
 )
 from experiments.speed import large_classes as classes
-from experiments.studies import SHIPPED
+from experiments.studies import SHIPPED, record_of
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import beyond_the_data, heteroscedastic, regression
 from experiments.weight_decay import (
@@ -36,7 +37,7 @@ from experiments.weight_decay import (
     sampled_updates,
     weight_decay_study,
 )
-from experiments.weight_decay.training import convolutions, digits, mlp, no_norm
+from experiments.weight_decay.training import digits, mlp, no_norm
 from marglik.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
@@ -130,7 +131,7 @@ def test_what_is_missing_is_run_and_a_run_that_fails_is_named(tmp_path, capsys, 
 
 
 def test_each_run_has_a_process_and_ones_own_results_lie_apart(tmp_path):
-    ((task, found),) = studies.as_they_finish(run_task, [Task("one")], jobs=2)
+    ((task, found),) = studies.as_they_finish(run_task, [Task("one")], 2, None, False)
     assert task.name == "one" and found["threads"] == max(1, torch.get_num_threads() // 2)
     assert studies.mean_with_error([1.0, 2.0], "{:+.2f}") == "+1.50 ± 0.50"
 
@@ -146,7 +147,6 @@ def blobs(n, seed=0):
 
 
 SPLITS = Splits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
-WRN = {"batch_size": 1, "width": 1, "repetitions": 1}
 
 
 def few_digits():
@@ -165,12 +165,12 @@ def small_exactness(patch):
     from experiments.exactness import modes
 
     config = Exactness(seeds=1, num_examples=2, num_positions=2, num_outputs=2, nodes=(2, 3))
-    return [modes.run(config)], modes.table
+    return [record_of(modes.run, config)], modes.table
 
 
 def small_out_of_distribution(patch):
-    config = out_of_distribution.Config(epochs=1, test=20, corrupted=2, outside=8, samples=3)
-    found = out_of_distribution.run(config)
+    config = out_of_distribution.Config("digits", 0, 1, 20, 2, 8, 3)
+    found = record_of(out_of_distribution.run, config)
     assert len(found["rows"]) == 5 and all(len(r["shift"]) == 20 for r in found["rows"].values())
     return [found], out_of_distribution.table
 
@@ -181,7 +181,7 @@ def small_optimizer_comparison(patch):
     for method in ("sgd", "muon", "kfac"):
         patch.setitem(optimizer_comparison.RATES, method, (1e-4, 0.03))
     found = [
-        optimizer_comparison.run_one(optimizer_comparison.Task("autoencoder", method))
+        record_of(optimizer_comparison.run_one, optimizer_comparison.Task("autoencoder", method))
         for method in ("sgd", "muon", "kfac")
     ]
     for result in found:
@@ -195,7 +195,7 @@ def small_optimizer_comparison(patch):
 
 def small_table2(patch):
     patch.setitem(table2.PROTOCOLS, "scaled", table2.Protocol(10, 1, 1, 1, held_out=0.25))
-    found = table2.run(table2.Config(approach="expand", augment=False))
+    found = record_of(table2.run, table2.Config(approach="expand", augment=False))
     assert (found["data"], found["num_data"]) == ("CIFAR-10 (JPEG)", 30)
     assert len(found["weight_decay"]) == 28 and found["seconds_per_update"]["all"] > 0
     return [found], table2.table
@@ -209,7 +209,7 @@ def small_uci(patch):
 
 
 def small_uci_heteroscedastic(patch):
-    found = heteroscedastic.run(heteroscedastic.Config("yacht", 1, 40))
+    found = record_of(heteroscedastic.run, heteroscedastic.Config("yacht", 1, 40))
     one, of_inputs = (found["splits"][0]["learned"][name] for name in heteroscedastic.METHODS)
     assert one["likelihood"] == "regression" and "strength" in of_inputs["likelihood"]
     return [found], heteroscedastic.report
@@ -217,7 +217,7 @@ def small_uci_heteroscedastic(patch):
 
 def small_beyond_the_data(patch):
     patch.setattr(beyond_the_data, "EPOCHS", 2)
-    found = [beyond_the_data.run(beyond_the_data.Config(0))]
+    found = [record_of(beyond_the_data.run, beyond_the_data.Config(0))]
     assert beyond_the_data.figures(found)
     coverage = found[0]["methods"][beyond_the_data.PROCESS]["at the data"]["coverage"]
     assert coverage == pytest.approx(0.9, abs=0.1)  # of the model that the functions are drawn from
@@ -226,7 +226,8 @@ def small_beyond_the_data(patch):
 
 def small_bench_curvature(patch):
     patch.setattr(bench_curvature, "GROWTH", {"batch_size": ("batch size", (1,))})
-    config = bench_curvature.Config(**WRN)
+    patch.setattr(bench_curvature, "network", partial(bench_curvature.network, depth=10))
+    config = bench_curvature.Config(1, 1, image_size=8, num_classes=3, repetitions=1)
     found = [bench_curvature.run_growth(config) | {"name": "growth"}]
     assert bench_curvature.figures(found)
     patch.setattr(bench_curvature, "PASS", (4, (2,)))
@@ -236,7 +237,7 @@ def small_bench_curvature(patch):
 
 
 def small_fits(patch):
-    return [fits.run(fits.Config("mlp", 4, 2, 1)) | {"name": "mlp"}], fits.table
+    return [record_of(fits.run, fits.Config("mlp", 4, 2, 1)) | {"name": "mlp"}], fits.table
 
 
 def small_bench_predictive(patch):
@@ -250,7 +251,9 @@ def small_large_classes(patch):
         classes.Config, classes=(4,), batch_size=2, image_size=8,
         vocabulary=40, diagonal_above=20, sequences=2, positions=4, dim=8, repetitions=1,
     )  # fmt: skip
-    found = [classes.run(config(name)) | {"name": name} for name in ("exact", "vocabulary")]
+    found = [
+        record_of(classes.run, config(name)) | {"name": name} for name in ("exact", "vocabulary")
+    ]
     assert all(case["times_limit"] > 0 for part in found for case in part["cases"])
     return found, classes.table
 
@@ -259,7 +262,8 @@ def small_transformer_timing(patch):
     of_text = transformer_timing.Shape(((4, 2),), 8, 1, 1)
     shapes = {"vit_cpu": replace(of_text, image_size=8, num_classes=3), "lstm_cpu": of_text}
     found = [
-        transformer_timing.run(transformer_timing.Config(name, shape, 1)) | {"name": name}
+        record_of(transformer_timing.run, transformer_timing.Config(name, shape, 1))
+        | {"name": name}
         for name, shape in shapes.items()
     ]
     return found, transformer_timing.table
@@ -268,15 +272,16 @@ def small_transformer_timing(patch):
 def small_ekfac_timing(patch):
     small = ekfac_timing.Size("gpt2", 4, 2, tokens=6, dim=64, depth=1, vocabulary=11)
     sizes = {"resnet9_cpu": ekfac_timing.Size("resnet9", 4, 2, dim=4), "gpt2_cpu": small}
-    found = [ekfac_timing.run(ekfac_timing.Config(name, size)) for name, size in sizes.items()]
+    found = [
+        record_of(ekfac_timing.run, ekfac_timing.Config(name, size)) for name, size in sizes.items()
+    ]
     assert all(run["seconds"]["factors"] > 0 for run in found)
     return found, ekfac_timing.table
 
 
 def small_update_step_timing(patch):
-    from experiments.speed import update_step_timing
-
-    found = update_step_timing.run(update_step_timing.Config(2, repetitions=1, width=1))
+    patch.setattr(update_step_timing, "network", partial(update_step_timing.network, depth=10))
+    found = record_of(update_step_timing.run, update_step_timing.Config(2, repetitions=1, width=1))
     assert found["times_sgd"]["SGD"] == 1.0 and set(found["amortised_times_sgd"]) == {
         "expand", "reduce",
     }  # fmt: skip
@@ -288,37 +293,42 @@ def small_default_options(patch):
     patch.setitem(default_options.PROBLEMS, "MLP", small)
     patch.setattr(default_options, "GRID", (1e-3, 1e-1))
     parts = ("default", "grid")
-    found = [default_options.run(default_options.Config("MLP", 0.2, 0, part)) for part in parts]
+    found = [
+        record_of(default_options.run, default_options.Config("MLP", 0.2, 0, part))
+        for part in parts
+    ]
     return found, default_options.table
 
 
 def small_sampled_updates(patch):
     name, problem = next(iter(sampled_updates.PROBLEMS.items()))
     patch.setitem(sampled_updates.PROBLEMS, name, replace(problem, examples=60, epochs=2))
-    return [sampled_updates.run(sampled_updates.Config(name, 0.4, 0))], sampled_updates.table
+    return [
+        record_of(sampled_updates.run, sampled_updates.Config(name, 0.4, 0))
+    ], sampled_updates.table
 
 
 def small_price(patch):
     name, problem = next(iter(price.PROBLEMS.items()))
     patch.setitem(price.PROBLEMS, name, replace(problem, examples=60, epochs=2))
-    return [price.run(price.Config(name, 0.4, 0))], price.table
+    return [record_of(price.run, price.Config(name, 0.4, 0))], price.table
 
 
 def small_learned_ranges(patch):
     for name in ("digits, ±45°", "CIFAR-10 (JPEG), 1,000"):
         data = learned_ranges.PROBLEMS[name]
-        # Digits in three colours stand in for the photos.
-        images = few_digits
-        if data.colour:
-            images = lambda: (few_digits()[0].expand(-1, 3, -1, -1), few_digits()[1])  # noqa: E731
+        channels = 3 if data.colour else 1  # digits in three colours stand in for the photos
         small = replace(
-            data, examples=50, held_out=20, epochs=2, data=images,
-            make=(lambda: convolutions(no_norm, "pooled", 3)) if data.colour else data.make,
+            data, examples=20, held_out=10, epochs=2, batch_size=10,
+            data=lambda n=channels: (few_digits()[0].expand(-1, n, -1, -1), few_digits()[1]),
+            make=lambda n=channels: mlp(64 * n, 10, no_norm, hidden=8),
         )  # fmt: skip
         patch.setitem(learned_ranges.PROBLEMS, name, small)
     patch.setattr(learned_ranges, "SHARES", (0.5,))
     names = list(learned_ranges.PROBLEMS)
-    turned, photos = (learned_ranges.run(learned_ranges.Config(names[k], 0)) for k in (1, 5))
+    turned, photos = (
+        record_of(learned_ranges.run, learned_ranges.Config(names[k], 0)) for k in (1, 5)
+    )
     assert "tuned" in turned["results"] and "TrivialAugment" in photos["results"]
     learned_ranges.figures([turned])
     return [turned, photos], learned_ranges.table
@@ -334,7 +344,9 @@ def small_suspicious_labels(patch):
         return {"cleanlab": -own}, own < 0.1
 
     patch.setattr(suspicious_labels, "by_cleanlab", by_cleanlab)
-    found = suspicious_labels.run(suspicious_labels.Config("digits, MLP", "structured", 0.2, 0))
+    found = record_of(
+        suspicious_labels.run, suspicious_labels.Config("digits, MLP", "structured", 0.2, 0)
+    )
     assert all(0 < of["AUROC"] < 1 for of in found["found"].values())
     return [found], suspicious_labels.table
 
@@ -347,7 +359,7 @@ def small_label_noise(patch):
     patch.setattr(label_noise, "GRID", (1e-3, 1e-1))
     issues = torch.arange(80) < 20
     patch.setattr(label_noise, "by_cleanlab", lambda y, p: ({"cleanlab": -p[:, 0]}, issues))
-    found = label_noise.run(label_noise.Config("digits, MLP", 0))
+    found = record_of(label_noise.run, label_noise.Config("digits, MLP", 0))
     assert found["noises"]["flipped 20 %"]["cleanlab"]["issues"][0] == 20
     assert found["noises"]["flipped 0 %"]["suspicious"]["learned"]["number"] == 0
     label_noise.figures([found])
@@ -362,7 +374,7 @@ def small_presets(patch):
     }  # fmt: skip
     options = [f"--{name}={value}" for name, value in small.items()]
     patch.setattr(presets, "marglik", lambda arguments: marglik([*arguments, *options]))
-    found = presets.run(presets.Config("graph_network_nci1", 0))
+    found = record_of(presets.run, presets.Config("graph_network_nci1", 0))
     assert len({row["learned"] for row in found["weight_decay"].values()}) > 10
     return [found], presets.table
 
@@ -381,7 +393,9 @@ def small_weight_decay_study(patch):
     patch.setitem(weight_decay_study.PROBLEMS, "digits, MLP", small)
     # IVON's package comes with [bench] alone.
     patch.setattr(weight_decay_study.Comparison, "ivon", lambda ways, *pair: ways.swag(1e-3))
-    found = weight_decay_study.run(weight_decay_study.Config("digits, MLP", 60, 0.2, 0, True))
+    found = record_of(
+        weight_decay_study.run, weight_decay_study.Config("digits, MLP", 60, 0.2, 0, True)
+    )
     trainings = {name: way["trainings"] for name, way in found["ways"].items()}
     assert trainings["ensemble, grid's decay"] == trainings["dropout"] == 2 + 1
     assert trainings["learned"] == 1
@@ -419,7 +433,7 @@ def test_two_ranks_find_the_bytes_of_the_formula():
     from experiments.speed import ranks_timing
 
     config = ranks_timing.Config("two", num_images=8, batch_size=2, repetitions=1, width=1)
-    found = ranks_timing.run(config)
+    found = record_of(ranks_timing.run, config)
     # Fixup's scalars and the head's bias are not in the formula: 32 and 100 numbers.
     assert found["bytes_reduced"] - found["bytes_of_the_formula"] == 4 * (32 + 100)
 

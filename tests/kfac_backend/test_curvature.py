@@ -97,3 +97,30 @@ def test_factors_are_asked_for_once():
     curvature.factors()
     with pytest.raises(ValueError, match="since the last factors"):
         curvature.factors()
+
+
+def test_an_A_of_the_same_inputs_is_decomposed_once(monkeypatch):
+    """In the next passes, too: with other weights, in full passes of a training; not of others."""
+    sizes, solver = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
+    model = nn.Sequential(nn.Linear(300, 280), nn.Tanh(), nn.Linear(280, 2))
+    x, y = torch.randn(200, 300), torch.arange(200) % 2
+
+    def solved(x):
+        sizes.clear()
+        factors = curvature.factors_of([(x[:90], y[:90]), (x[90:], y[90:])])
+        factors.eigenvalues()
+        return factors, sorted(sizes)
+
+    curvature = CurvaturePass(model, "classification")
+    first = solved(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    again = solved(x)
+    assert first[1] == [2, 280, 280, 300] and again[1] == [2, 280, 280]
+    before, after = (F.blocks["0.weight"] for F, _ in (first, again))
+    alone = kronecker_factors(model, [(x[:90], y[:90]), (x[90:], y[90:])], "classification")
+    assert torch.equal(after.eigenvalues(), alone.blocks["0.weight"].eigenvalues())
+    assert (before.eigenvalues() - after.eigenvalues()).norm() > 0.1 * before.eigenvalues().norm()
+    other = solved(x.roll(1))[1]
+    assert other == [2, 280, 280, 300]

@@ -138,10 +138,11 @@ def brute_force(f, y, fisher):
     return total.view(N, R * C, R * C)
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical", "mc", "random_signs"])
 def test_vectors_square_to_the_blocks_of_the_terms_that_count(fisher):
     """And products of an example's different terms are zero."""
-    samples, tolerance = (6000, 0.08) if fisher == "mc" else (1, 1e-12)
+    draws = fisher in ("mc", "random_signs")
+    samples, tolerance = (6000, 0.08) if draws else (1, 1e-12)
     number = {"exact": (R - 1) * (C - 1), "empirical": R - 1}  # none where nothing counts
     f, y = sequences()
     expected = brute_force(f, y, fisher)
@@ -155,7 +156,25 @@ def test_vectors_square_to_the_blocks_of_the_terms_that_count(fisher):
 
     assert error(y, samples) < tolerance
     # Negative controls: a handful of samples is not enough; all terms.
-    assert error(y, 3) > 0.2 if fisher == "mc" else error(y.clamp(min=0), samples) > 0.1
+    assert error(y, 3) > 0.2 if draws else error(y.clamp(min=0), samples) > 0.1
+
+
+def test_random_signs_are_less_noisy_than_drawn_labels_where_the_model_is_sure():
+    f = 8 * F.one_hot(torch.arange(4).repeat(8), 4).double()  # p = .999
+
+    def error(fisher):
+        estimates = []
+        for seed in range(100):
+            made = CurvatureOptions(fisher=fisher).make_fisher()
+            generator = torch.Generator().manual_seed(seed)
+            (v,) = made.vectors(likelihood_of("classification"), f, f.argmax(-1), generator)
+            estimates.append(v.square().sum())
+        p = torch.softmax(f, -1)
+        expected = (p - p.square()).sum()
+        assert abs(torch.stack(estimates).mean() / expected - 1) < (1 if fisher == "mc" else 0.1)
+        return (torch.stack(estimates) / expected - 1).square().mean().sqrt()
+
+    assert error("random_signs") < 0.4 < 2 < error("mc")
 
 
 @pytest.mark.parametrize("mark", [IGNORED, 0, 7])

@@ -102,19 +102,25 @@ def test_a_rank_that_is_gone_ends_the_others(told):
 
 
 def test_memory_and_bytes_are_those_of_the_formulas(worlds):
-    """Of four linear layers, d → d; a weight and its bias have one B."""
-    d, P = 32, 4 * (32**2 + 32)
-    for numbers in worlds.all(2, "tests.kfac_backend.test_ranks:bytes_and_memory"):
-        # At most all four B, the two A of its own and the one that is sent, beside a few rows.
-        assert numbers.pop("peak") < (4 + 2 + 1) * 8 * d**2
-        assert numbers == {
-            "reduced": 8 * 4 * (d**2 + d**2),
-            "solved": 4 + 4,  # on both ranks together
-            "eigenvalues": 8 * 4 * (d + d) + 8 * (4 + 4),  # and how many were clipped
-            "eigenvectors": 8 * 4 * 2 * (d**2 + d),
-            "factors of K-FAC": 8 * 4 * (d**2 + d**2),
-            "gradients of K-FAC": 8 * P,
-        }
+    """Of four linear layers, d → d; a weight and its bias have one B.
+
+    Each rank has 6 rows of A, and with fisher="empirical", as in K-FAC's step, of B. Those of both
+    ranks are few for d = 32; for d = 16 they become matrices when they are sent.
+    """
+    by_size = {16: 16, 32: 6 + 6}
+    for of_sizes in worlds.all(2, "tests.kfac_backend.test_ranks:bytes_and_memory"):
+        for d, rows in by_size.items():
+            numbers = of_sizes[d]
+            # At most all four B, the two A of its own and the one that is sent, beside a few rows.
+            assert numbers.pop("peak") < (4 + 2 + (rows == d)) * 8 * d**2
+            assert numbers == {
+                "reduced": 8 * 4 * (d**2 + rows * d),
+                "solved": 4 + 4,  # on both ranks together
+                "eigenvalues": 8 * 4 * (d + d) + 8 * (4 + 4),  # and how many were clipped
+                "eigenvectors": 8 * 4 * 2 * (d**2 + d),
+                "factors of K-FAC": 8 * 4 * (rows * d + rows * d),
+                "gradients of K-FAC": 8 * 4 * (d**2 + d),
+            }
 
 
 # --- on each rank ---
@@ -192,13 +198,14 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     factors = kronecker_factors(flat, shard(x, y, ranks), "classification", kfac_approx="auto")
     assert factors.options.kfac_approx == {"0": "expand", "*": "reduce"}
     found |= tensors("auto", factors)
-    one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 4), OwnNorm(4)).double()
-    found |= tensors(
-        "a diagonal",
-        kronecker_factors(
-            one, shard(x, x.flatten(1)[:, :4], ranks), "regression", unsupported="diagonal"
-        ),
-    )
+    one = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 20), OwnNorm(20)).double()
+    batches, options = shard(x, x.flatten(1)[:, :20], ranks), {"fisher": "empirical"}
+    few = kronecker_factors(one, batches, "regression", unsupported="diagonal", **options)
+    found |= tensors("a diagonal and few rows", few)
+    compute_eigenvalues(few.blocks.values(), ranks)
+    found |= {f"few rows, {name}": values for name, values in few.eigenvalues().items()}
+    for name, factor in few.gathered(ranks).blocks["1.weight"].factors.items():
+        assert factor.rows is not None and factor.rows.shape[-2] == 9, name
     batches = shard(x, y, ranks)
     factors = kronecker_factors(model, batches, "classification")
     corrected = corrected_factors(factors, model, batches)
@@ -206,9 +213,11 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
         found[f"corrected, {name}"] = block.to_dense()
     compute_eigenvalues(factors.blocks.values(), ranks)
     found["log det"] = factors.log_det(0.3)
-    elsewhere = factors.to("cpu")  # an owner's block forgets its eigenvalues, another's does not
-    compute_eigenvalues(elsewhere.blocks.values(), ranks)
-    found["log det, moved"] = elsewhere.log_det(0.3)
+    for factor in (F for block in factors.blocks.values() for F in block.factors.values()):
+        if not factor.is_meta:
+            factor.matrix.mul_(1)  # an owner's factor forgets its eigenvalues, another's does not
+    compute_eigenvalues(factors.blocks.values(), ranks)
+    found["log det, again"] = factors.log_det(0.3)
     for name, values in factors.eigenvalues().items():
         found[f"eigenvalues, {name}"] = values
     moved = Moved(model)
@@ -272,9 +281,14 @@ def everything() -> dict[str, Tensor]:
     return found | {f"mc, {name}": tensor for name, tensor in of_labels(ranks).items()}
 
 
-def bytes_and_memory() -> dict[str, int]:
+def bytes_and_memory() -> dict[int, dict[str, int]]:
+    """By the width d of layers."""
+    return {d: _bytes_and_memory(d) for d in (16, 32)}
+
+
+def _bytes_and_memory(d: int) -> dict[str, int]:
     """Most bytes of new tensors at a reduction, factors solved, and bytes of each kind sent."""
-    model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]).double(), normal(6, 32)
+    model, x = nn.Sequential(*[nn.Linear(d, d) for _ in range(4)]).double(), normal(6, d)
     live, solved, sent, ranks = [], [], dict[str, int](), Ranks()
     before = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
 

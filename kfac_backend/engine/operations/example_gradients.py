@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,24 @@ from kfac_backend.engine.calls import (
     num_examples,
 )
 
+if TYPE_CHECKING:
+    from kfac_backend.engine.driver import Driver
+
 ENTRIES = 2**24
 """Of all gradients that are held at a time, at most."""
+
+
+def hand_over_gradients(driver: "Driver", x: Any, y: Tensor) -> None:
+    """Hand a driver's sink the gradients of a part of a batch in parameters without a rule."""
+    model, names = driver.model, driver.proof.assignment.diagonal
+    with torch.no_grad(), forked_random_numbers(model):
+        f = call_with(model, {}, x)
+    vectors = torch.stack(list(driver.vectors(f, y)), 1)  # (N, V, ..., C)
+    for _, by_name in gradients_of_examples(
+        model, names, x, f, vectors.__getitem__, vectors.shape[1]
+    ):
+        for name, g in by_name.items():
+            driver.sink.example_gradients(name, g)
 
 
 def gradients_of_examples(

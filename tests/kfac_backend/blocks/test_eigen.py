@@ -5,16 +5,17 @@ import torch
 from torch.testing import assert_close
 
 from kfac_backend.blocks import eigen
-from kfac_backend.blocks.eigen import Factor, eigendecompositions
+from kfac_backend.blocks.eigen import eigendecompositions
+from kfac_backend.layers.gram import Factor
 
 
-def eigenvalues(matrix, name="m", rows=None):
-    (found,) = eigendecompositions([Factor(matrix, name, rows)], vectors=False)
+def eigenvalues(matrix, name="m"):
+    (found,) = eigendecompositions([(Factor(matrix), name)], vectors=False)
     return found.values, found.clipped
 
 
 def eigh(matrix, name="m"):
-    (found,) = eigendecompositions([Factor(matrix, name)], vectors=True)
+    (found,) = eigendecompositions([(Factor(matrix), name)], vectors=True)
     return found
 
 

@@ -12,6 +12,8 @@ from kfac_backend import KroneckerBlock, KroneckerFactors, corrected_factors, kr
 from kfac_backend.blocks import block
 from kfac_backend.blocks.block import CorrectedBlock
 from kfac_backend.files import write_tensors
+from kfac_backend.layers import gram as gram_of_rows
+from kfac_backend.layers.gram import Factor
 from tests.kfac_backend.networks import random_model
 from tests.random_numbers import normal
 
@@ -27,6 +29,9 @@ BLOCKS = {
     "B alone": KroneckerBlock("b", gram(9, 3)),
     "diagonal": KroneckerBlock("d", gram(5, 1, 1)),
     "singular": KroneckerBlock("w", gram(2, 3), gram(1, 4), 9),
+    "rows": KroneckerBlock("w", Factor(rows=normal(1, 4)), Factor(rows=normal(2, 5)), 2),
+    "rows of B in groups": KroneckerBlock("w", Factor(rows=normal(2, 1, 3)), gram(2, 9, 4), 9),
+    "no rows": KroneckerBlock("w", gram(9, 3), Factor(rows=normal(0, 6).double()), 0),
 }
 
 
@@ -270,7 +275,7 @@ def test_files_of_others_are_one_clear_error(model, tmp_path):
         KroneckerFactors.load(path)
     state = factors_of(model).state_dict()
     state["header"]["version"] += 1
-    with pytest.raises(ValueError, match="factors of version 9, .* version 10"):
+    with pytest.raises(ValueError, match="factors of version 10, .* version 11"):
         KroneckerFactors.from_state_dict(state)
 
 
@@ -302,65 +307,113 @@ def test_a_factor_that_a_weight_and_its_bias_share_is_solved_once(monkeypatch):
         assert_close(values.sort().values, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.fixture
+def sizes(monkeypatch):
+    """The sizes of matrices that are solved for their eigenvalues."""
+    sizes, solver = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
+    return sizes
+
+
+def wide(which):
+    """A layer with 18 inputs or outputs; its B under "empirical" has a row for each example."""
+    torch.manual_seed(0)
+    return nn.Linear(*((18, 2) if which == "A" else (2, 18))).double()
+
+
+def factors_of_rows(layer, n, kfac_approx="expand", seed=0):
+    """In two batches; and B = Σ g gᵀ of each example's gradient in the bias, A, by loops."""
+    x, y = normal(n, 3, layer.in_features, seed=seed), normal(n, layer.out_features, seed=seed + 1)
+    x = x if kfac_approx == "reduce" else x[:, 0]
+    data = [(x[:3], y[:3]), (x[3:], y[3:])]
+    model = nn.Sequential(layer, MeanOverPositions())
+    options = {"kfac_approx": kfac_approx, "fisher": "empirical"}
+    B, A = 0, 0
+    for x_n, y_n in zip(x, y, strict=True):
+        loss = 0.5 * (model(x_n[None])[0] - y_n).square().sum()
+        (g,) = torch.autograd.grad(loss, layer.bias)
+        a = x_n.reshape(-1, layer.in_features).mean(0)
+        B, A = B + torch.outer(g, g), A + torch.outer(a, a) / n
+    return kronecker_factors(model, data, "regression", **options), {"B": B, "A": A}
+
+
+class MeanOverPositions(nn.Module):
+    def forward(self, x):
+        return x.mean(1) if x.dim() > 2 else x
+
+
+def assert_eigenvalues(block, which, matrix, digits=1e-12):
+    values = block.factor_eigenvalues()[which == "A"]
+    expected = torch.linalg.eigvalsh(matrix).clamp(min=0)
+    assert_close(values, expected, rtol=0, atol=digits * float(matrix.trace()))
+
+
 @pytest.mark.parametrize("num_data", [9, 12])
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_a_factor_of_few_rows_is_solved_by_their_inner_products(num_data, kfac_approx, monkeypatch):
-    """Which are M x M instead of d x d; the eigenvalues are those of the factor all the same."""
-    sizes, solver = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(18, 2), nn.Tanh()).double()
-    x, y = torch.randn(num_data, 18).double(), torch.randn(num_data, 2).double()
-    data = [(x[:4], y[:4]), (x[4:], y[4:])]
-    factors = kronecker_factors(model, data, "regression", kfac_approx=kfac_approx)
-    weight = factors.blocks["0.weight"]
-    values = weight.factor_eigenvalues()[1]
-    assert max(sizes) == (9 if num_data == 9 else 18)  # at most d / 2 rows are few
-    assert_close(values, solver(weight.A).clamp(min=0), rtol=1e-10, atol=1e-14)
-    # Others made of this one, by its rows where A is theirs and all are still few.
-    few = 9 if num_data == 9 else 18
-    for other, size in (
-        (weight.scale(3.0), few),
-        (replace(weight, A=2 * weight.A), 18),
-        (weight.add(weight), 18),
+@pytest.mark.parametrize("which", ["B", "A"])
+def test_few_rows_are_solved_by_their_inner_products(which, kfac_approx, num_data, sizes):
+    """M×M instead of d×d, with the eigenvalues of the factor; a bias has those of its weight's."""
+    factors, dense = factors_of_rows(wide(which), num_data, kfac_approx)
+    weight, bias = factors.blocks.values()
+    few = 9 if num_data == 9 else 18  # at most d / 2 rows are few
+    factors.eigenvalues()
+    assert sorted(sizes) == [2, few]  # a B that two blocks have is solved once
+    assert weight.factors["B"] is bias.factors["B"]
+    assert_eigenvalues(weight, which, dense[which])
+    assert_close(bias.eigenvalues(), weight.factor_eigenvalues()[0], rtol=0, atol=0)
+    assert (bias.eigenvalues()[-1] - torch.linalg.eigvalsh(dense["A"])[-1]).abs() > 1e-3
+    for name in ("B", "A"):
+        assert_close(getattr(weight, name), dense[name])
+    H = torch.block_diag(torch.kron(dense["B"], dense["A"]), dense["B"])
+    regular = H + 0.3 * torch.eye(len(H)).double()
+    assert_close(factors.log_det(0.3), torch.linalg.slogdet(regular).logabsdet)
+    # With a weight, a B is solved by its rows, and the mean A is the same: it is not solved again.
+    sizes.clear()
+    scaled = factors * 3
+    scaled.eigenvalues()
+    assert sizes == [few if which == "B" else 2]
+    factor = 3.0 if which == "B" else 1.0
+    assert_eigenvalues(scaled.blocks["0.weight"], which, factor * dense[which])
+    # Too many rows together, and another matrix in the place of the rows.
+    for other, factor in (
+        (weight.add(weight), 2.0 if which == "B" else 1.0),
+        (replace(weight, **{which: 2 * dense[which]}), 2.0),
     ):
         sizes.clear()
-        found = other.factor_eigenvalues()[1]
-        assert max(sizes) == size
-        assert_close(found, solver(other.A).clamp(min=0), rtol=1e-10, atol=1e-14)
+        other.eigenvalues()
+        assert max(sizes) == 18
+        assert_eigenvalues(other, which, factor * dense[which])
 
 
-def test_rows_are_kept_by_sums_and_files(tmp_path, monkeypatch):
-    """A weighted sum has both blocks' rows; a file has them in place of A, and gives A's bits."""
-    sizes, solver = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 2), nn.Tanh()).double()
-
-    def factors_of_some(n):
-        data = [(torch.randn(n, 40).double(), torch.randn(n, 2).double())]
-        return kronecker_factors(model, data, "regression")
-
-    first, second = factors_of_some(5), factors_of_some(7)
+@pytest.mark.parametrize("which", ["B", "A"])
+def test_rows_are_kept_by_sums_and_files(which, tmp_path, sizes):
+    """A weighted sum has both blocks' rows; a file has them for the matrix, and gives its bits."""
+    layer = wide(which)
+    (first, of_first), (second, of_second) = (factors_of_rows(layer, n, seed=n) for n in (4, 5))
     both = 0.3 * first + 0.7 * second
-    A, (of_first, of_second) = both.blocks["0.weight"].A, (0.3 * 5, 0.7 * 7)
-    by_hand = of_first * first.blocks["0.weight"].A + of_second * second.blocks["0.weight"].A
-    assert_close(A, by_hand / (of_first + of_second))
+    if which == "B":
+        by_hand = 0.3 * of_first["B"] + 0.7 * of_second["B"]
+    else:
+        by_hand = (0.3 * 4 * of_first["A"] + 0.7 * 5 * of_second["A"]) / (0.3 * 4 + 0.7 * 5)
+    matrix = getattr(both.blocks["0.weight"], which)
+    assert_close(matrix, by_hand)
     path = tmp_path / "factors.safetensors"
     both.save(path)
-    assert path.stat().st_size < A.numel() * A.element_size()  # which A alone would take
     loaded = KroneckerFactors.load(path)
-    assert torch.equal(loaded.blocks["0.weight"].A, A)
+    assert loaded.blocks["0.weight"].factors["B"] is loaded.blocks["0.bias"].factors["B"]
+    assert loaded.blocks["0.weight"].factors[which].rows.shape == (9, 18)
+    assert torch.equal(getattr(loaded.blocks["0.weight"], which), matrix)
     single, half = both.to(dtype=torch.float32), both.to(dtype=torch.bfloat16)
-    assert half.blocks["0.weight"].A.dtype == torch.bfloat16
-    for factors, tolerance in ((both, 1e-12), (loaded, 1e-12), (single, 1e-6), (3 * single, 1e-6)):
+    for factors, digits in ((both, 1e-12), (loaded, 1e-12), (single, 1e-6), (half, 1e-2)):
         sizes.clear()
-        found = factors.blocks["0.weight"].factor_eigenvalues()[1]
-        assert max(sizes) == 12
-        assert_close(found, solver(A).clamp(min=0), rtol=0, atol=tolerance * float(A.trace()))
-    assert torch.equal(
-        loaded.blocks["0.weight"].eigenvalues(), both.blocks["0.weight"].eigenvalues()
-    )
+        factors.blocks["0.weight"].eigenvalues()
+        assert max(sizes) == 9
+        assert_eigenvalues(factors.blocks["0.weight"], which, by_hand, digits)
+        in_dtype = getattr(factors.blocks["0.weight"], which)
+        assert_close(in_dtype.double(), by_hand, rtol=0, atol=digits * float(by_hand.trace()))
+    assert in_dtype.dtype == torch.bfloat16
+    for saved, again in zip(both.blocks.values(), loaded.blocks.values(), strict=True):
+        assert torch.equal(saved.eigenvalues(), again.eigenvalues())
 
 
 def test_factors_of_equal_sizes_go_to_the_solver_together(monkeypatch):
@@ -383,41 +436,31 @@ def test_factors_of_equal_sizes_go_to_the_solver_together(monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["B", "A"])
-def test_eigenvalues_follow_changes_in_place(which):
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_eigenvalues_follow_changes_in_place(which, reads_first):
     """Those of a factor that is changed after they were read, and of one whose rows are few."""
-    a, b = normal(2, 6), normal(9, 3, seed=1)
-    block = KroneckerBlock.of_rows("w", b.mT @ b, a, 2)
-    before = block.eigenvalues()
+    block = KroneckerBlock("w", Factor(rows=normal(2, 6)), Factor(rows=normal(1, 3)), 2)
+    before = block.eigenvalues() if reads_first else torch.zeros(18).double()
     for _ in range(2):
         getattr(block, which).add_(torch.ones_like(getattr(block, which)))
         dense = torch.linalg.eigvalsh(block.to_dense()).clamp(min=0)
         assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)
     assert (block.eigenvalues() - before).norm() > 0.1 * before.norm()
-    # Changed before they are read: the rows that were remembered are no longer the factor's.
-    block = KroneckerBlock.of_rows("w", b.mT @ b, a, 2)
-    block.A.mul_(3)
-    dense = torch.linalg.eigvalsh(block.to_dense()).clamp(min=0)
-    assert_close(block.eigenvalues().sort().values, dense, rtol=1e-9, atol=1e-9)
+    assert block.factors[which].rows is None and block.scale(2.0).factors[which].rows is None
 
 
-def test_a_sample_s_A_is_computed_when_it_is_asked_for(monkeypatch):
-    """Eigenvalues of few rows need no A; that of a block that was scaled is its Gram matrix."""
-    a, b = normal(2, 6), normal(9, 3, seed=1)
-    scaled = KroneckerBlock.of_rows("w", b.mT @ b, a, 2).scale(3.0)
+def test_matrices_of_rows_are_computed_when_they_are_asked_for(monkeypatch):
+    """Eigenvalues, sums, other devices and shapes need none."""
+    b, a = normal(1, 3), normal(2, 6)
+    block = KroneckerBlock("w", Factor(rows=b), Factor(rows=a), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(block, "gram_matrix", lambda _: pytest.fail("A is formed"))
-        values = scaled.eigenvalues().sort().values
-        assert scaled.numel == len(values) == 18
-        both = scaled.add(KroneckerBlock.of_rows("w", b.mT @ b, normal(1, 6, seed=2), 2))
-        with pytest.raises(pytest.fail.Exception, match="A is formed"):
-            _ = scaled.A
+        patch.setattr(gram_of_rows, "gram_matrix", lambda _: pytest.fail("a matrix is formed"))
+        both = block.scale(3.0).to(dtype=torch.float64)
+        values = both.eigenvalues().sort().values
+        assert both.numel == len(values) == 18 and both.fits(torch.Size((3, 6)))
+        for which in ("B", "A"):
+            with pytest.raises(pytest.fail.Exception, match="a matrix is formed"):
+                getattr(both, which)
     dense = torch.kron(3 * b.mT @ b, a.mT @ a)
     assert_close(values, torch.linalg.eigvalsh(dense).clamp(min=0), rtol=1e-9, atol=1e-9)
-    assert_close(scaled.to_dense(), dense)
-    assert_close(scaled.A, a.mT @ a)
-    scaled.A.mul_(2)  # as in any block, the eigenvalues are then those of the changed factor
-    assert_close(scaled.eigenvalues().sort().values, 2 * values, rtol=1e-9, atol=1e-9)
-    A = (6 * a.mT @ a + 2 * normal(1, 6, seed=2).mT @ normal(1, 6, seed=2)) / 8
-    assert_close(both.to_dense(), torch.kron(4 * b.mT @ b, A))
-    none = KroneckerBlock.of_rows("w", b.mT @ b, a[:0], 0)  # as of an expert without tokens
-    assert not none.eigenvalues().any() and not none.to_dense().any()
+    assert_close(both.to_dense(), dense)

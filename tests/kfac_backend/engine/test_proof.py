@@ -4,6 +4,7 @@
 it cannot follow. A wrong number is worse than an error.
 """
 
+from copy import deepcopy
 from itertools import product
 
 import pytest
@@ -616,3 +617,22 @@ def test_a_later_pass_proves_what_may_have_changed():
     model.gate.fill_(1.0)
     with pytest.raises(NotImplementedError, match="the rows of different examples mix"):
         later()
+
+
+def test_a_pass_after_one_that_failed_proves_all_again():
+    """Weights of NaN prove nothing of a layer that runs on what all examples share."""
+    model = random_model(
+        lambda m, x: m.head(torch.tanh(m.first(x) + m.shared(x.new_ones(1, 3)))),
+        first=nn.Linear(3, 4), shared=nn.Linear(3, 4), head=nn.Linear(4, 2),
+    )  # fmt: skip
+    x, y = normal(5, 3), torch.arange(5) % 2
+    curvature = CurvaturePass(model, "classification")
+    first = curvature.factors_of([(x, y)])
+    state = deepcopy(model.state_dict())
+    nn.init.constant_(model.first.weight, torch.nan)
+    with pytest.raises(ValueError, match="'first.weight' contains NaN"):
+        curvature.factors_of([(x, y)])
+    model.load_state_dict(state)
+    curvature.reset()
+    curvature.add(x, y)
+    assert_same(curvature.factors(), first)

@@ -41,7 +41,7 @@ def sums_of(rule_type: type[Rule], layer: nn.Module, mode: str, a: Tensor, vecto
         rule.add_gradient(use, b)
         for total in rule.B.values():
             total.end()
-    return {name: sums.with_A() for name, sums in rule.block_sums().items()}
+    return {n: sums.map(lambda factor: factor.matrix) for n, sums in rule.block_sums().items()}
 
 
 def sums_by_loops(layer: nn.Module, mode: str, a: Tensor, vectors: Tensor) -> dict:

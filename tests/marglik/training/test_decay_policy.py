@@ -199,7 +199,7 @@ def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
         assert after in (1, 2 if gap == 1 else 2 * gap - 1)
     measures = prior.state.measures
     measures.rest, measures.left_out = 2, 0
-    assert [prior.options.policy.leaves_out(prior.state) for _ in range(4)] == [
+    assert [prior.options.policy.skips_update(prior.state) for _ in range(4)] == [
         True,
         True,
         False,

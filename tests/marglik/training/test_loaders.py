@@ -9,13 +9,13 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.engine.driver import Preparation
+from kfac_backend.engine import automatic_mode
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.loaders import own_iteration
-from marglik.training.samples import cheap_pass, sample_size, sampled
+from marglik.training.samples import curvature_plan, sample_size, sampled
 from marglik.training.schedule import Schedule
 
 ALONE = Ranks(None)
@@ -179,17 +179,37 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
         assert_close(prior.posterior.fitted_factors().blocks[name].to_dense(), block.to_dense())
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_full_passes_decompose_the_inputs_A_once(shuffle, monkeypatch):
+    """Where its sum has the same bits: in another order it has others."""
+    sizes, solver = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(260, 2), torch.randn(150, 260), torch.arange(150) % 2
+    loader = DataLoader(TensorDataset(x, y), 50, shuffle=shuffle)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prior = PriorLearner("classification", every=1, keep="best")
+    prior.start(model, optimizer, loader, 3)
+    for _ in range(3):
+        for xs, ys in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(xs), ys).backward()
+            optimizer.step()
+    prior.finish()
+    assert sizes.count(2) >= 3 and (sizes.count(260) == 1) is not shuffle
+
+
 @pytest.mark.parametrize(
     ("N", "V", "epochs", "expected"),
     [
-        (1_000, 9, 64, (False, 1_000)),  # 19 passes are a tenth of 3 · 64
-        (1_000, 9, 40, (True, 1_000)),
-        (10_000, 9, 5, (True, 5_000)),
-        (10_000, 1, 5, (False, 5_000)),  # a drawn label would cost as much
-        (300, 9, 2, (False, 300)),  # no time to speak of
+        (1_000, 9, 64, (1_000, "exact")),  # 19 passes are a tenth of 3 · 64
+        (1_000, 9, 40, (1_000, "random_signs")),
+        (10_000, 9, 5, (5_000, "random_signs")),
+        (10_000, 1, 5, (5_000, "exact")),  # a random vector would cost as much
+        (300, 9, 2, (300, "exact")),  # no time to speak of
     ],
 )
-def test_the_last_update_draws_labels_where_it_would_take_over_a_tenth_of_the_training(
+def test_the_last_update_is_an_estimate_where_it_would_take_over_a_tenth_of_the_training(
     N, V, epochs, expected
 ):
     schedule = Schedule(epochs=epochs)
@@ -198,14 +218,14 @@ def test_the_last_update_draws_labels_where_it_would_take_over_a_tenth_of_the_tr
         hessian_structure="kron",
     )  # fmt: skip
     problem = SimpleNamespace(options=options, num_data=N, vectors=V)
-    state = SimpleNamespace(steps=[1], epoch=epochs, updated_at=None)
-    assert cheap_pass(problem, state, is_last=True) == expected
+    state = SimpleNamespace(steps=[1], epoch=epochs, steps_at_update=None)
+    assert curvature_plan(problem, state, is_last=True) == expected
     for name, value in {"curvature_from": "pass", "hessian_structure": "full"}.items():
         problem.options = SimpleNamespace(**vars(options) | {name: value})
-        assert cheap_pass(problem, state, is_last=True) == (False, N)
+        assert curvature_plan(problem, state, is_last=True) == (N, "exact")
 
 
-def test_a_last_update_that_drew_labels_says_so():
+def test_a_last_update_that_is_an_estimate_says_so():
     _, x, y = problem()
     records = {}
     for epochs in (2, 6):
@@ -216,11 +236,11 @@ def test_a_last_update_that_drew_labels_says_so():
         prior = PriorLearner("classification", epochs=epochs, every=1)
         result = OnlineTraining(model, optimizer, loader, prior).run()
         records[epochs] = [r for r in result.records if r["kind"] == "update"][-1]
-        assert result.laplace.options.fisher == "mc"
+        assert result.laplace.options.fisher == "random_signs"
         assert result.laplace.n_data == records[epochs]["num_data"] == 5 * N
         of = f"fitted to {records[epochs]['num_examples']} of {5 * N} examples"
         assert of in repr(result.laplace)
-    assert all(record["draws_labels"] for record in records.values())
+    assert {record["fisher"] for record in records.values()} == {"random_signs"}
     assert records[2]["num_examples"] < records[6]["num_examples"] < 5 * N
 
 
@@ -259,10 +279,13 @@ def test_passes_over_samples_prove_once_and_the_last_one_again():
 
 
 def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypatch):
-    decisions, decide = [], Preparation.decide_mode
-    monkeypatch.setattr(
-        Preparation, "decide_mode", lambda *args: (decisions.append(1), decide(*args))
-    )
+    decisions, decide = [], automatic_mode.mode_of_first_batches
+
+    def counted(*args, **keywords):
+        decisions.append(1)
+        return decide(*args, **keywords)
+
+    monkeypatch.setattr(automatic_mode, "mode_of_first_batches", counted)
 
     def run(saved=None, epochs=3):
         decisions.clear()
