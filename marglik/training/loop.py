@@ -231,6 +231,10 @@ class OnlineTraining:
         self._records: list[Record] = []
         self._seconds = 0.0
 
+    def weight_decays(self) -> Tensor:
+        """The weight decay T·δ/N of each group at present, (groups,)."""
+        return self.learner.weight_decays()
+
     def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
         """Train for all epochs; the model ends with the parameters that the schedule names.
 
