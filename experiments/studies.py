@@ -14,25 +14,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
-from functools import wraps
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from kfac_backend.files import write_file
 from marglik.runs.printing import progress_lines
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json
 
+if TYPE_CHECKING:  # each run has a process of its own, which draws nothing
+    from matplotlib.figure import Figure
+
 SHIPPED = Path(__file__).parent / "results"
 """Results that the pages quote, under version control."""
-
-
 Result = dict[str, Any]
 """What a run leaves as JSON, with its "config"; `results_in` adds the "name" of its file."""
 
@@ -49,7 +47,7 @@ def study(
     seeds: int | None = None,
     extra: Mapping[str, dict[str, Any]] | None = None,
     then: Callable[[argparse.Namespace, list[Result]], Sequence[Any]] = lambda options, results: (),
-    figures: Callable[[list[Result]], Mapping[str, Figure]] = lambda results: {},
+    figures: Callable[[list[Result]], Mapping[str, "Figure"]] = lambda results: {},
     threads: int | None = 1,
     shows_epochs: bool = False,
 ) -> Callable[..., int]:
@@ -187,16 +185,6 @@ def file_name(task: Any) -> str:
     )
 
 
-def recorded(run: Callable[[Any], Result]) -> Callable[[Any], Result]:
-    """A run whose results are those of `record_of`."""
-
-    @wraps(run)
-    def whole(task: Any) -> Result:
-        return record_of(run, task)
-
-    return whole
-
-
 def slug(text: str) -> str:
     """A text as part of a file's name: lower case, letters and digits, else underscores."""
     return "".join(c if c.isalnum() else "_" for c in text.lower())
@@ -249,15 +237,3 @@ def metric_of(result: Result, predictive: str, key: str) -> float:
     """
     names = [predictive] if predictive in result["metrics"] else result["metrics"]
     return result["metrics"][next(n for n in names if n.startswith(predictive))][key]
-
-
-@contextmanager
-def quiet_training() -> Iterator[None]:
-    """Silence the line that training logs after each epoch, for many short epochs."""
-    logger = logging.getLogger("marglik.training")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

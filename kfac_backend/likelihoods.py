@@ -548,8 +548,7 @@ class NoisyClassification(_Softmax):
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The columns s_c; without noise those of `Classification`, to the bit."""
-        noise = self.parameters["noise"]
-        if not noise.requires_grad and not noise:
+        if self._is_without_noise:
             yield from Classification(weights=self.weights).root(f, y)
             return
         p, scale = self._scaled(f)
@@ -559,7 +558,9 @@ class NoisyClassification(_Softmax):
             yield self._with_weight(column, y)
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The draw Σ_c s_c ε_c."""
+        """The draw Σ_c s_c ε_c; without noise that of `Classification`, to the bit."""
+        if self._is_without_noise:
+            return Classification(weights=self.weights).drawn_root(f, y, generator)
         p, scale = self._scaled(f)
         scaled = scale * _random_signs(f, generator)
         return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
@@ -572,6 +573,12 @@ class NoisyClassification(_Softmax):
         labels = _drawn(q.flatten(0, -2), generator).view(*f.shape[:-1], 1)
         share = (1 - eps) * p.gather(-1, labels) / q.gather(-1, labels)
         return self._with_weight((p * share).scatter_add(-1, labels, -share), y)
+
+    @property
+    def _is_without_noise(self) -> bool:
+        """Whether ε is 0 and held fixed."""
+        noise = self.parameters["noise"]
+        return not noise.requires_grad and not noise
 
     def _scaled(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities p, and (1 − ε) p_c/√q_c; where p underflows the root is 0, not 0/0."""

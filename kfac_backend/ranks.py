@@ -52,8 +52,6 @@ class Ranks:
     @property
     def size(self) -> int:
         """How many there are."""
-        if self.process_group is None:
-            return 1
         group = self._group
         return 1 if group is None else dist.get_world_size(group)
 

@@ -8,12 +8,8 @@ those of other studies, smallest first, and WRN-16-4 Fixup on images of CIFAR-10
 import argparse
 import statistics
 import sys
-from collections import defaultdict
-from typing import Any
 
-import torch
-
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, study
+from experiments.studies import Result, grouped, markdown, mean_with_error, study
 from experiments.weight_decay import default_options, sampled_updates
 from experiments.weight_decay.default_options import SMALLEST
 from experiments.weight_decay.sampled_updates import Config
@@ -32,9 +28,7 @@ WRONG = 0.4
 """Share of the labels in training and held-out data that are wrong, in every second training."""
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train a plain network, then one that learns its decays, and test both."""
     problem = PROBLEMS[config.problem]
     split, held_out, test = with_wrong_labels(
@@ -60,16 +54,15 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Seconds of a plain training, the cost of learning in these, and both NLLs."""
-    rounds: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for result in results:
-        rounds[result["config"]["problem"], result["config"]["wrong"]].append(result["results"])
+    rounds = grouped(results, "problem", "wrong")
     rows = [["network", "wrong", "rounds", "plain, s", "cost", "updates", "NLL, plain", "learned"]]
     for problem in PROBLEMS:
         for wrong in (0.0, WRONG):
-            if not (pairs := rounds[problem, wrong]):
+            if (problem, wrong) not in rounds:
                 continue
+            pairs = [result["results"] for result in rounds[problem, wrong]]
             plain, learned = ([pair[name] for pair in pairs] for name in ("plain", "learned"))
             ratios = [b["seconds"] / a["seconds"] for a, b in zip(plain, learned, strict=True)]
             rows.append([
@@ -92,5 +85,4 @@ main = study(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     sys.exit(main())

@@ -209,7 +209,6 @@ def ours(
         ),
         scheduler=schedule,
         curvature_loader=[data],
-        fabric=_float64(),
     ).run()
     seconds = time.process_time() - start
     f, covariance = (part.detach() for part in result.laplace.output_distribution(x_test))
@@ -232,12 +231,6 @@ def ours(
         "MAP, learned σ": Gaussian(f, noise, seconds, 1),
     }
     return methods, learned
-
-
-def _float64() -> Any:
-    from lightning.fabric import Fabric  # imported here, since Lightning takes seconds
-
-    return Fabric(accelerator="cpu", devices=1, precision="64-true")
 
 
 def metrics_of(gaussian: Gaussian, splits: Splits, y: Tensor) -> dict[str, float]:

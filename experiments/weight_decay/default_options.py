@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
+from experiments.studies import Result, markdown, mean_with_error, study
 from experiments.weight_decay.training import (
     Problem,
     convolutions,
@@ -117,18 +117,11 @@ class Config:
 
     problem: str
     wrong: float
-    seed: int
     part: Literal["default", "grid"]
-
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.part}_{self.seed}"
+    seed: int
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train the networks of a part, and test them."""
     problem = PROBLEMS[config.problem]
     train_split, held_out, test = with_wrong_labels(
@@ -160,7 +153,7 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     """The comparison with no decay first, then the grid."""
     parts: tuple[Literal["default", "grid"], ...] = ("default", "grid")
     return [
-        Config(problem, wrong, seed, part)
+        Config(problem, wrong, part, seed)
         for part in parts
         for seed in range(options.seeds)
         for problem in options.data
@@ -168,9 +161,9 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Learned minus the others, paired by seed; with the number of problems where it loses."""
-    runs: dict[tuple[str, float, int], dict[str, Any]] = defaultdict(dict)
+    runs: dict[tuple[str, float, int], Result] = defaultdict(dict)
     for result in results:
         config = result["config"]
         runs[config["problem"], config["wrong"], config["seed"]] |= result["results"]
@@ -211,7 +204,7 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([markdown(rows), *notes])
 
 
-def rival_of(results: dict[str, Any], rival: str) -> dict[str, float] | None:
+def rival_of(results: Result, rival: str) -> dict[str, float] | None:
     """The results of a rival; of the grid, those of the decay that the held-out data choose."""
     if rival != "grid":
         return results.get(rival)

@@ -10,16 +10,20 @@ numbers.
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from experiments.studies import markdown, mean_with_error, metric_of, study
+from experiments.studies import (
+    Result,
+    file_name,
+    grouped,
+    markdown,
+    mean_with_error,
+    metric_of,
+    study,
+)
 from marglik.cli import main as marglik
 from marglik.records import to_json
-from marglik.storage.provenance import environment
 from marglik.storage.run_folder import read_results
 
 NLL = "nll"
@@ -39,17 +43,12 @@ class Config:
     seed: int
 
     @property
-    def name(self) -> str:
-        """Name in log lines."""
-        return f"{self.preset}_{self.seed}"
-
-    @property
     def folder(self) -> str:
         """Folder of the run."""
-        return f"runs/presets/{self.name}"
+        return f"runs/presets/{file_name(self)}"
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train, or read a finished training; returns config, metrics, evidences and seconds."""
     preset = str(PRESETS / f"{config.preset}.yaml")
     options = ["--seed", str(config.seed), "--output", config.folder, "--resume", "--no_progress"]
@@ -63,17 +62,18 @@ def run(config: Config) -> dict[str, Any]:
     results["metrics"] = {
         name: to_json(scores.metrics) for name, scores in run_results.scores.items()
     }
-    return {"config": asdict(config), **results, **environment(torch.device("cpu"))}
+    return results
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Markdown of MAP and Laplace, learned and initial: means over seeds, paired differences."""
     rows = [
         ["learned / initial weight decay", "test NLL of the MAP", "difference", "seeds with less",
          "accuracy", "temperature-scaled MAP", "calibrated Laplace", "minutes"]
     ]  # fmt: skip
+    groups = grouped(results, "preset")
     for preset, name in NAMES.items():
-        if own := [r for r in runs if r["config"]["preset"] == preset]:
+        if own := groups.get(preset):
             learned, initial = (
                 [metric_of(r, f"{w}, MAP", NLL) for r in own] for w in _compared(own)
             )
@@ -93,7 +93,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def _compared(runs: Sequence[dict[str, Any]], which: str = "MAP") -> list[str]:
+def _compared(runs: Sequence[Result], which: str = "MAP") -> list[str]:
     """The networks with this predictive: a plain one has no Laplace.
 
     The runs of the committed results had a second network with an average and a posterior of its
@@ -107,7 +107,7 @@ def _compared(runs: Sequence[dict[str, Any]], which: str = "MAP") -> list[str]:
     ]
 
 
-def _pair(runs: Sequence[dict[str, Any]], which: str, name: str, form: str) -> str:
+def _pair(runs: Sequence[Result], which: str, name: str, form: str) -> str:
     """Means over seeds, learned / initial."""
     means = [
         statistics.mean(metric_of(run, f"{network}, {which}", name) for run in runs)

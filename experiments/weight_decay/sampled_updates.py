@@ -1,6 +1,7 @@
 """The price of learned weight decays: the default updates, beside exact ones of all data.
 
-By default updates see a sample, rest once decays have settled, and the last one may draw labels.
+By default updates see a sample, with one random vector of each example, and rest once decays have
+settled; the last one sees all data, but may be such an estimate.
 
 Seconds of one thread, in plain trainings (no prior, the same average), the test NLL at a
 temperature that held-out data choose, and how far the learned decays are from those of updates on
@@ -12,17 +13,15 @@ import argparse
 import math
 import statistics
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.studies import markdown, mean_with_error, quiet_training, recorded, slug, study
-from experiments.weight_decay.default_options import SMALLEST
+from experiments.studies import Result, grouped, markdown, mean_with_error, study
+from experiments.weight_decay.default_options import SMALLEST, rows_of_digits
 from experiments.weight_decay.training import (
     Problem,
     convolutions,
@@ -33,7 +32,6 @@ from experiments.weight_decay.training import (
     with_wrong_labels,
 )
 from marglik.data.batches import Batches
-from marglik.training import samples
 
 
 def large_digits() -> tuple[Tensor, Tensor]:
@@ -47,6 +45,27 @@ def small_mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 50), nn.Tanh(), nn.Linear(50, 10))
 
 
+class Recurrent(nn.Module):
+    """An LSTM over an image's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 32, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (N, 10) of the last state, of rows (N, 8, 8)."""
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def grouped_convolutions() -> nn.Module:
+    """Four groups of channels, each with a norm of its own."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2, groups=4), nn.GroupNorm(4, 32), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 of_digits = partial(Problem, data=digits, examples=1000)
 PROBLEMS = {
     "MLP 784-50-10, 18 epochs": Problem(small_mlp, 18, data=large_digits, examples=1400),
@@ -55,14 +74,20 @@ PROBLEMS = {
     "convolutions, 40 epochs": of_digits(lambda: convolutions(no_norm, "flattened"), 40),
     "BatchNorm, 12 epochs": of_digits(lambda: convolutions(nn.BatchNorm2d, "pooled"), 12),
     "BatchNorm, 40 epochs": of_digits(lambda: convolutions(nn.BatchNorm2d, "pooled"), 40),
+    # These two were not looked at before the updates were as they are.
+    "LSTM": Problem(Recurrent, 30, "adam", 3e-3, data=rows_of_digits, examples=700),
+    "grouped convolutions": Problem(grouped_convolutions, 30, data=digits, examples=700),
     "CIFAR-10 (JPEG), 4,000 images": Problem(
         lambda: convolutions(nn.BatchNorm2d, "flattened", 3, 16), 16,
         data=small_images, examples=4000,
     ),
 }  # fmt: skip
-UPDATES = {"plain": None, "all data": 1e9, "sampled": samples.SHARE}
-"""The share of the steps' cost that an update may have; None learns no decays. Those that see all
-data do not rest."""
+UPDATES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "all data": {"curvature_from": "pass", "rest": None},
+    "sampled": {},
+}
+"""Options of the learner; None learns no decays."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +98,8 @@ class Config:
     wrong: float
     seed: int
 
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{round(100 * self.wrong)}_{self.seed}"
 
-
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Train one after the other, and test."""
     problem = PROBLEMS[config.problem]
     split, held_out, test = with_wrong_labels(
@@ -89,12 +107,10 @@ def run(config: Config) -> dict[str, Any]:
     )
     results = {}
     problem.warm_up(split)
-    for name, share in UPDATES.items():
-        samples.SHARE = samples.SHARE if share is None else share
+    for name, options in UPDATES.items():
         loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
-        decays = SMALLEST if share is None else None
-        options: dict[str, Any] = {"rest": None} if name == "all data" else {}
-        trained = problem.run(split, config.seed, decays, loader=loader, **options)
+        decays = SMALLEST if options is None else None
+        trained = problem.run(split, config.seed, decays, loader=loader, **options or {})
         results[name] = scores_of(trained.model, held_out, test)
         results[name] |= {"seconds": trained.seconds} | trained.record
     return {"results": results, "seconds": sum(result["seconds"] for result in results.values())}
@@ -110,14 +126,12 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """Cost and NLL, with errors over seeds; and the largest factor between the decays."""
-    runs: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
-    for result in results:
-        runs[result["config"]["problem"], result["config"]["wrong"]].append(result["results"])
     rows = [["network", "wrong", "cost, all data", "cost, sampled", "NLL, all data", "NLL, sampled",
              "sampled − all", "decays differ by"]]  # fmt: skip
-    for (problem, wrong), seeds in runs.items():
+    for (problem, wrong), runs in grouped(results, "problem", "wrong").items():
+        seeds = [run["results"] for run in runs]
         costs = {
             name: statistics.median(
                 seed[name]["seconds"] / seed["plain"]["seconds"] for seed in seeds
@@ -141,7 +155,7 @@ def table(results: list[dict[str, Any]]) -> str:
     )
 
 
-def pairs_of_decays(results: dict[str, Any]) -> list[tuple[float, float]]:
+def pairs_of_decays(results: Result) -> list[tuple[float, float]]:
     """The weight decays of sampled updates beside those of all data, tensor by tensor."""
     ours, theirs = (results[name]["weight_decay"] for name in ("sampled", "all data"))
     return [(ours[name], theirs[name]) for name in ours]
@@ -149,9 +163,8 @@ def pairs_of_decays(results: dict[str, Any]) -> list[tuple[float, float]]:
 
 main = study(
     "sampled_updates", __doc__, run, tasks, table, problems=PROBLEMS,
-    default=[name for name in PROBLEMS if "CIFAR" not in name], seeds=3,
+    default=[name for name in PROBLEMS if "CIFAR" not in name], seeds=5,
 )  # fmt: skip
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     sys.exit(main())

@@ -28,7 +28,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,15 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.data.nci1 import NCI1
 from experiments.models import GraphNetwork
-from experiments.studies import (
-    markdown,
-    mean_with_error,
-    quiet_training,
-    recorded,
-    slug,
-    standard_error,
-    study,
-)
+from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
 from experiments.weight_decay.training import (
     Batches,
     Problem,
@@ -105,11 +96,6 @@ class Config:
     seed: int
     everything: bool = False
     """Whether all rivals are tried, or only the default and the grids."""
-
-    @property
-    def name(self) -> str:
-        """The name of its file."""
-        return f"{slug(self.problem)}_{self.examples}_{round(100 * self.wrong)}_{self.seed}"
 
 
 @dataclass
@@ -294,9 +280,7 @@ def splits_of(config: Config) -> tuple[Split, Split, Split]:
     return with_wrong_labels(x, y, config.examples, problem.held_out, config.wrong, config.seed)
 
 
-@recorded
-@quiet_training()
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> Result:
     """Try all ways, and test them."""
     comparison = Comparison(config)
     comparison.problem.warm_up(comparison.train_split)
@@ -373,17 +357,15 @@ def tasks(options: argparse.Namespace) -> list[Config]:
     ]
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Result]) -> str:
     """A row for each way of each problem, and what learning has less, paired by seed."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for result in results:
-        config = result["config"]
-        groups[config["problem"], config["examples"], config["wrong"]].append(result["ways"])
+    groups = grouped(results, "problem", "examples", "wrong")
     rows = [
         ["problem", "N", "wrong", "seeds", "way", "NLL", "scaled NLL", "accuracy, %", "trainings",
          "CPU time", "learned − it, NLL", "accuracy"],
     ]  # fmt: skip
-    for (problem, examples, wrong), runs in sorted(groups.items()):
+    for problem, examples, wrong in sorted(groups):
+        runs = [result["ways"] for result in groups[problem, examples, wrong]]
         for way in runs[0]:
             own = [run[way] for run in runs]
             # Newer than some results.
@@ -409,16 +391,13 @@ COLORS = {"default": "tab:gray", "grid": "tab:blue", "learned": "tab:orange"}
 SHOWN = {"digits, MLP": 800, "digits, convolutions": 1000}
 
 
-def figures(results: list[dict[str, Any]]) -> dict[str, Figure]:
+def figures(results: list[Result]) -> dict[str, Figure]:
     """The README's: NLL by the share of wrong labels, and the cost, of two networks."""
     figure = Figure(figsize=(8.5, 2.9), layout="constrained")
     axes = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    groups = grouped(results, "problem", "examples")
     for axis, (problem, examples) in zip(axes, SHOWN.items(), strict=False):
-        runs = [
-            run
-            for run in results
-            if (run["config"]["problem"], run["config"]["examples"]) == (problem, examples)
-        ]
+        runs = groups[problem, examples]
         shares = sorted({run["config"]["wrong"] for run in runs})
         for i, way in enumerate(COLORS):
             values = [

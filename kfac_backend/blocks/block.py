@@ -294,8 +294,10 @@ def take_eigenvalues(blocks: Iterable[KroneckerBlock], former: MutableMapping[st
     """
     for factor, name in _named(blocks):
         other, entries = former.get(name), factor.entries
-        if other is not None and other.eigenvalues and entries.shape[-2] > LARGEST_BATCHED:
-            if not entries.is_meta and torch.equal(entries, other.entries):
+        is_large = entries.shape[-2] > LARGEST_BATCHED and not entries.is_meta
+        if other is not None and other.eigenvalues is not None and is_large:
+            same_kind = (entries.device, entries.dtype) == (other.device, other.dtype)
+            if same_kind and torch.equal(entries, other.entries):
                 factor.eigenvalues = other.eigenvalues
         former[name] = factor
 

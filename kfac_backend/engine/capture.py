@@ -36,7 +36,6 @@ from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
-from kfac_backend.sharding import detached_parameters
 
 if TYPE_CHECKING:
     from kfac_backend.engine.operations.follower import Follower
@@ -180,6 +179,14 @@ class RunRecord:
     masked: set[TrackedLayer] = field(default_factory=set)
     """Layers of whose rows a mask of positions hides some."""
 
+    def begin(self, tracked: TrackedLayer, assignment: RuleAssignment) -> tuple[int, Run]:
+        """The number of the layer's run that begins, from 0, and what it works on."""
+        number = self.number[tracked]
+        self.number[tracked] += 1
+        # Where all runs are of one kind, a layer may run more often than on the first batch.
+        kinds = assignment.runs.get(tracked.layer, ("examples",))
+        return number, kinds[min(number, len(kinds) - 1)]
+
     def kinds(self) -> dict[TrackedLayer, list[Run]]:
         """What each run of the layers is, as far as the vectors so far show.
 
@@ -268,7 +275,7 @@ class Capture:
         arithmetic: Callable[[], AbstractContextManager[object]] = nullcontext,
         follower: "Callable[..., Follower] | None" = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self.assignment = assignment
         self.sink = Sink() if sink is None else sink
         self.arithmetic = arithmetic
@@ -278,7 +285,7 @@ class Capture:
         self._follows = bool(assignment.operations.names) or any(
             "followed" in kinds for kinds in assignment.runs.values()
         )
-        self._make_follower = follower
+        self._kind_of_follower = follower
         self.follower: "Follower | None" = None
         """What sees the operations on followed parameters; None if nothing is followed."""
         self._hooks = ExitStack()
@@ -289,8 +296,8 @@ class Capture:
         self._runs_backward = False  # whether a backward pass has begun
 
     def __enter__(self) -> Self:
-        before = self._before if self._follows else None
-        self._hooks = layer_hooks(self.assignment, before, self._after)
+        before = self.before if self._follows else None
+        self._hooks = layer_hooks(self.assignment, before, self.after)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -304,7 +311,7 @@ class Capture:
         # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
         # holds the output would close a circle that Python's garbage collector cannot see.
         self.sink, self.sources = Sink(), Sources()
-        self.follower = self._make_follower = None
+        self.follower = self._kind_of_follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
@@ -314,25 +321,13 @@ class Capture:
             copies = self.begin(x)
             if self._follows:
                 # Loaded only where there is something to follow.
-                from kfac_backend.engine.operations.copies import Copies
-                from kfac_backend.engine.operations.follower import Follower
+                from kfac_backend.engine.operations.copies import follower_of
 
-                operations, runs = self.assignment.operations, self.assignment.runs.items()
-                once = {layer for layer, kinds in runs if "followed" in kinds}
-                values = detached_parameters(self._model) if operations.names else {}
-                leaves = {name: values[name].requires_grad_() for name in operations.names}
-                make = self._make_follower or Follower
-
-                def ran(tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-                    """The output of a function that is a layer's run: ``F.linear(a, weight)``."""
-                    self._before(tracked)
-                    return self._after(tracked, tracked.layer, (a,), {}, output)
-
-                self.follower = make(operations, leaves, Copies(self), ran, once)
+                self.follower = follower_of(self, self._kind_of_follower)
             follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
-                f = call_with(self._model, self._constants | copies | watched, x)
+                f = call_with(self.model, self._constants | copies | watched, x)
         if self.assignment.runs:
             self.runs.check_number(self.assignment)
         return f
@@ -404,28 +399,24 @@ class Capture:
         with self.arithmetic():
             self.sink.input(tracked, use)
 
-    def _before(self, tracked: TrackedLayer, *_: Any) -> None:
+    def before(self, tracked: TrackedLayer, *_: Any) -> None:
         """The hook before a layer runs, where operations outside of layers are followed."""
         if self.follower is not None:
             self.follower.inside.append(tracked)
 
-    def _after(
+    def after(
         self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Tensor:
         """The hook after it; what it returns takes the place of the layer's output."""
         if self.follower is not None:
             self.follower.inside.remove(tracked)
         a = tracked.rule.input_of(args, kwargs)
-        check_run(self._model, tracked, a)
+        check_run(self.model, tracked, a)
         if not self.sink.differentiable:
             a = a.detach()
-        # Step 1: what this run works on, as the proof has found. Where all runs are of one kind, a
-        # layer may run more often than on the first batch.
+        # Step 1: what this run works on, as the proof has found.
         record, N = self.runs, self.runs.num_examples
-        number = record.number[tracked]
-        record.number[tracked] += 1
-        kinds = self.assignment.runs.get(tracked.layer, ("examples",))
-        kind = kinds[min(number, len(kinds) - 1)]
+        number, kind = record.begin(tracked, self.assignment)
         if kind == "followed" and self.follower and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")

@@ -22,7 +22,7 @@ which runs of a layer work on an input that all examples share or on several row
 """
 
 import warnings
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ from kfac_backend.engine.calls import (
     num_examples,
     preserve_state,
 )
-from kfac_backend.engine.capture import Capture, Sink, check_run, layer_hooks, rows_of
+from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks, rows_of
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import check_inputs, counting
 from kfac_backend.layers import Rule, Use
@@ -238,8 +238,8 @@ class Proof:
         ``counted`` marks the loss terms (N, ...) that count; None is all.
         """
         with counting(mask):
-            *_, masked = verify_independence(self._model, self.assignment, x, counted=counted)
-        self.holds_for_masks, self.masked = True, self.masked | masked
+            _, runs = verify_independence(self._model, self.assignment, x, counted=counted)
+        self.holds_for_masks, self.masked = True, self.masked | runs.masked
 
     def _prove_uses(self, x: Any, N: int | None) -> RuleAssignment:
         """The assignment, completed, with which the hooks see every use of the parameters."""
@@ -287,7 +287,7 @@ class Proof:
             verify_gradients(self._model, assignment, x, messages)
         while True:
             try:
-                self._independence_verified, runs, masked = verify_independence(
+                self._independence_verified, runs = verify_independence(
                     self._model, assignment, x, numbers, counted
                 )
                 break
@@ -295,9 +295,9 @@ class Proof:
             # independent, in another order; then only their examples are unknown.
             except _Mixed as mixed:
                 assignment = _without_several_rows(assignment, mixed)
-        self.masked = self.masked | masked
+        self.masked = self.masked | runs.masked
         # `find_runs` could not tell them of inputs whose examples are not known.
-        return _with_runs(assignment, runs) if N is None else assignment
+        return _with_runs(assignment, runs.kinds()) if N is None else assignment
 
     def _give_up(self, refusal: Refusal) -> None:
         """Treat the refused parameters as the option ``unsupported`` says.
@@ -377,15 +377,10 @@ def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
     With the shape of a row. It is None where the model says whose rows they are.
     """
     all_rows: list[Any] = []
-    number: Counter[TrackedLayer] = Counter()
+    runs = RunRecord()
 
     def record(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        a, kinds = (
-            tracked.rule.input_of(args, kwargs),
-            assignment.runs.get(tracked.layer, ("examples",)),
-        )
-        kind = kinds[min(number[tracked], len(kinds) - 1)]
-        number[tracked] += 1
+        a, (_, kind) = tracked.rule.input_of(args, kwargs), runs.begin(tracked, assignment)
         if current_rows() is not None:
             all_rows.append(None)
         elif isinstance(kind, SharedAxes):  # the whole input is each example's
@@ -610,7 +605,7 @@ def verify_independence(
     x: Any,
     numbers: Tensor | None = None,
     counted: Tensor | None = None,
-) -> tuple[bool, dict[TrackedLayer, list[Run]], set[TrackedLayer]]:
+) -> tuple[bool, RunRecord]:
     """Prove with one forward pass that no row of a layer belongs to two examples.
 
     The gradient of the first example's output must reach only that example's rows, and the gradient
@@ -623,8 +618,7 @@ def verify_independence(
 
     Returns:
         Whether these examples could prove it: a single one cannot, nor can numbers that are not
-        finite. What the layers' runs are, as far as that is known: see `RunRecord.kinds`. And the
-        layers of whose rows a mask hides some.
+        finite, of which nothing is returned. And the layers' runs.
 
     Raises:
         NotImplementedError: the first example's output reaches a row that another's reaches, or a
@@ -636,7 +630,7 @@ def verify_independence(
         for tracked in capture.runs.not_divisible:
             raise _Mixed(f"Layer {tracked} got rows in no multiple of the examples.", tracked)
         if f.dim() < 2 or not torch.isfinite(f).all():
-            return False, {}, set()  # reported by name, with the targets
+            return False, RunRecord()  # reported by name, with the targets
         if numbers is None or len(numbers) != len(f):
             numbers = torch.arange(len(f))
         numbers = numbers.to(f.device)  # for objects of the user's they were made on the CPU
@@ -664,12 +658,12 @@ def verify_independence(
             # 0 · NaN is NaN, which would look as if every gradient reached every row. Factors that
             # are not finite raise an error with the layer's name later.
             if not reached.finite:
-                return False, {}, set()
+                return False, RunRecord()
             for (tracked, use), rows in reached.rows.items():
                 if len(rows) == 2:  # otherwise one of the two gradients did not reach this run
                     _check_apart(tracked, use, rows[0], rows[1], first)
             reached.rows.clear()
-        return len(f) > 1, capture.runs.kinds(), capture.runs.masked
+        return len(f) > 1, capture.runs
 
 
 def _check_apart(

@@ -102,6 +102,7 @@ class TrainingPass:
         """The context of checkpoints, which run layers again in the backward pass."""
         self._probe = next(model.parameters(), None)
         self._is_paused = False
+        self._checked_shape: torch.Size | None = None  # of one example's outputs
         self._is_compared = False  # whether the loss was found to be the likelihood's, or not
         self.is_scheduled = True
         """Whether this step is one of those with new factors."""
@@ -112,10 +113,10 @@ class TrainingPass:
             generator=generator,
             process_group=process_group,
             assignment=self.trained.assign(),
+            sink=FactorSums(options),
         )
         self.driver.task.may_ignore = True  # which ones do not count, gradients will show
         check_memory(self.driver.proof.assignment, options, self.driver.device)
-        self.reset()
         self.covered = self.trained.assigned
         """The parameters that were trained when factors were last made."""
         # torch.compile traces the hook, and would swallow an error that it raises itself.
@@ -134,19 +135,19 @@ class TrainingPass:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._end_runs_again()
         # No `reset`: its new pass would fail where the process group of a sharded model is gone.
-        if self._now is not None:
-            self._now.forget()
-        self._now = None
+        self._forget_forward()
 
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
+        self._forget_forward()
+        self.driver.start(FactorSums(self.driver.options))
+
+    def _forget_forward(self) -> None:
         self._end_runs_again()
         if self._now is not None:
             self._now.forget()
         self._now = None
-        self.driver.start(FactorSums(self.driver.options))
 
     @property
     def is_due(self) -> bool:
@@ -315,7 +316,9 @@ class TrainingPass:
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
         y = _pseudo_targets(driver.task, f, g, forward.mask)
-        driver.task.check(f.detach(), y)
+        if f.shape[1:] != self._checked_shape:  # which is all that can be wrong
+            driver.task.check(f.detach(), y)
+            self._checked_shape = f.shape[1:]
         # Warn if the loss is not the likelihood's, on the first batch that can tell.
         if not self._is_compared:
             why = why_not(f, g, driver.task.likelihood, self._mean_over == "examples")

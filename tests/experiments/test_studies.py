@@ -146,6 +146,7 @@ def blobs(n, seed=0):
     return x + 0.3 * torch.randn(n, 2, generator=generator), y
 
 
+CPU = torch.device("cpu")
 SPLITS = Splits(blobs(60), blobs(40, 1), blobs(40, 2), "blobs", ("a", "b", "c"))
 
 
@@ -230,6 +231,9 @@ def small_bench_curvature(patch):
     config = bench_curvature.Config(1, 1, image_size=8, num_classes=3, repetitions=1)
     found = [bench_curvature.run_growth(config) | {"name": "growth"}]
     assert bench_curvature.figures(found)
+    patch.setattr(bench_curvature, "STEPS", 1)
+    for update in bench_curvature.evidence_work(bench_curvature.network(CPU, 1), "reduce"):
+        update()
     patch.setattr(bench_curvature, "PASS", (4, (2,)))
     found = [bench_curvature.run_passes(config) | {"name": "passes"}]
     found.append(bench_curvature.run_batch(config) | {"name": "batch_32"})
@@ -294,7 +298,7 @@ def small_default_options(patch):
     patch.setattr(default_options, "GRID", (1e-3, 1e-1))
     parts = ("default", "grid")
     found = [
-        record_of(default_options.run, default_options.Config("MLP", 0.2, 0, part))
+        record_of(default_options.run, default_options.Config("MLP", 0.2, part, 0))
         for part in parts
     ]
     return found, default_options.table
@@ -319,7 +323,7 @@ def small_learned_ranges(patch):
         data = learned_ranges.PROBLEMS[name]
         channels = 3 if data.colour else 1  # digits in three colours stand in for the photos
         small = replace(
-            data, examples=20, held_out=10, epochs=2, batch_size=10,
+            data, examples=20, held_out=10, epochs=1, batch_size=10,
             data=lambda n=channels: (few_digits()[0].expand(-1, n, -1, -1), few_digits()[1]),
             make=lambda n=channels: mlp(64 * n, 10, no_norm, hidden=8),
         )  # fmt: skip
@@ -417,7 +421,8 @@ def test_the_smallest_run(name, monkeypatch, request):
     assert table(found).count("|") > 10 and "nan" not in table(found)
 
 
-def test_the_quick_benchmark_warns_of_what_has_become_slower():
+def test_the_quick_benchmark_warns_of_what_has_become_slower(monkeypatch):
+    monkeypatch.setattr(bench_quick, "network", partial(bench_quick.network, depth=10))
     found = bench_quick.measure(repetitions=1, batch_size=1, width=1)
     ratios = found["times_the_limit"]
     assert set(ratios) == set(found["limits"]) and min(ratios.values()) > 0

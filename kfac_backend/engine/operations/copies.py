@@ -4,6 +4,7 @@
 of its own, and these gradients go to a pass's sink.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,25 @@ from kfac_backend.engine.rule_assignment import LayerRun, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import current_rows
 from kfac_backend.precision import at_least_float32
+from kfac_backend.sharding import detached_parameters
 
 if TYPE_CHECKING:
     from kfac_backend.engine.capture import Capture
+
+
+def follower_of(capture: "Capture", kind: Callable[..., Follower] | None = None) -> Follower:
+    """The context that sees the operations on what a capture follows; ``kind`` makes it."""
+    operations, runs = capture.assignment.operations, capture.assignment.runs.items()
+    once = {layer for layer, kinds in runs if "followed" in kinds}
+    values = detached_parameters(capture.model) if operations.names else {}
+    leaves = {name: values[name].requires_grad_() for name in operations.names}
+
+    def ran(tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+        """The output of a function that is a layer's run: ``F.linear(a, weight)``."""
+        capture.before(tracked)
+        return capture.after(tracked, tracked.layer, (a,), {}, output)
+
+    return (kind or Follower)(operations, leaves, Copies(capture), ran, once)
 
 
 class Copies:

@@ -26,7 +26,7 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig
 from marglik.runs.train import Setup, Training
-from marglik.training import algorithm, samples
+from marglik.training import algorithm
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
@@ -178,12 +178,11 @@ def test_the_parameters_of_the_best_epoch_can_be_kept():
     prior.posterior.check_weights()
 
 
-@pytest.mark.parametrize(("epochs", "few", "draws"), [(6, 0, True), (60, 0, False), (6, 60, False)])
-def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training(
-    epochs, few, draws, monkeypatch
+@pytest.mark.parametrize(("epochs", "fisher"), [(6, "random_signs"), (60, "exact")])
+def test_updates_estimate_the_curvature_where_exact_passes_would_take_longer_than_the_training(
+    epochs, fisher, monkeypatch
 ):
     """Twenty updates of V = 2 backward passes cost 100 epochs' thirds; there are 18, or 180."""
-    monkeypatch.setattr(samples, "FEW_VECTORS", few)
     model, fishers = network(), []
     real = algorithm.update_prior
 
@@ -194,7 +193,7 @@ def test_passes_draw_labels_where_exact_ones_would_take_longer_than_the_training
     monkeypatch.setattr(algorithm, "update_prior", noted)
     learn(model, sgd(model), PriorLearner("classification", updates=20), loader(), epochs)
     assert fishers[-1] == "exact"
-    assert set(fishers[:-1]) == ({"mc"} if draws else {"exact"})
+    assert set(fishers[:-1]) == {fisher}
 
 
 def test_update_prior_by_hand():
