@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kfac_backend.factor_derivatives import FactorDerivatives
 from kfac_backend.likelihoods import Likelihood
-from kfac_backend.options import CurvatureOptions, check_keys
+from kfac_backend.options import CurvatureOptions
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import derivatives_in_factors
@@ -132,7 +132,6 @@ class RangeLearner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, at the network's present ranges."""
-        check_keys("the learned ranges", state, ("state", "param_groups"))
         self._adam.load_state_dict(state)
 
 

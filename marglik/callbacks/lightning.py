@@ -23,7 +23,7 @@ from kfac_backend.sharding import gathered_state, is_sharded
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
-from marglik.training.loss_agreement import OutputOf
+from marglik.training.loss_agreement import OutputOf, warn_of_another_loss
 
 with extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -143,7 +143,8 @@ class MarginalLikelihood(Callback):
             task = Task(self.learner.likelihood, self.learner.options.curvature)
             x, y = task.split(batch)
             y = task.targets(network, x, y)
-            self.learner.problem.compare_loss(self.learner.likelihood, loss / scale, f, y)
+            learner = self.learner
+            warn_of_another_loss(loss / scale, f, y, learner.likelihood, learner.options)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the network its average so far, which is then validated."""

@@ -39,7 +39,7 @@ from marglik.posterior.posterior import Posterior, running_statistics
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
-from marglik.training.loss_agreement import OutputOf
+from marglik.training.loss_agreement import OutputOf, warn_of_another_loss
 
 with extra("transformers"):
     from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
@@ -195,8 +195,9 @@ class MarginalLikelihood(TrainerCallback):
                 loss: Any = self._trainer.compute_loss(model, dict(batch))
             except Exception:  # it is raised again by the first step, if that calls it so
                 return
-        if output.only is not None:
-            self.learner.problem.compare_loss(self.learner.likelihood, loss, output.only, y)
+        f, learner = output.only, self.learner
+        if f is not None:
+            warn_of_another_loss(loss, f, y, learner.likelihood, learner.options)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""

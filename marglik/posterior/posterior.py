@@ -198,14 +198,9 @@ class Posterior:
     def factors(self) -> KroneckerFactors | None:
         """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`.
 
-        Also None where H is from Jacobians, see `fitted_curvature`. Assigning factors is the same
-        as `restore`.
+        Also None where H is from Jacobians, see `fitted_curvature`.
         """
         return self._curvature if isinstance(self._curvature, KroneckerFactors) else None
-
-    @factors.setter
-    def factors(self, factors: KroneckerFactors) -> None:
-        self.restore(factors)
 
     @property
     def loss(self) -> Tensor:
@@ -805,7 +800,6 @@ class Posterior:
         """
         check_positive("n_samples", n_samples)
         check_whole(self.model, "A sample of parameters")
-        self.fitted_curvature()
         self.check_weights()
         changes = self.precision().sample(n_samples, generator)
         mean = at_least_float32(self.mean.detach())

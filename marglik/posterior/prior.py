@@ -200,7 +200,6 @@ class Hyperparameters:
             ValueError: a state that lacks entries, of other groups, or whose numbers were cast.
         """
         check_keys("the hyperparameters", state, ("log_delta", "log_sigma", "adam"))
-        check_keys("the hyperparameters' Adam", state["adam"], ("state", "param_groups"))
         own = {"log_delta": self._log_delta, "log_sigma": self._log_sigma}
         for name, value in own.items():
             there, here = (f"{tuple(t.shape)} in {t.dtype}" for t in (state[name], value))

@@ -274,7 +274,6 @@ def laplace_predictive(
         AttributeError: a posterior that is not fitted.
         ValueError: now or in a prediction, a network with other weights than those of the fit.
     """
-    laplace.fitted_curvature()
     laplace.check_weights()
     config = config.for_posterior(laplace)
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise

@@ -115,7 +115,7 @@ class PriorLearner:
         if hooks == "all":
             steps_per_epoch = steps_in_epoch(loader, steps_per_epoch)
         problem = Problem.of(options, model, optimizer, loader, ranks, steps_per_epoch, held_out)
-        for inner in optimizers_of(optimizer, {}):  # also one whose tensors are all frozen now
+        for inner in optimizers_of(optimizer):  # also one whose tensors are all frozen now
             remove_hooks(inner)
         problem.replayed, ranges = self._replayed
         if ranges:

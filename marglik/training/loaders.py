@@ -1,9 +1,10 @@
-"""What a loader is: how many examples it yields, another iterator over it, and a rank's shard."""
+"""What a loader is: its examples, its generators, another iterator over it, and a rank's shard."""
 
 from collections.abc import Iterable, Sized
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
@@ -11,7 +12,6 @@ from kfac_backend.engine.calls import check_read_twice
 from kfac_backend.engine.task import split_batch
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
-from marglik.training.random_state import samplers_of
 
 Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
@@ -73,6 +73,29 @@ def count_on_ranks(loader: Loader, ranks: Ranks, options: TargetOptions) -> int:
     if not num_data:
         raise ValueError("The data is empty: the loader yields no batch.")
     return num_data
+
+
+def check_workers(*loaders: Any) -> None:
+    """Raise a ValueError for loaders with persistent workers, whose random state we cannot read."""
+    if any(getattr(loader, "persistent_workers", False) for loader in loaders):
+        raise ValueError(
+            "The loader has persistent_workers=True: a checkpoint cannot hold the random state of "
+            "its workers, and a resumed run would shuffle and augment its data differently. Pass "
+            "persistent_workers=False, or train without checkpoints."
+        )
+
+
+def samplers_of(loader: Any) -> tuple[Any, ...]:
+    """The sampler of a loader, and that of its batch sampler; None where there is none."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+
+
+def generators_of(*loaders: Any) -> list[torch.Generator]:
+    """The ``generator`` attributes of loaders and their samplers, each once."""
+    owners = [owner for loader in loaders for owner in (loader, *samplers_of(loader))]
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 def check_shards(loader: Loader, ranks: Ranks) -> None:

@@ -52,15 +52,14 @@ from marglik.prediction.verdict import verdict
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import Loader, check_shards
-from marglik.training.random_state import (
+from marglik.training.loaders import (
+    Loader,
+    check_shards,
     check_workers,
     generators_of,
-    own_random_numbers,
-    random_state,
     samplers_of,
-    set_random_state,
 )
+from marglik.training.random_state import own_random_numbers, random_state, set_random_state
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds

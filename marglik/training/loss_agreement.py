@@ -5,7 +5,7 @@ changes the value of a network that was just initialised.
 """
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from kfac_backend.engine.calls import logits_of
 from kfac_backend.likelihoods import Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from marglik.training.state import LearnerOptions
 
 TOLERANCE = 1e-3
 """Of the gradients' norm; several times the rounding of a coarser dtype if that is more."""
@@ -52,19 +55,18 @@ def warn_of_another_loss(
     f: Tensor,
     y: Tensor,
     likelihood: Likelihood,
-    *,
-    is_mean_over_terms: bool = False,
-    scale: float = 1.0,
+    options: "LearnerOptions",
 ) -> None:
     """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
+
+    The count is that of the examples, or with mean_over="terms" of the loss terms.
 
     Args:
         loss: a function of ``f``, with its graph.
         f: outputs (N, ..., C), with their graph.
         y: targets that the likelihood takes.
         likelihood: says ℓ.
-        is_mean_over_terms: whether the count is that of the loss terms, and not N.
-        scale: the loop's factor on the loss.
+        options: say what the loss is a mean over, and its scale.
 
     Raises:
         ValueError: targets that do not fit the outputs.
@@ -73,6 +75,7 @@ def warn_of_another_loss(
     if gradient is None:
         return
     check_targets(f, y, likelihood, may_ignore=True)
+    scale, is_mean_over_terms = options.loss_scale, options.mean_over == "terms"
     terms = max(int(num_counted_terms(f, y, likelihood)), 1)
     count = terms if is_mean_over_terms else len(f)
     rounding = torch.finfo(f.dtype).eps

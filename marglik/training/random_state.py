@@ -11,29 +11,7 @@ from torch import nn
 
 from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.ranks import Ranks
-
-
-def check_workers(*loaders: Any) -> None:
-    """Raise a ValueError for loaders with persistent workers, whose random state we cannot read."""
-    if any(getattr(loader, "persistent_workers", False) for loader in loaders):
-        raise ValueError(
-            "The loader has persistent_workers=True: a checkpoint cannot hold the random state of "
-            "its workers, and a resumed run would shuffle and augment its data differently. Pass "
-            "persistent_workers=False, or train without checkpoints."
-        )
-
-
-def samplers_of(loader: Any) -> tuple[Any, ...]:
-    """The sampler of a loader, and that of its batch sampler; None where there is none."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-
-
-def generators_of(*loaders: Any) -> list[torch.Generator]:
-    """The ``generator`` attributes of loaders and their samplers, each once."""
-    owners = [owner for loader in loaders for owner in (loader, *samplers_of(loader))]
-    generators = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
+from marglik.training.loaders import generators_of
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:

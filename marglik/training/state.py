@@ -18,7 +18,7 @@ from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
-from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
+from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import check_whole, local_parts
 from marglik.augmentation.learned import LearnedAugmentation
@@ -205,7 +205,7 @@ class Problem:
         if options.hessian_structure != "kron":
             check_whole(model, f"hessian_structure {options.hessian_structure!r}")
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        parts = parts_of(optimizers_of(optimizer, trainable), trainable)
+        parts = parts_of(optimizers_of(optimizer), trainable)
         ranks = Ranks() if ranks is None else ranks
         check_shards(loader, ranks)
         if options.schedule.epochs is None and options.schedule.average == "last":
@@ -302,7 +302,7 @@ class Problem:
                     if loss is not None:
                         with torch.enable_grad():
                             f = f.detach().requires_grad_()
-                            self.compare_loss(likelihood, loss(f, labels), f, y)
+                            warn_of_another_loss(loss(f, labels), f, y, likelihood, options)
                 if options.mean_over == "examples":
                     break
         of_ranks = self.ranks.gather((terms, examples, self.vectors, padding))
@@ -322,27 +322,6 @@ class Problem:
         if options.mean_over == "terms" and not sums_terms:
             self.terms_per_example = number
         return first
-
-    def compare_loss(self, likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor) -> None:
-        """Warn, with the likely cause, if a batch's loss is not that of the likelihood.
-
-        That is ``loss_scale`` times the mean of −log p(y|f) over examples or terms, up to a
-        constant.
-
-        Args:
-            likelihood: with its numbers.
-            loss: the loop's loss, with its graph.
-            f: outputs, with their graph.
-            y: targets of the outputs.
-        """
-        warn_of_another_loss(
-            loss,
-            f,
-            y,
-            likelihood,
-            is_mean_over_terms=self.options.mean_over == "terms",
-            scale=self.options.loss_scale,
-        )
 
     def identity(self, hyperparameters: Hyperparameters) -> dict[str, Any]:
         """What must agree for a state to be continued; the number of epochs may change."""
@@ -566,7 +545,6 @@ def _from_plain(value: Any, saved: Any) -> Any:
         value.load_state_dict(saved)
         return value
     if isinstance(value, Measures):
-        check_keys("the measures", saved, list(vars(value)))
         return Measures(**saved)
     if isinstance(value, list) and any(isinstance(item, WeightAverage) for item in value):
         return [_from_plain(*pair) for pair in zip(value, saved, strict=True)]
@@ -574,13 +552,13 @@ def _from_plain(value: Any, saved: Any) -> Any:
 
 
 def optimizers_of(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], named: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
     """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
 
     Raises:
         TypeError: what is no optimiser of torch.
-        ValueError: L-BFGS; a weight decay of their own, or a parameter that none of them holds.
+        ValueError: L-BFGS.
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for index, inner in enumerate(optimizers):
@@ -598,14 +576,28 @@ def optimizers_of(
                 "optimiser of single steps."
             )
         optimizers[index] = inner
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if any(group.get("weight_decay") for group in groups):
-        raise ValueError(
-            "The optimiser has a weight decay of its own; the prior takes its place. "
-            "Set the optimiser's weight_decay to 0."
-        )
-    stepped = {id(p) for group in groups for p in group["params"]}
-    if missing := [name for name, p in named.items() if id(p) not in stepped]:
+    return optimizers
+
+
+def parts_of(
+    optimizers: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter]
+) -> list[Part]:
+    """The tensors of each optimiser that holds some of ``named``; each belongs to the first.
+
+    Raises:
+        ValueError: an optimiser with a weight decay of its own, or a parameter that none holds.
+    """
+    owners: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            if group.get("weight_decay"):
+                raise ValueError(
+                    "The optimiser has a weight decay of its own; the prior takes its place. "
+                    "Set the optimiser's weight_decay to 0."
+                )
+            for p in group["params"]:
+                owners.setdefault(id(p), index)
+    if missing := [name for name, p in named.items() if id(p) not in owners]:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
             f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
@@ -613,18 +605,6 @@ def optimizers_of(
             "last change of its parameters, or a list if there are several; or freeze what is not "
             "trained (requires_grad_(False))."
         )
-    return optimizers
-
-
-def parts_of(
-    optimizers: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter]
-) -> list[Part]:
-    """The tensors of each optimiser that holds some of ``named``; each belongs to the first."""
-    owners: dict[int, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                owners.setdefault(id(p), index)
     parts: list[Part] = []
     for index, optimizer in enumerate(optimizers):
         own = [(i, n, p) for i, (n, p) in enumerate(named.items()) if owners[id(p)] == index]

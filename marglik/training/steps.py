@@ -18,7 +18,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from kfac_backend.engine.calls import arguments, forked_random_numbers, to_device
 from kfac_backend.engine.task import split_batch
-from kfac_backend.options import TargetOptions, check_keys
+from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import (
     is_part,
@@ -149,9 +149,8 @@ class WeightAverage:
         Of sharded parameters the state may be sharded alike, or whole (`gathered_state`).
 
         Raises:
-            ValueError: a state that lacks entries, or whose numbers were cast.
+            ValueError: a state whose numbers were cast.
         """
-        check_keys("the average", state, ("values", "count"))
         values = [*zip(state["values"], self._parameters)]  # noqa: B905  # none before it begins
         for value, p in values:
             if value.dtype != p.dtype:

@@ -205,21 +205,21 @@ def test_before_a_fit():
     assert posterior.factors is None
 
 
-def test_factors_are_assigned():
-    """As by `restore`: at the weights that the network has now."""
+def test_factors_are_restored():
+    """At the weights that the network has now."""
     posterior = fitted()
     posterior.log_marginal_likelihood()
     step(posterior, torch.optim.SGD)
     factors = kronecker_factors(posterior.model, [batch()], "classification", kfac_approx="expand")
-    posterior.factors = factors
+    posterior.restore(factors)
     new = fitted()
     new.model.load_state_dict(posterior.model.state_dict())
     new.fit([batch()])
     assert_close(posterior.log_marginal_likelihood(), new.log_marginal_likelihood())
     with pytest.raises(TypeError, match="is dict; KroneckerFactors are needed, as kron"):
-        posterior.factors = factors.blocks
+        posterior.restore(factors.blocks)
     with pytest.raises(ValueError, match="A posterior needs a block for every trainable parameter"):
-        posterior.factors = replace(factors, blocks={})
+        posterior.restore(replace(factors, blocks={}))
 
 
 @pytest.mark.parametrize("corrected", [False, True])
