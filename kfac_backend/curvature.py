@@ -6,18 +6,15 @@ sum up what it sees in `FactorSums`.
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from kfac_backend.blocks.block import take_eigenvalues
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import assign_rules
-from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
@@ -60,7 +57,7 @@ def kronecker_factors(
             outputs and targets (N, ..., C), noise 1. "bernoulli": C independent logits, targets in
             [0, 1]. Or another of `kfac_backend.likelihoods`.
         options: all choices of the pass: mode, Fisher, which targets count; see `CurvatureOptions`.
-        generator: source of fisher="mc"'s labels, on the model's device.
+        generator: source of what fisher="mc" or "random_signs" draws, on the model's device.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks of `torch.distributed` that have a shard of the data each. Every
             rank must call this function. Each block of all the data is kept by one of them, its
@@ -70,8 +67,8 @@ def kronecker_factors(
             `torch.distributed.fsdp.fully_shard` all ranks that share it pass together.
         keywords: single options, in place of those of ``options``: ``kfac_approx="reduce"``.
 
-    With fisher="mc" each rank draws its own labels, from the generator's state and its rank. If all
-    ranks have the same seed, the same seed and number of ranks give the same factors.
+    Where a Fisher draws, each rank has draws of its own, from the generator's state and its rank.
+    If all ranks have the same seed, the same seed and number of ranks give the same factors.
 
     The factors are the sum over the batches as they are given; larger ones are faster. Where the
     number of positions R depends on a batch's padding, so do the factors: a mask, or
@@ -128,7 +125,6 @@ class CurvaturePass:
             model, likelihood, options, generator=generator, process_group=process_group,
             sink=FactorSums(options),
         )  # fmt: skip
-        self._former = WeakValueDictionary[str, Factor]()  # those of the last pass that still live
         # Wrong names of layers and factors that cannot fit are reported before any data is read.
         check_memory(self.driver.proof.assignment, options, self.driver.device)
 
@@ -186,7 +182,6 @@ class CurvaturePass:
                 "factors()."
             )
         blocks = assemble_blocks(driver.model, sums)
-        take_eigenvalues(blocks.values(), self._former)  # of the first layer's A, for example
         return KroneckerFactors(
             blocks,
             num_data=sums.num_data,

@@ -60,7 +60,7 @@ def factor_gradients(
     """The gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
 
     The loss Hessian Λ changes with the outputs, too, and is differentiated: by the columns of its
-    root S; with fisher="mc" by draws S ε of random signs ε, which are unbiased. Held fixed: the
+    root S; where a Fisher draws by S ε of random signs ε, which are unbiased. Held fixed: the
     model's parameters, and the blocks of parameters without a rule.
 
     Args:
@@ -74,7 +74,7 @@ def factor_gradients(
         of_factors: ∂F/∂B and ∂F/∂A of each block, by name; blocks that are left out do not count.
         of_loss: c.
         options: those of the factors by default.
-        generator: source of fisher="mc"'s draws.
+        generator: source of what a Fisher draws.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks that have a shard of the data each, as of `kronecker_factors`.
 

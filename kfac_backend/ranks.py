@@ -203,7 +203,7 @@ class PassSums:
     def shapes(self) -> "PassSums":
         """The sums on the meta device, without values or memory."""
         blocks = {
-            name: [one.map(lambda factor: factor.empty("meta")) for one in layers]
+            name: [one.map(lambda factor: factor.to_meta()) for one in layers]
             for name, layers in self.blocks.items()
         }
         others = {name: torch.empty_like(t, device="meta") for name, t in self.others.items()}

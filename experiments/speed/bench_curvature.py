@@ -160,7 +160,7 @@ def evidence_work(model: nn.Module, kfac_approx: KfacApprox) -> tuple[Work, Work
         # Blocks keep their eigenvalues: new ones, on the same factors.
         fitted.load_state_dict(state)
         groups = PriorGroups.from_model(model)
-        Hyperparameters(groups, 1.0).update(fitted.evidence_terms, STEPS)
+        Hyperparameters(groups, 1.0).update(fitted.evidence_terms, STEPS, 1.0)
 
     kfacs = [[F for F in (block.B, block.A) if F is not None] for block in factors.blocks.values()]
 

@@ -3,7 +3,7 @@
 `CorrectedBlock` has corrected eigenvalues in the eigenbasis of B ⊗ A (EKFAC).
 """
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar, cast
@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.eigen import LARGEST_BATCHED, eigendecompositions
+from kfac_backend.blocks.eigen import eigendecompositions
 from kfac_backend.layers.gram import Factor
 from kfac_backend.ranks import Ranks
 
@@ -179,7 +179,7 @@ class KroneckerBlock:
 
     def _without_values(self) -> "KroneckerBlock":
         """The block as another rank has it."""
-        return self.replace(**{name: F.empty("meta") for name, F in self.factors.items()})
+        return self.replace(**{name: F.to_meta() for name, F in self.factors.items()})
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
@@ -230,8 +230,11 @@ class KroneckerBlock:
 
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
         """Each factor's eigenvalues and how many of them were clipped; computed once."""
-        compute_eigenvalues([self])
-        return [F.eigenvalues for F in self.factors.values() if F.eigenvalues is not None]
+        solved = [factor.eigenvalues for factor in self.factors.values()]
+        if None in solved:
+            compute_eigenvalues([self])
+            solved = [factor.eigenvalues for factor in self.factors.values()]
+        return cast(list[tuple[Tensor, Tensor]], solved)
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
         """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
@@ -286,22 +289,6 @@ def compute_eigenvalues(
         factor.eigenvalues = eigenvalues
 
 
-def take_eigenvalues(blocks: Iterable[KroneckerBlock], former: MutableMapping[str, Factor]) -> None:
-    """Give factors that equal the former ones of their names, to the bit, the eigenvalues of these.
-
-    They become the former ones. Only large ones: small ones are solved in batches, whose size their
-    bits may depend on, and a training that is resumed knows no former ones.
-    """
-    for factor, name in _named(blocks):
-        other, entries = former.get(name), factor.entries
-        is_large = entries.shape[-2] > LARGEST_BATCHED and not entries.is_meta
-        if other is not None and other.eigenvalues is not None and is_large:
-            same_kind = (entries.device, entries.dtype) == (other.device, other.dtype)
-            if same_kind and torch.equal(entries, other.entries):
-                factor.eigenvalues = other.eigenvalues
-        former[name] = factor
-
-
 def decompose(
     blocks: Iterable[KroneckerBlock],
     ranks: Ranks | None = None,
@@ -328,12 +315,18 @@ def gathered_blocks(
         if not of_block:
             raise kept_elsewhere(name)
     device = device or _device_of(block.factors["B"] for block in blocks.values())
+    # The numbers of rows: an owner who changed a matrix in place has none any more.
+    rows = ranks.gather(
+        [[None if F.rows is None else F.rows.shape[-2] for F in block.factors.values()]
+         for block in blocks.values()]
+    )  # fmt: skip
     gathered, received = dict[str, KroneckerBlock](), list[tuple[Tensor, int]]()
-    for (name, block), of_block in zip(blocks.items(), holders, strict=True):
+    for i, ((name, block), of_block) in enumerate(zip(blocks.items(), holders, strict=True)):
         # What is sent lies on the device of those who receive it.
         whole = block if len(of_block) == ranks.size else block.to(device)
         if block.is_meta:
-            whole = block.replace(**{which: F.empty(device) for which, F in block.factors.items()})
+            numbers = zip(block.factors.items(), rows[of_block[0]][i], strict=True)
+            whole = block.replace(**{which: F.empty(device, M) for (which, F), M in numbers})
         gathered[name] = whole
         if len(of_block) < ranks.size:
             received += [(F.entries, of_block[0]) for F in whole.factors.values()]

@@ -57,7 +57,7 @@ def eigendecompositions(
     """
     if not factors:
         return []
-    check_finite(factors)
+    check_finite(factors, vectors)
     # Step 1: which rows of a factor go to a solver; None stands for its inner products.
     splits: list[tuple[Tensor, Tensor] | None] = []
     sizes: list[int] = []
@@ -91,10 +91,10 @@ def eigendecompositions(
     ]
 
 
-def check_finite(factors: Sequence[tuple[Factor, str]]) -> None:
-    """Raise a ValueError that names a factor, unless all entries of all are finite."""
+def check_finite(factors: Sequence[tuple[Factor, str]], vectors: bool) -> None:
+    """Raise a ValueError that names a factor, unless all entries that a solver sees are finite."""
     # A sum is the quickest look at all entries. One of finite entries may overflow: look at each.
-    entries = [factor.entries for factor, _ in factors]
+    entries = [factor.matrix if vectors else factor.entries for factor, _ in factors]
     if torch.stack([values.sum().double() for values in entries]).isfinite().all():
         return
     finite = torch.stack([torch.isfinite(values).all() for values in entries]).tolist()

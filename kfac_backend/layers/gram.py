@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -158,9 +159,20 @@ class Factor:
             result.eigenvalues = values.to(device), clipped.to(device)
         return result
 
-    def empty(self, device: torch.device | str) -> "Factor":
-        """A factor of its shape, whose entries have yet to be filled in."""
-        return self._with(torch.empty_like(self.entries, device=device))
+    def empty(self, device: torch.device | str, num_rows: int | None) -> "Factor":
+        """A factor of its shape, of rows or a matrix, whose entries have yet to be filled in."""
+        *G, d, _ = self.shape
+        entries = torch.empty(*G, num_rows or d, d, dtype=self.dtype, device=device)
+        return Factor(entries) if num_rows is None else Factor(rows=entries)
+
+    def to_meta(self) -> "Factor":
+        """The factor as another rank has it, without values."""
+        return self._with(self.entries.to("meta"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies, whose tensors' counters begin anew."""
+        rows = self.rows
+        return Factor, (self.matrix,) if rows is None else (None, rows)
 
     def summand(
         self, of_ranks: Sequence["Factor | None"], rank: int, device: torch.device

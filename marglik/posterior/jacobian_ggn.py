@@ -223,7 +223,7 @@ def jacobian_ggn(
         indices: of the parameters, in the vector of all trainable ones. Those that are an
             embedding's padding are left out: they have neither curvature nor prior.
         ranks: all end with the sum over their data.
-        generator: of fisher="mc".
+        generator: source of what a Fisher draws.
         progress: whether to show a bar.
 
     Raises:

@@ -96,7 +96,7 @@ class Posterior:
             others are constants. None takes all; "kron" has blocks of whole tensors.
         enable_backprop: whether `output_distribution` keeps its graph in the inputs, which takes
             Jacobians.
-        generator: source of the labels that fisher="mc" draws, on the model's device.
+        generator: source of what a Fisher draws, on the model's device.
         process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
             data; None for this process alone.
         keywords: single options that replace those of ``options``, such as

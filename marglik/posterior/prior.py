@@ -214,7 +214,7 @@ class Hyperparameters:
                 value.copy_(state[name])
 
     @torch.no_grad()
-    def update(self, terms: EvidenceTerms, steps: int, temperature: float = 1.0) -> list[float]:
+    def update(self, terms: EvidenceTerms, steps: int, temperature: float) -> list[float]:
         """Take steps that raise the evidence; returns it (nats) before each step and at the end.
 
         Args:

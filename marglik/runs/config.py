@@ -51,9 +51,9 @@ class PriorConfig(Schedule):
         method: how an update raises the evidence. adam takes gradient steps; mackay iterates
             MacKay's fixed point, which needs no step size; fixed makes no updates, and so keeps
             weight_decay, and in regression a noise of 1.
-        curvature_from: which pass over the data an update makes. auto estimates the curvature
-            (fisher=random_signs) in all but the last where exact passes would take longer than the
-            training; pass makes each as curvature says.
+        curvature_from: which pass over the data an update makes. auto takes a sample, and estimates
+            the curvature (fisher=random_signs) where exact passes would take longer than the
+            training, the last one a tenth of it; pass makes each over all data, as curvature says.
     """
 
     weight_decay: float = 5e-4

@@ -67,8 +67,8 @@ class Measures:
     """How many of these have been left out already, ..."""
     all_left_out: int = 0
     """... and how many in the whole training."""
-    has_samples: bool = False
-    """Whether evidences are of samples."""
+    has_estimates: bool = False
+    """Whether evidences are estimates, from samples or from random vectors."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class DecayPolicy:
             return
         evidences = torch.tensor(state.evidences) / problem.num_data
         best, last = evidences.max().item(), evidences[-1].item()
-        error = largest_error(evidences) if state.measures.has_samples else 0.0
+        error = largest_error(evidences) if state.measures.has_estimates else 0.0
         if last < best - self.fallen_evidence - error:
             warnings.warn(
                 f"The evidence per example fell from {best:.3f} to {last:.3f}: the network has "

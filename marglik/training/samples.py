@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from kfac_backend.engine.calls import length
+from kfac_backend.fisher import Fisher
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.training.loaders import Loader, own_iteration
@@ -97,7 +98,8 @@ def pass_of_update(
         curvature = curvature.replace(kfac_approx=state.kfac_approx)  # what the first one chose
     if takes_all(problem.options):
         return curvature, own_iteration(problem.loader)
-    state.measures.has_samples |= number < N
+    fisher = Fisher.by_name[plan.fisher]
+    state.measures.has_estimates |= number < N or fisher.draws
     return curvature, sampled(problem.loader, number, N, problem.ranks, state.epoch)
 
 

@@ -63,8 +63,8 @@ class LearnerOptions:
             it is a mean over all loss terms, as for a language model.
         loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
             σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
-        curvature_from: "pass" makes the pass of each update as ``curvature`` says; "auto" draws
-            labels in all but the last, if exact ones would take longer than the training.
+        curvature_from: "pass" makes the pass of each update as ``curvature`` says, over all data;
+            "auto" may take a sample and random signs, see `marglik.training.samples`.
         hessian_structure: of the curvature, "kron", or from Jacobians "full", "diag" or "lowrank",
             as of `Posterior`, by passes over all data as ``curvature`` says.
 

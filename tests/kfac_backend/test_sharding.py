@@ -617,7 +617,9 @@ def of_learned_likelihoods() -> dict[str, Tensor]:
         model = shard(model.double())
         parts = [torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)]
         loader = [(x[part], y[part]) for part in parts]
-        learner = PriorLearner(name, kfac_approx="reduce", every=1, burn_in=0)
+        learner = PriorLearner(
+            name, kfac_approx="reduce", every=1, burn_in=0, curvature_from="pass"
+        )
         optimizer = torch.optim.SGD(model.parameters(), 1.0 if y is labels else 0.03)
         held_out = 4 * [(x, t.clamp(min=1)) for x, t in loader] if y is labels else None
         learner.start(model, optimizer, loader, 3, held_out=held_out)
@@ -645,7 +647,12 @@ def of_learner(*names: str) -> dict[str, Tensor]:
         loader = [(x[part], y[part]) for part in parts]
         mean_over = "terms" if name == "gpt" else "examples"
         learner = PriorLearner(
-            "classification", kfac_approx="reduce", every=1, burn_in=0, mean_over=mean_over
+            "classification",
+            kfac_approx="reduce",
+            every=1,
+            burn_in=0,
+            mean_over=mean_over,
+            curvature_from="pass",
         )
         learner.start(model, optimizer, loader, 3)
         steps = trained(model)
@@ -677,7 +684,9 @@ def part_of_training(
     model = shard(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     loader = [(x[part], y[part]) for part in [torch.arange(ranks.rank, 8, ranks.size)]]
-    learner = PriorLearner("classification", kfac_approx="reduce", every=1, burn_in=0)
+    learner = PriorLearner(
+        "classification", kfac_approx="reduce", every=1, burn_in=0, curvature_from="pass"
+    )
     if saved:
         learner.load_state_dict(saved["learner"])
     learner.start(model, optimizer, loader, 5)

@@ -340,9 +340,15 @@ def test_ranks_learn_what_one_process_learns(worlds, tmp_path):
             assert_same(of_rank[kind], alone[kind])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not ranks_resume(), reason=NO_RESUME)
-@pytest.mark.parametrize(("kind", "sizes"), [("DDP", (1, 2)), ("FSDP2", (2, 4))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("DDP", (1,)),
+        pytest.param("DDP", (2,), marks=pytest.mark.slow),
+        pytest.param("FSDP2", (2, 4), marks=pytest.mark.slow),
+    ],
+)
 def test_any_number_of_ranks_resumes(kind, sizes, worlds, tmp_path):
     """From a checkpoint of two; the fourth epoch is averaged, at whose last step it was saved."""
     whole, other = worlds.all(2, f"{HERE}:training", tmp_path, kind, 24, None, "epoch")

@@ -126,7 +126,7 @@ def test_both_methods_reach_a_stationary_point(method, steps, structure):
     posterior = fitted()
     groups = PriorGroups.from_model(posterior.model, structure)
     hyper = Hyperparameters(groups, 1.0, method=method, lr=0.1)
-    evidences = hyper.update(posterior.evidence_terms, steps)
+    evidences = hyper.update(posterior.evidence_terms, steps, 1.0)
     assert len(evidences) == steps + 1 and evidences[-1] > evidences[0]
 
     def gradient(delta):
@@ -156,7 +156,7 @@ def test_fixed_point_stays_finite_for_a_group_that_is_zero():
     posterior.params[0].data.zero_()
     posterior.restore(posterior.factors)
     hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, method="mackay")
-    hyper.update(posterior.evidence_terms, 5)
+    hyper.update(posterior.evidence_terms, 5, 1.0)
     assert torch.isfinite(hyper.prior_precision).all()
     assert hyper.prior_precision[0] > 1e6 * hyper.prior_precision[2]
 
@@ -164,5 +164,5 @@ def test_fixed_point_stays_finite_for_a_group_that_is_zero():
 def test_noise_stays_without_leave_to_learn_it():
     posterior = fitted("regression")
     hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, sigma_noise=0.5)
-    hyper.update(posterior.evidence_terms, 5)
+    hyper.update(posterior.evidence_terms, 5, 1.0)
     assert_close(hyper.sigma_noise, torch.tensor(0.5).double())

@@ -3,6 +3,7 @@
 What the other rules do is in `test_learner.py`.
 """
 
+import math
 import warnings
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from kfac_backend.ranks import Ranks
 from marglik import DecayPolicy, Posterior, PriorLearner
-from marglik.training.decay_policy import NEW_NORM, clip_gradients
+from marglik.posterior.prior import Hyperparameters, PriorGroups
+from marglik.training.decay_policy import NEW_NORM, Measures, clip_gradients
 from marglik.training.schedule import Schedule
 from tests.marglik.plain_loop import learn
 
@@ -146,12 +149,12 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
     """
     generator = torch.Generator().manual_seed(0)
     shares = []
-    for fall, has_samples in ((0.0, True), (0.2, True), (0.0, False)):
+    for fall, has_estimates in ((0.0, True), (0.2, True), (0.0, False)):
         count = 0
         for _ in range(200):
             evidences = 0.05 * torch.randn(20, generator=generator)
             evidences[-1] = -fall  # the last one is exact
-            measures = SimpleNamespace(moves={}, all_left_out=0, has_samples=has_samples)
+            measures = SimpleNamespace(moves={}, all_left_out=0, has_estimates=has_estimates)
             state = SimpleNamespace(
                 evidences=evidences.tolist(), measures=measures,
                 hyperparameters=SimpleNamespace(learn_sigma_noise=False), posterior=None,
@@ -205,6 +208,27 @@ def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rest"),
+    [((0.3, -0.28), 1), ((0.3, 0.28), 0), ((0.3, 0.05), 1), ((0.3, -0.28, 0.27), 2)],
+)
+def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
+    model, measures = network(), Measures([], [None])
+    groups = PriorGroups.from_model(model)
+    hyper = Hyperparameters(groups, 1.0)
+    gamma = dict.fromkeys(groups.names, 2.0)
+    state = SimpleNamespace(
+        hyperparameters=hyper, measures=measures, record={"effective_parameters": gamma}
+    )
+    problem = SimpleNamespace(may_rest=lambda _: True, ranks=Ranks(None))
+    policy = DecayPolicy(settled=None, late_fit=False)
+    for change in changes:
+        before = hyper.prior_precision
+        hyper.set(before * math.exp(change), hyper.sigma_noise)
+        policy.look_at_update(problem, state, before)
+    assert measures.rest == rest
 
 
 def test_updates_do_not_rest_where_the_data_determines_no_group():

@@ -179,31 +179,6 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
         assert_close(prior.posterior.fitted_factors().blocks[name].to_dense(), block.to_dense())
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_full_passes_decompose_the_inputs_A_once(shuffle, monkeypatch):
-    """Where its sum has the same bits: in another order it has others."""
-    sizes, solver = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda M: sizes.append(M.shape[-1]) or solver(M))
-    torch.manual_seed(0)
-    model, x, y = nn.Linear(260, 2), torch.randn(150, 260), torch.arange(150) % 2
-    loader = DataLoader(TensorDataset(x, y), 50, shuffle=shuffle)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    prior = PriorLearner("classification", every=1, keep="best")
-    prior.start(model, optimizer, loader, 3)
-    for _ in range(3):
-        for xs, ys in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(xs), ys).backward()
-            optimizer.step()
-    prior.finish()
-    assert sizes.count(2) >= 3 and (sizes.count(260) == 1) is not shuffle
-    anew = Posterior(model, "classification")
-    anew.fit(loader)
-    for name, values in anew.fitted_factors().eigenvalues().items():
-        known = prior.posterior.fitted_factors().blocks[name].eigenvalues()
-        assert shuffle or torch.equal(known, values)
-
-
 @pytest.mark.parametrize(
     ("N", "V", "epochs", "expected"),
     [
