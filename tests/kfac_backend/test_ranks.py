@@ -6,6 +6,7 @@ The functions at the end are called on each rank, see `tests.worlds`.
 import gc
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -206,6 +207,10 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
     found |= {f"few rows, {name}": values for name, values in few.eigenvalues().items()}
     for name, factor in few.gathered(ranks).blocks["1.weight"].factors.items():
         assert factor.rows is not None and factor.rows.shape[-2] == 9, name
+    few = deepcopy(few)
+    if not few.blocks["1.weight"].is_meta:  # changed in place where it is, it has no rows any more
+        few.blocks["1.weight"].B.mul_(2)
+    found["few rows, changed"] = few.gathered(ranks).blocks["1.weight"].to_dense()
     batches = shard(x, y, ranks)
     factors = kronecker_factors(model, batches, "classification")
     corrected = corrected_factors(factors, model, batches)

@@ -1,5 +1,6 @@
 """Blocks and factors: algebra against dense matrices, eigenvalues, files."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -414,6 +415,27 @@ def test_rows_are_kept_by_sums_and_files(which, tmp_path, sizes):
     assert in_dtype.dtype == torch.bfloat16
     for saved, again in zip(both.blocks.values(), loaded.blocks.values(), strict=True):
         assert torch.equal(saved.eigenvalues(), again.eigenvalues())
+
+
+def test_a_copy_of_rows_is_of_rows_and_follows_changes_of_its_own():
+    rows = normal(4, 10, seed=0)
+    factor = Factor(rows=rows)
+    of_rows = KroneckerBlock("weight", factor)
+    of_rows.eigenvalues()
+    assert factor.matrix.shape == (10, 10)
+    other = deepcopy(of_rows)
+    assert torch.equal(other.factors["B"].rows, rows)
+    for number in (2, 4, 8):
+        other.B.mul_(2)
+        assert other.factors["B"].rows is None
+        assert_eigenvalues(other, "B", number * rows.mT @ rows)
+    assert_eigenvalues(of_rows, "B", rows.mT @ rows)
+
+
+def test_a_matrix_of_finite_rows_that_overflows_is_named():
+    of_rows = KroneckerBlock("weight", Factor(rows=1e25 * torch.ones(2, 10)))
+    with pytest.raises(ValueError, match="'weight, B' is not finite"):
+        of_rows.decompose()
 
 
 def test_factors_of_equal_sizes_go_to_the_solver_together(monkeypatch):

@@ -220,9 +220,10 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
     hyper = Hyperparameters(groups, 1.0)
     gamma = dict.fromkeys(groups.names, 2.0)
     state = SimpleNamespace(
-        hyperparameters=hyper, measures=measures, record={"effective_parameters": gamma}
+        hyperparameters=hyper, measures=measures, losses=[], record={"effective_parameters": gamma}
     )
-    problem = SimpleNamespace(may_rest=lambda _: True, ranks=Ranks(None))
+    options = SimpleNamespace(schedule=Schedule(epochs=20))
+    problem = SimpleNamespace(options=options, may_rest=lambda _: True, ranks=Ranks(None))
     policy = DecayPolicy(settled=None, late_fit=False)
     for change in changes:
         before = hyper.prior_precision
