@@ -19,7 +19,7 @@ from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.learner import PriorLearner
 from marglik.training.loaders import count_on_ranks, num_batches
 from marglik.training.loop import OnlineTraining, ranks_of
-from marglik.training.schedule import Average, Keep, Schedule, settling_rate
+from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule, settling_rate
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -53,6 +53,7 @@ def marglik_training(
     keep: Keep = "last",
     average: Average | None = "last",
     held_out: Iterable[Any] | None = None,
+    curvature_from: CurvatureFrom = "auto",
     **options: Any,
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
@@ -97,6 +98,8 @@ def marglik_training(
             laplace-torch; see `Schedule`.
         average: which parameters are averaged, see `Schedule`.
         held_out: batches that the network is not trained on, see `OnlineTraining`.
+        curvature_from: "pass" sees all data in each update, as laplace-torch does; see
+            `LearnerOptions`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets.
 
@@ -153,6 +156,7 @@ def marglik_training(
         learn_sigma_noise=has_sigma and not fix_sigma_noise,
         schedule=schedule,
         hessian_structure=hessian_structure,
+        curvature_from=curvature_from,
     )
     result = OnlineTraining(
         model,

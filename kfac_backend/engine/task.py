@@ -141,7 +141,7 @@ class Task:
         # None until a batch shows it; from then on the same for all batches.
         self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
         self._has_warned = False
-        self._knows_outputs = False
+        self.knows_outputs = False
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """A batch's input and labels, see `split_batch`."""
@@ -238,7 +238,7 @@ class Task:
         each other: so a sigmoid must have made the outputs, or they must differ by more than a
         half. The first batch with enough outputs to tell decides.
         """
-        if self._knows_outputs:
+        if self.knows_outputs:
             return
         likelihood, what = self.likelihood, None
         name = (likelihood.of if isinstance(likelihood, Weighted) else likelihood).name
@@ -256,7 +256,7 @@ class Task:
             smallest, largest = torch.aminmax(f.detach())
             if smallest >= 0 and largest <= 1 and (is_sigmoid or largest - smallest > 0.5):
                 what = "all lie in [0, 1]", "sigmoid (or torch.logit"
-        self._knows_outputs = True
+        self.knows_outputs = True
         if what is not None:
             warnings.warn(
                 f"The model's outputs are probabilities: {what[0]}. Likelihood '{likelihood}' "

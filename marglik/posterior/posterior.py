@@ -420,6 +420,7 @@ class Posterior:
             )
         key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
         if key not in self.passes:
+            former = next(iter(self.passes.values()), None)
             self.passes[key] = CurvaturePass(
                 self.model,
                 self._likelihood,
@@ -427,6 +428,8 @@ class Posterior:
                 generator=self.generator,
                 process_group=self.ranks.process_group,
             )
+            if former is not None:  # what it has warned of is not said again
+                self.passes[key].driver.task.knows_outputs = former.driver.task.knows_outputs
         return self.passes[key].factors_of(
             data, progress, self._likelihood, self.options.kfac_approx, proves_again=proves_again
         )

@@ -783,7 +783,7 @@ def all_ways_train_alike(case: Case) -> None:
         optimizer_cls=SGD, optimizer_kwargs={"lr": 0.01},
         scheduler_cls=torch.optim.lr_scheduler.ConstantLR, scheduler_kwargs={"factor": 1.0},
         n_epochs=EPOCHS, n_hypersteps=2, marglik_frequency=1,
-        average=learner.options.schedule.average,
+        average=learner.options.schedule.average, curvature_from="pass",
         **{name: getattr(made.options, name) for name in names},
     )  # fmt: skip
     same_posteriors(found, expected)
