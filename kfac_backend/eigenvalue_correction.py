@@ -113,9 +113,8 @@ def corrected_factors(
     corrected = dict(factors.blocks)
     for name, moments in sums.others.items():
         block, eigen = corrected[name], replace(bases[name], corrected=moments)
-        corrected[name] = CorrectedBlock(
-            name, block.B, block.A, block.num_terms, block.constants, eigen=eigen
-        )
+        B, A = block.factors["B"], block.factors.get("A")  # with their rows, and shared as before
+        corrected[name] = CorrectedBlock(name, B, A, block.num_terms, block.constants, eigen=eigen)
     return replace(factors, blocks=corrected)
 
 

@@ -142,7 +142,7 @@ class DrawnLabels(Fisher):
         draw = likelihood.drawn_root if f.requires_grad else likelihood.drawn_gradient
         for _ in range(self.mc_samples):
             drawn = draw(f, y, generator)
-            yield drawn.div_(self.mc_samples**0.5) if self.mc_samples > 1 else drawn
+            yield drawn if self.mc_samples == 1 else drawn / self.mc_samples**0.5
 
 
 class RandomSigns(Fisher):
@@ -162,7 +162,8 @@ class RandomSigns(Fisher):
     ) -> Iterator[Tensor]:
         """``mc_samples`` vectors S ε, each over √mc_samples; differentiable in f."""
         for _ in range(self.mc_samples):
-            yield likelihood.drawn_root(f, y, generator) / self.mc_samples**0.5
+            drawn = likelihood.drawn_root(f, y, generator)
+            yield drawn if self.mc_samples == 1 else drawn / self.mc_samples**0.5
 
 
 class EmpiricalFisher(Fisher):

@@ -203,7 +203,7 @@ class PassSums:
     def shapes(self) -> "PassSums":
         """The sums on the meta device, without values or memory."""
         blocks = {
-            name: [one.map(lambda factor: factor.to_meta()) for one in layers]
+            name: [one.map(lambda factor: factor.to("meta", None)) for one in layers]
             for name, layers in self.blocks.items()
         }
         others = {name: torch.empty_like(t, device="meta") for name, t in self.others.items()}
@@ -223,7 +223,7 @@ class PassSums:
         for name, layers in self.blocks.items():
             for i, one in enumerate(layers):
                 if one.B in earlier and name not in same_B:
-                    layers[i] = one._replace(B=one.B.scale(1.0))
+                    layers[i] = one._replace(B=one.B.clone())
                 earlier.add(one.B)
 
     def owners(self, ranks: Ranks, same_B: Mapping[str, str]) -> dict[str, int]:

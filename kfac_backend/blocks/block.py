@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.blocks.eigen import eigendecompositions
-from kfac_backend.layers.gram import Factor
+from kfac_backend.layers.gram import Factor, version_of
 from kfac_backend.ranks import Ranks
 
 T = TypeVar("T", Tensor, Tensor | None)
@@ -179,7 +179,7 @@ class KroneckerBlock:
 
     def _without_values(self) -> "KroneckerBlock":
         """The block as another rank has it."""
-        return self.replace(**{name: F.to_meta() for name, F in self.factors.items()})
+        return self.replace(**{name: F.to("meta", None) for name, F in self.factors.items()})
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
         """Raise a ValueError that says why two blocks have no sum."""
@@ -248,8 +248,7 @@ class KroneckerBlock:
 
     def eigenvalues(self) -> Tensor:
         """All P eigenvalues β_i α_j ≥ 0, in float64."""
-        of_B, of_A = self.factor_eigenvalues()
-        return (of_B if of_A is None else of_B[..., :, None] * of_A[..., None, :]).flatten()
+        return products_of(*self.factor_eigenvalues())
 
     def num_clipped(self) -> int:
         """The number of the factors' eigenvalues that rounding made negative (they count as 0)."""
@@ -336,6 +335,11 @@ def gathered_blocks(
             if factor.eigenvalues is not None:
                 gathered[name].factors[which].eigenvalues = factor.eigenvalues
     return gathered
+
+
+def products_of(of_B: Tensor, of_A: Tensor | None) -> Tensor:
+    """All β_i α_j of the factors' eigenvalues (..., d_out) and (..., d_in), flat; β without α."""
+    return (of_B if of_A is None else of_B[..., :, None] * of_A[..., None, :]).flatten()
 
 
 def _named(blocks: Iterable[KroneckerBlock]) -> list[tuple[Factor, str]]:
@@ -535,9 +539,8 @@ class CorrectedBlock(KroneckerBlock):
 
     @property
     def version(self) -> object:
-        """As of a plain block, with the tensors of the eigenbasis."""
-        tensors = (tensor for tensor in vars(self.eigen).values() if tensor is not None)
-        return [0 if t.is_inference() else t._version for t in tensors]
+        """Of the tensors of the eigenbasis, all that the block's numbers are made of."""
+        return [version_of(tensor) for tensor in vars(self.eigen).values() if tensor is not None]
 
     @property
     def _corrected(self) -> Tensor:

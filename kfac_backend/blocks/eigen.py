@@ -57,50 +57,56 @@ def eigendecompositions(
     """
     if not factors:
         return []
-    check_finite(factors, vectors)
+    names = [name for _, name in factors]
+    of_rows = [not vectors and factor.rows is not None for factor, _ in factors]
+    entries = [
+        factor.entries if has_rows else factor.matrix
+        for (factor, _), has_rows in zip(factors, of_rows, strict=True)
+    ]
+    check_finite(entries, names)
     # Step 1: which rows of a factor go to a solver; None stands for its inner products.
-    splits: list[tuple[Tensor, Tensor] | None] = []
-    sizes: list[int] = []
-    for factor, _ in factors:
-        rows = None if vectors else factor.rows
-        split = split_uncoupled(factor.matrix) if rows is None else None
-        splits.append(split)
-        sizes.append(len(split[1]) if split else rows.shape[-2])  # pyright: ignore
+    splits = [
+        None if has_rows else split_uncoupled(values)
+        for values, has_rows in zip(entries, of_rows, strict=True)
+    ]
+    sizes = [
+        values.shape[-2] if split is None else len(split[1])
+        for values, split in zip(entries, splits, strict=True)
+    ]
     # Step 2: which factors go there together. The largest are the first: as the last ones they
     # would leave the other cores idle.
     groups: dict[object, list[int]] = {}
     for i in sorted(range(len(factors)), key=lambda i: -sizes[i]):
-        factor, _ = factors[i]
-        key = (sizes[i], factor.dtype, factor.device) if sizes[i] <= LARGEST_BATCHED else i
+        values = entries[i]
+        key = (sizes[i], values.dtype, values.device) if sizes[i] <= LARGEST_BATCHED else i
         groups.setdefault(key, []).append(i)
 
     def solve(group: list[int]) -> list[tuple[Tensor, Tensor]]:
-        reduced = [_reduced(factors[i][0], splits[i]) for i in group]
-        return _solve_group(reduced, [factors[i][1] for i in group], vectors)
+        reduced = [_reduced(entries[i], splits[i]) for i in group]
+        return _solve_group(reduced, [names[i] for i in group], vectors)
 
     # Step 3: on a CPU several large ones at once; small ones are not worth the threads.
-    on_cores = factors[0][0].device.type == "cpu" and max(sizes) >= LARGEST_BATCHED
+    on_cores = entries[0].device.type == "cpu" and max(sizes) >= LARGEST_BATCHED
     on_each = map_on_cores if on_cores and len(groups) > 1 else map
     solved: dict[int, tuple[Tensor, Tensor]] = {}
     for group, results in zip(groups.values(), on_each(solve, groups.values()), strict=True):
         solved |= zip(group, results, strict=True)
     # Step 4: the rows that the solver was not given.
     return [
-        _whole(factor, split, *solved[i], vectors)
-        for i, ((factor, _), split) in enumerate(zip(factors, splits, strict=True))
+        _whole(values, split, *solved[i], vectors)
+        for i, (values, split) in enumerate(zip(entries, splits, strict=True))
     ]
 
 
-def check_finite(factors: Sequence[tuple[Factor, str]], vectors: bool) -> None:
-    """Raise a ValueError that names a factor, unless all entries that a solver sees are finite."""
+def check_finite(entries: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise a ValueError that names a factor, unless all entries of all are finite."""
     # A sum is the quickest look at all entries. One of finite entries may overflow: look at each.
-    entries = [factor.matrix if vectors else factor.entries for factor, _ in factors]
     if torch.stack([values.sum().double() for values in entries]).isfinite().all():
         return
     finite = torch.stack([torch.isfinite(values).all() for values in entries]).tolist()
     if not all(finite):
         raise ValueError(
-            f"The curvature factor of '{factors[finite.index(False)][1]}' is not finite. Likely "
+            f"The curvature factor of '{names[finite.index(False)]}' is not finite. Likely "
             "causes: exploding activations or gradients, or too large a learning rate before the "
             "pass."
         )
@@ -114,30 +120,30 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
     return (~coupled).nonzero()[:, 0], coupled.nonzero()[:, 0]
 
 
-def _reduced(factor: Factor, split: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The matrix that is solved for a factor: its rows' inner products, or its coupled rows."""
+def _reduced(entries: Tensor, split: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The matrix that is solved: the inner products of rows, or the coupled rows of a matrix."""
     if split is None:
-        x = factor.entries.double()
+        x = entries.double()
         return x @ x.mT
-    matrix, (_, coupled) = factor.matrix, split
+    _, coupled = split
     # The matrix itself, not a copy, for all rows.
-    whole = len(coupled) == matrix.shape[-1]
-    return matrix if whole else matrix[..., coupled[:, None], coupled]
+    whole = len(coupled) == entries.shape[-1]
+    return entries if whole else entries[..., coupled[:, None], coupled]
 
 
 def _whole(
-    factor: Factor,
+    entries: Tensor,
     split: tuple[Tensor, Tensor] | None,
     of_rest: Tensor,
     Q: Tensor,
     vectors: bool,
 ) -> EigenDecomposition:
-    """A factor's decomposition, from the one of what a solver got of it."""
+    """The decomposition of a factor, of rows or a matrix, from what a solver found of it."""
     if split is None:
-        zeros = of_rest.new_zeros(*of_rest.shape[:-1], factor.shape[-1] - of_rest.shape[-1])
+        zeros = of_rest.new_zeros(*of_rest.shape[:-1], entries.shape[-1] - of_rest.shape[-1])
         values = torch.cat([zeros, of_rest.clamp(min=0.0)], -1)
         return EigenDecomposition(values, Q, (of_rest < 0).sum())
-    matrix, (alone, coupled) = factor.matrix, split
+    matrix, (alone, coupled) = entries, split
     values = torch.cat([matrix.diagonal(dim1=-2, dim2=-1)[..., alone].to(of_rest), of_rest], -1)
     values, order = values.sort(-1)
     clipped, values = (values < 0).sum(), values.clamp(min=0.0)

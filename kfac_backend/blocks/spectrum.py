@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues
+from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues, products_of
 
 STEP = 1 / 8
 NODES = 16
@@ -73,7 +73,7 @@ def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:
     """The first node of a block's grid, its weights, and the largest eigenvalue."""
     B, A = block.factor_eigenvalues()
     if A is None or B.dim() > 1 or block.numel <= DIRECT:
-        values = block.eigenvalues()
+        values = products_of(B, A)
         return *_spread(values), values.max()
     # log β_i + log α_j lies on the sum of both grids: the weights are convolved, in the time of the
     # grids' lengths and not of the d_out · d_in products. conv1d correlates, so one is flipped.

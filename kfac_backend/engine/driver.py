@@ -141,7 +141,7 @@ class Driver:
             self.sharded.check_ranks()
         self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
         """How the backward passes and the sums are computed."""
-        # Each rank draws labels of its own. Drawing from the common generator would leave it in
+        # Each rank has draws of its own. Drawing from the common generator would leave it in
         # different states on ranks with different numbers of batches; `finish` advances it once
         # per pass instead, on all ranks alike.
         own = self.generator

@@ -61,8 +61,17 @@ class Factor:
 
     def __init__(self, matrix: Tensor | None = None, rows: Tensor | None = None) -> None:
         self._matrix, self._rows = matrix, rows
-        self._first_version = 0 if matrix is None else _version_of(matrix)
+        self._first_version = 0 if matrix is None else version_of(matrix)
         self._eigenvalues: tuple[int, tuple[Tensor, Tensor]] | None = None
+        stored = rows if matrix is None else matrix
+        assert stored is not None
+        self.shape = stored.shape
+        """That of the matrix, (*G, d, d)."""
+        if matrix is None:
+            self.shape = torch.Size((*stored.shape[:-2], *stored.shape[-1:] * 2))
+        self.dtype, self.device = stored.dtype, stored.device
+        self.is_meta = stored.is_meta
+        """Whether another rank keeps its values."""
 
     @property
     def matrix(self) -> Float[Tensor, "*G d d"]:
@@ -71,7 +80,7 @@ class Factor:
             assert self._rows is not None
             # Half precision is for what is stored; no Gram matrix is summed in it.
             matrix = gram_matrix(at_least_float32(self._rows)).to(self._rows.dtype)
-            self._matrix, self._first_version = matrix, _version_of(matrix)
+            self._matrix, self._first_version = matrix, version_of(matrix)
         return self._matrix
 
     @property
@@ -88,30 +97,8 @@ class Factor:
     @property
     def version(self) -> int:
         """Another number after the matrix was changed in place, by torch's counter; 0 before."""
-        return 0 if self._matrix is None else _version_of(self._matrix) - self._first_version
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the matrix, (*G, d, d)."""
-        if self._matrix is not None:
-            return self._matrix.shape
-        assert self._rows is not None
-        return torch.Size((*self._rows.shape[:-2], *self._rows.shape[-1:] * 2))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the matrix."""
-        return self.entries.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies; the meta device if another rank keeps its values."""
-        return self.entries.device
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether another rank keeps its values."""
-        return self.entries.is_meta
+        matrix = self._matrix
+        return 0 if matrix is None else version_of(matrix) - self._first_version
 
     @property
     def eigenvalues(self) -> tuple[Tensor, Tensor] | None:
@@ -127,9 +114,11 @@ class Factor:
     @cached_property
     def ungrouped(self) -> "Factor":
         """Without the axis of groups if there is one group: (d, d)."""
-        if len(self.entries) > 1:
-            return self
-        return self._with(self.entries[0])
+        return self if self.shape[0] > 1 else self._with(self.entries[0])
+
+    def clone(self) -> "Factor":
+        """A copy, in memory of its own."""
+        return self._with(self.entries.clone())
 
     def scale(self, weight: Tensor | float) -> "Factor":
         """The factor times a weight ≥ 0, one for all groups or (G, 1, 1)."""
@@ -164,10 +153,6 @@ class Factor:
         *G, d, _ = self.shape
         entries = torch.empty(*G, num_rows or d, d, dtype=self.dtype, device=device)
         return Factor(entries) if num_rows is None else Factor(rows=entries)
-
-    def to_meta(self) -> "Factor":
-        """The factor as another rank has it, without values."""
-        return self._with(self.entries.to("meta"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies, whose tensors' counters begin anew."""
@@ -220,7 +205,8 @@ class Factor:
         return Factor(entries) if self.rows is None else Factor(rows=entries)
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Torch's count of changes in place."""
     # Tensors of inference mode, which have no counter, cannot change outside of it.
     return 0 if tensor.is_inference() else tensor._version
 

@@ -179,7 +179,7 @@ class Rule(ABC):
             # The rows are the inputs. The second factor is divided by the number of terms, in
             # place: it must not be the matrix of another parameter's B.
             alone = all(self.B[other] is not self.B[name] for other in names if other != name)
-            sums[name] = BlockSums(A, B if alone else B.scale(1.0), terms)
+            sums[name] = BlockSums(A, B if alone else B.clone(), terms)
         return sums
 
     @abstractmethod

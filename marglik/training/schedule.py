@@ -21,8 +21,8 @@ Keep = Literal["best", "last"]
 Average = Literal["last"]
 """The mean of the parameters over the steps of the last third of the epochs."""
 CurvatureFrom = Literal["auto", "pass"]
-"""Which pass over the data an update makes: with "auto" an estimate by random signs, if exact ones
-would take longer than the training."""
+"""Which pass over the data an update makes: with "auto" over a sample, and by random signs if
+exact ones would take longer than the training; see `marglik.training.samples`."""
 
 AVERAGED_SHARE = 1 / 3
 """Of the epochs: the parameters of the last third are averaged."""

@@ -187,7 +187,7 @@ class Problem:
     held_out: Iterable[Any] | None = None
     """Batches that the network is not trained on, where the share of wrong labels is learned."""
     vectors: int = 1
-    """Backward passes per example of an exact pass."""
+    """Backward passes per example of a pass as the curvature's options say."""
 
     @classmethod
     def of(
@@ -297,8 +297,8 @@ class Problem:
                     padding = padding_rows(self.model, x)
                     args, kwargs = arguments(self.model, x)
                     f = logits_of(self.model(*args, **kwargs))
-                    of_position = likelihood.num_vectors(f.shape[-1])
-                    self.vectors = f.shape[1:-1].numel() * of_position
+                    fisher = options.curvature.make_fisher()
+                    self.vectors = fisher.num_passes(likelihood, f)
                     if loss is not None:
                         with torch.enable_grad():
                             f = f.detach().requires_grad_()

@@ -473,16 +473,16 @@ def test_eigenvalues_follow_changes_in_place(which, reads_first):
 
 def test_matrices_of_rows_are_computed_when_they_are_asked_for(monkeypatch):
     """Eigenvalues, sums, other devices and shapes need none."""
-    b, a = normal(1, 3), normal(2, 6)
+    b, a = normal(1, 4), normal(1, 6)
     block = KroneckerBlock("w", Factor(rows=b), Factor(rows=a), 2)
     with monkeypatch.context() as patch:
         patch.setattr(gram_of_rows, "gram_matrix", lambda _: pytest.fail("a matrix is formed"))
-        both = block.scale(3.0).to(dtype=torch.float64)
+        both = block.scale(3.0).add(block).to(dtype=torch.float64)
         values = both.eigenvalues().sort().values
-        assert both.numel == len(values) == 18 and both.fits(torch.Size((3, 6)))
+        assert both.numel == len(values) == 24 and both.fits(torch.Size((4, 6)))
         for which in ("B", "A"):
             with pytest.raises(pytest.fail.Exception, match="a matrix is formed"):
                 getattr(both, which)
-    dense = torch.kron(3 * b.mT @ b, a.mT @ a)
+    dense = torch.kron(4 * b.mT @ b, a.mT @ a)
     assert_close(values, torch.linalg.eigvalsh(dense).clamp(min=0), rtol=1e-9, atol=1e-9)
     assert_close(both.to_dense(), dense)

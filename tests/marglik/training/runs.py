@@ -89,7 +89,7 @@ def make(
         method=options.get("method", "adam"),
         sigma_noise=0.8 if is_regression else None,
         learn_sigma_noise=is_regression,
-        curvature_from="pass",
+        curvature_from=options.get("curvature_from", "pass"),
         rest=options.get("rest", DecayPolicy().rest),
         schedule=Schedule(
             options.get("epochs", 4), every=options.get("every", 2), steps=5,

@@ -205,6 +205,21 @@ def test_the_last_update_is_an_estimate_where_it_would_take_over_a_tenth_of_the_
         assert curvature_plan(problem, state, is_last=True) == (N, "exact")
 
 
+def test_more_draws_of_each_example_leave_time_for_fewer_examples():
+    network = nn.Linear(4, 3)
+    x, y = torch.randn(4_000, 4), torch.arange(4_000) % 3
+    numbers = []
+    for draws in (1, 4):
+        options = {"fisher": "mc", "mc_samples": draws, "epochs": 10, "every": 5}
+        prior = PriorLearner("classification", **options)
+        loader = DataLoader(TensorDataset(x, y), 100)
+        prior.start(network, torch.optim.SGD(network.parameters(), 0.1), loader)
+        prior.state.steps, prior.state.epoch = [200], 5
+        numbers.append(curvature_plan(prior.problem, prior.state, is_last=False).num_examples)
+        prior.detach()
+    assert numbers == [2_000, 667]  # passes 1 + 2 · 1 and 1 + 2 · 4, a tenth of 3 · 20,000
+
+
 def test_a_last_update_that_is_an_estimate_says_so():
     _, x, y = problem()
     records = {}

@@ -44,6 +44,19 @@ def test_ranks_find_what_one_process_finds(each, case, options, size):
             assert_near(wrong["parameters"], alone["parameters"], tolerance=1e-6)
 
 
+def test_default_updates_of_ranks_see_a_sample_with_signs_of_their_own(each):
+    """All ranks have the same numbers to the bit, and about those of one process."""
+    options = {"curvature_from": "auto", "keep": "last", "every": 1, "n": 600, "batch_size": 100}
+    first, second = each(2, "on_ranks", "SGD", options)
+    for key in ("parameters", "laplace", "evidence", "records"):
+        assert_near(second[key], first[key], tolerance=0)
+    updates = [record for record in first["records"] if record["kind"] == "update"]
+    assert [update["fisher"] for update in updates] == [*["random_signs"] * 3, "exact"]
+    assert [update["num_examples"] for update in updates] == [256, 256, 256, 600]
+    (alone,) = each(1, "on_ranks", "SGD", options)
+    assert_near(first["evidence"], alone["evidence"], tolerance=0.05)
+
+
 def test_random_numbers_are_each_ranks_own_and_come_again(each):
     arguments = "random labels", {"dropout": 0.5}
     first, second = each(2, "on_ranks", *arguments)
