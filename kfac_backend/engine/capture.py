@@ -405,7 +405,12 @@ class Capture:
             self.follower.inside.append(tracked)
 
     def after(
-        self, tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict, output: Any
+        self,
+        tracked: TrackedLayer,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Tensor:
         """The hook after it; what it returns takes the place of the layer's output."""
         if self.follower is not None:
