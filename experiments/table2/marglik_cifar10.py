@@ -8,7 +8,9 @@ Each run is ``marglik train --config cifar10_paper`` with a mode, or with the in
 kept ("fixed", whose posterior is reduce's). Three protocols: "full" is the paper's; "redux" starts
 as the code of its predecessor does, with a tenth of the weight decay and 20 epochs without updates
 (``cifar10_redux``); "scaled" has fewer images and epochs and a smaller network, the same algorithm
-and settings, and takes two cores less than two hours. Images are CIFAR-10 (JPEG) where there is an
+and settings, and takes two cores less than two hours. "Sampled" updates see a random part of the
+images, as they do by default (``curvature_from="auto"``, which needs ``keep="last"``); the paper's
+see all of them, and the best one is kept. Images are CIFAR-10 (JPEG) where there is an
 archive, else CIFAR-10. A share of the training images is held out for calibration; the paper has
 none.
 
@@ -42,12 +44,14 @@ PAPER = {
 PAPER_UPDATE = {"expand": "196 ± 22", "reduce": "99 ± 23"}
 NLL, ACCURACY, ECE = "nll", "accuracy", "ece"
 SCALED = "MAP, temperature-scaled"
+APPROACHES = ("expand", "expand sampled", "fixed", "reduce", "reduce sampled")
+"""K-FAC's mode, whose updates see all images or samples; or the initial weight decay is kept."""
 RUNS = {
-    f"{approach}_{'augmented' if augment else 'plain'}": (approach, augment)
-    for approach in ("expand", "fixed", "reduce")
+    f"{approach.replace(' ', '_')}_{'augmented' if augment else 'plain'}": (approach, augment)
+    for approach in APPROACHES
     for augment in (False, True)
 }
-"""Name -> K-FAC's mode or "fixed", and augmentation."""
+"""Name -> approach and augmentation."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Config:
     def name(self) -> str:
         """The name of its file, without its ending."""
         kind = "augmented" if self.augment else "plain"
-        return f"{self.approach}_{kind}_seed{self.seed}"
+        return f"{self.approach.replace(' ', '_')}_{kind}_seed{self.seed}"
 
     @property
     def folder(self) -> str:
@@ -109,12 +113,14 @@ class Config:
             "epochs": size.epochs,
             "prior.every": size.every,
             "prior.method": "fixed" if fixed else "adam",
-            "curvature.kfac_approx": "reduce" if fixed else self.approach,
+            "curvature.kfac_approx": "reduce" if fixed else self.approach.split()[0],
             "held_out": size.held_out,
             "seed": self.seed,
             "output": self.folder,
             "accelerator": self.device,
         }
+        if self.approach.endswith("sampled"):
+            pairs |= {"prior.curvature_from": "auto", "prior.keep": "last"}
         if self.compile:
             pairs["compile"] = self.compile
         arguments = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
@@ -128,7 +134,8 @@ def run(config: Config) -> dict[str, Any]:
         raise RuntimeError(f"marglik train for {config.name} ended with status {status}.")
     results = read_results(Path(config.folder))
     assert results is not None  # the command has written it
-    updates = [r["seconds"] for r in read_log(config.folder) if r["kind"] == "update"]
+    log = list(read_log(config.folder))
+    updates = [record["seconds"] for record in log if record["kind"] == "update"]
     parts = ("pass", "eigenvalues", "steps") if updates else ()
     seconds = {part: statistics.median(update[part] for update in updates) for part in parts}
     return {
@@ -139,6 +146,7 @@ def run(config: Config) -> dict[str, Any]:
             for name, scores in results.scores.items()
         },
         "evidence_per_example": results.evidence.final / results.num_data,
+        "seconds_per_epoch": statistics.median(r["seconds"] for r in log if r["kind"] == "epoch"),
         "seconds_per_update": seconds | {"all": sum(seconds.values())} if updates else {},
         "data": results.data,
         "num_data": results.num_data,
@@ -159,21 +167,21 @@ def table(results: Sequence[Result]) -> str:
     runs = {setting: groups[setting] for setting in RUNS.values() if setting in groups}
     first = results[0]
     size = first["settings"]
-    return "\n\n".join(
-        [
-            f'# Table 2, protocol "{first["config"]["protocol"]}"',
-            f"WRN-{size['depth']}-{size['widen_factor']} Fixup, {first['num_data']} training "
-            f"images of {first['data']}, {size['max_test'] or 'all'} test images, "
-            f"{size['epochs']} epochs, an update every {size['every']}; {first['device']}, torch "
-            f"{first['versions']['torch']}. Mean ± standard error over seeds, the paper's as "
-            "printed; NLL in nats per image. Temperature, and scale of the covariance, are fitted "
-            f"on the held-out {size['held_out']:.0%} of the training images.".replace("%", " %"),
-            _main_table(runs),
-            _calibrated(runs),
-            gains(runs),
-            _updates(runs),
-        ]
+    parts = (
+        f'# Table 2, protocol "{first["config"]["protocol"]}"',
+        f"WRN-{size['depth']}-{size['widen_factor']} Fixup, {first['num_data']} training "
+        f"images of {first['data']}, {size['max_test'] or 'all'} test images, "
+        f"{size['epochs']} epochs, an update every {size['every']}; {first['device']}, torch "
+        f"{first['versions']['torch']}. Mean ± standard error over seeds, the paper's as "
+        "printed; NLL in nats per image. Temperature, and scale of the covariance, are fitted "
+        f"on the held-out {size['held_out']:.0%} of the training images.".replace("%", " %"),
+        _main_table(runs),
+        _calibrated(runs),
+        gains(runs),
+        _sampled(runs),
+        _updates(runs),
     )
+    return "\n\n".join(filter(None, parts))
 
 
 def _cells(setting: tuple[str, bool]) -> tuple[str, str]:
@@ -224,37 +232,49 @@ def _calibrated(runs: Runs) -> str:
 
 def gains(runs: Runs) -> str:
     """The NLL with the learned weight decay minus the fixed one's, paired by seed."""
-    rows: list[Sequence[str]] = [
-        ("learned against fixed", "augmented", "NLL of the MAP, difference", "lower in")
-    ]
+    others = {approach: "fixed" for approach in APPROACHES if approach != "fixed"}
+    return _differences("learned against fixed", runs, others)
+
+
+def _sampled(runs: Runs) -> str:
+    """The NLL with sampled updates minus that with updates from all images, paired by seed."""
+    others = {f"{mode} sampled": mode for mode in PAPER_UPDATE}
+    return _differences("sampled against all images", runs, others)
+
+
+def _differences(title: str, runs: Runs, others: Mapping[str, str]) -> str:
+    """The MAP's NLL of approaches minus that of the other that is named for each; "" of none."""
+    rows: list[Sequence[str]] = [(title, "augmented", "NLL of the MAP, difference", "lower in")]
     for (approach, augment), own in runs.items():
-        fixed = {r["config"]["seed"]: r for r in runs.get(("fixed", augment), ())}
+        other = {r["config"]["seed"]: r for r in runs.get((others.get(approach, ""), augment), ())}
         differences = [
-            metric_of(r, "MAP", NLL) - metric_of(fixed[r["config"]["seed"]], "MAP", NLL)
+            metric_of(r, "MAP", NLL) - metric_of(other[r["config"]["seed"]], "MAP", NLL)
             for r in own
-            if r["config"]["seed"] in fixed and approach != "fixed"
+            if r["config"]["seed"] in other
         ]
         if differences:
             lower = f"{sum(d < 0 for d in differences)} of {len(differences)} seeds"
             cells = mean_with_error(differences, "{:+.3f}"), lower
             rows.append((*_cells((approach, augment)), *cells))
-    return markdown(rows)
+    return markdown(rows) if len(rows) > 1 else ""
 
 
 def _updates(runs: Runs) -> str:
-    """Seconds of an update's parts with expand and reduce: medians of each run's updates."""
+    """Seconds of an update's parts and of an epoch: means of each run's medians."""
     parts = ("pass", "eigenvalues", "steps", "all")
-    rows: list[Sequence[str]] = [("seconds of an update", *parts, "paper (A100)")]
-    for approach, paper in PAPER_UPDATE.items():
-        updates = [
-            r["seconds_per_update"]
-            for (name, _), own in runs.items()
-            if name == approach
-            for r in own
+    rows: list[Sequence[str]] = [("seconds of an update", *parts, "an epoch", "paper (A100)")]
+    for approach in APPROACHES:
+        own = [
+            result
+            for (name, _), results in runs.items()
+            for result in results
+            if name == approach and result["seconds_per_update"]
         ]
-        if updates:
-            seconds = [[update[part] for update in updates] for part in parts]
-            rows.append((approach, *(mean_with_error(s, "{:.2f}") for s in seconds), paper))
+        if own:
+            seconds = [[result["seconds_per_update"][part] for result in own] for part in parts]
+            seconds.append([result["seconds_per_epoch"] for result in own])
+            cells = (mean_with_error(values, "{:.2f}") for values in seconds)
+            rows.append((approach, *cells, PAPER_UPDATE.get(approach, "")))
     return markdown(rows)
 
 

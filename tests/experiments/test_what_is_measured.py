@@ -143,6 +143,10 @@ def test_full_size_is_the_papers(capsys, tmp_path, monkeypatch):
     assert (prior["method"], curvature["kfac_approx"], curvature["fisher"]) == (
         "adam", "expand", "exact",
     )  # fmt: skip
+    assert (prior["curvature_from"], prior["keep"]) == ("pass", "best")
+    sampled = settings(capsys, "full", "expand sampled")
+    assert sampled["curvature"]["kfac_approx"] == "expand"
+    assert (sampled["prior"]["curvature_from"], sampled["prior"]["keep"]) == ("auto", "last")
     (tmp_path / "cifar10-jpeg.tar.gz").write_bytes(b"")
     fixed = settings(capsys, "scaled", "fixed", False)
     assert fixed["data"]["init_args"]["name"] == "CIFAR-10 (JPEG)"
