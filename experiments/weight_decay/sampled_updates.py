@@ -32,6 +32,7 @@ from experiments.weight_decay.training import (
     with_wrong_labels,
 )
 from marglik.data.batches import Batches
+from marglik.models import WideResNetFixup
 
 
 def large_digits() -> tuple[Tensor, Tensor]:
@@ -81,6 +82,9 @@ PROBLEMS = {
         lambda: convolutions(nn.BatchNorm2d, "flattened", 3, 16), 16,
         data=small_images, examples=4000,
     ),
+    "WRN-10-1 Fixup, 30 epochs": Problem(
+        lambda: WideResNetFixup(10, 1, 10), 30, batch_size=128, data=small_images, examples=3600
+    ),
 }  # fmt: skip
 UPDATES: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -128,8 +132,9 @@ def tasks(options: argparse.Namespace) -> list[Config]:
 
 def table(results: list[Result]) -> str:
     """Cost and NLL, with errors over seeds; and the largest factor between the decays."""
-    rows = [["network", "wrong", "cost, all data", "cost, sampled", "NLL, all data", "NLL, sampled",
-             "sampled − all", "decays differ by"]]  # fmt: skip
+    rows = [["network", "wrong", "cost, all data", "cost, sampled", "NLL, no decay",
+             "NLL, all data", "NLL, sampled", "sampled − all", "sampled − no decay",
+             "decays differ by"]]  # fmt: skip
     for (problem, wrong), runs in grouped(results, "problem", "wrong").items():
         seeds = [run["results"] for run in runs]
         costs = {
@@ -138,15 +143,19 @@ def table(results: list[Result]) -> str:
             )
             for name in ("all data", "sampled")
         }
-        nlls = {name: [seed[name]["nll"] for seed in seeds] for name in costs}
-        difference = [a - b for a, b in zip(nlls["sampled"], nlls["all data"], strict=True)]
+        nlls = {name: [seed[name]["nll"] for seed in seeds] for name in UPDATES}
+        differences = [
+            [a - b for a, b in zip(nlls["sampled"], nlls[other], strict=True)]
+            for other in ("all data", "plain")
+        ]
         factors = [
             math.exp(statistics.median(abs(math.log(a / b)) for a, b in pairs_of_decays(seed)))
             for seed in seeds
         ]
         rows.append([
             problem, f"{wrong:.0%}", *(f"{cost:.2f}" for cost in costs.values()),
-            *map(mean_with_error, nlls.values()), mean_with_error(difference, "{:+.3f}"),
+            *map(mean_with_error, nlls.values()),
+            *(mean_with_error(values, "{:+.3f}") for values in differences),
             f"{statistics.fmean(factors):.2f}",
         ])  # fmt: skip
     return (
@@ -163,7 +172,7 @@ def pairs_of_decays(results: Result) -> list[tuple[float, float]]:
 
 main = study(
     "sampled_updates", __doc__, run, tasks, table, problems=PROBLEMS,
-    default=[name for name in PROBLEMS if "CIFAR" not in name], seeds=5,
+    default=[name for name in PROBLEMS if "CIFAR" not in name and "WRN" not in name], seeds=5,
 )  # fmt: skip
 
 if __name__ == "__main__":
