@@ -487,7 +487,7 @@ class KfacPreconditioner:
                 by_weight.setdefault(self._weights[name], []).append(name)
         for weight, names in by_weight.items():
             averages, of_batch = (
-                [F for name in names for F, _ in blocks[name].named_factors()]
+                [F.matrix for name in names for F in blocks[name].factors.values()]
                 for blocks in (self._blocks, new)
             )
             # The stored average is divided by the sum of weights already. With this share of the

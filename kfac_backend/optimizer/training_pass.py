@@ -198,8 +198,8 @@ class TrainingPass:
         blocks = assemble_blocks(self._model, sums)
         self.reset()
         self.covered = self.trained.now()
-        # Not in place, since a weight and its bias may share one B.
-        return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
+        # A matrix for each: a weight and its bias may share one B, and averages change in place.
+        return {name: block.replace(B=block.B * scale) for name, block in blocks.items()}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""

@@ -361,7 +361,7 @@ def at_rest(is_sharded: bool) -> dict[str, int]:
         factors = kronecker_factors(model, batches(x, y), "classification")
     # A weight and its bias share their B.
     blocks = [
-        {F.data_ptr(): F.nbytes for F, _ in block.named_factors() if not F.is_meta}
+        {F.matrix.data_ptr(): F.matrix.nbytes for F in block.factors.values() if not F.is_meta}
         for block in factors.blocks.values()
     ]
     parameters = sum(local_part(p).nbytes for p in model.parameters())
