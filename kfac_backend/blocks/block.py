@@ -63,6 +63,10 @@ class KroneckerBlock:
         self.numel = of_B[:-1].numel() * (1 if of_A is None else of_A[-1])
         """P, the number of entries of the parameter tensor."""
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{which} {tuple(F.shape)}" for which, F in self.factors.items())
+        return f"{type(self).__name__}('{self.name}', {shapes})"
+
     @property
     def B(self) -> Tensor:
         """The matrix of B; `factors` has the `Factor`."""
