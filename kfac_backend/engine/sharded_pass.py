@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from kfac_backend.engine.calls import detached, examples, splits_by_example
 from kfac_backend.engine.capture import Capture
@@ -36,8 +37,21 @@ class ShardedPass:
         self._common: tuple[Any, Any] | None = None
 
     def check_ranks(self) -> None:
-        """Raise a ValueError unless the ranks of the model are those that pass over the data."""
+        """Raise an error unless the ranks of the model are those that pass over the data.
+
+        Raises:
+            RuntimeError: the ranks' process group has ended.
+            ValueError: the pass is of other ranks.
+        """
         number, size = ranks_of_model(self._driver.model), self._driver.ranks.size
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"The model is sharded over {number} ranks, whose process group has ended "
+                "(destroy_process_group), so that no rank can gather its parameters. Pass over the "
+                "data before, or make a whole model of it while the group is there "
+                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "full_state_dict=True)."
+            )
         if number != size:
             raise ValueError(
                 f"The model is sharded over {number} ranks, and {size} of them shall pass over the "

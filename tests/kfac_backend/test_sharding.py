@@ -152,6 +152,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
+        "the group has ended": "RuntimeError: The model is sharded over 2 ranks, whose process",
     }.items(),
 )
 def test_what_needs_whole_models_is_refused(of_ranks, name, words):
@@ -755,6 +756,10 @@ def refused() -> dict[str, str]:
     def passes(model: nn.Module, data: Any, **options: Any) -> Any:
         return lambda: kronecker_factors(model, data, "classification", **options)
 
+    def without_group(use: Callable[[], Any]) -> None:
+        with patch.object(dist, "is_initialized", lambda: False):  # as after destroy_process_group
+            use()
+
     uses = {
         "tensor parallelism": passes(linear, [of_linear]),
         "FSDP1": passes(wrapped, [(x.float(), y)]),
@@ -766,6 +771,7 @@ def refused() -> dict[str, str]:
             "classification", hessian_structure="diag"
         ).start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 2),
         "no process group": passes(model, [(x, y)], process_group=None),
+        "the group has ended": lambda: without_group(passes(model, [(x, y)])),
         "derivatives": lambda: factor_gradients(
             posterior.fitted_factors(), model, [], [y.double()], {}
         ),
