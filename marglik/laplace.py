@@ -520,7 +520,7 @@ class ParametricLaplace(Posterior):
         if is_metric:
             loss.reset()  # pyright: ignore
         for batch in val_loader:
-            x, y = task.split(batch)
+            x, y = split_batch(batch, task.options)
             x, y = detached(x, self._device), detached(y, self._device)
             with eval_mode(self.model):
                 y = task.targets(self.model, x, y)

@@ -88,7 +88,9 @@ class ShardedPass:
         driver, proof = self._driver, self._driver.proof
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         mask = None if proof.holds_for_masks else mask
-        knows_all = proof.is_made(N) and driver.task.knows_shift and driver.kfac_approx != "auto"
+        knows_all = (
+            proof.is_made(N) and driver.task.shifts is not None and driver.kfac_approx != "auto"
+        )
         misses = y is not None and (mask is not None or not knows_all)
         if not self.any(misses):
             return

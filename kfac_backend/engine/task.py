@@ -114,9 +114,9 @@ FEWEST_OUTPUTS = 32
 class Task:
     """What a likelihood and options say about a model's batches.
 
-    `split` takes a batch apart, `targets` gives the targets of the outputs, position by position,
-    and the rest checks and counts them. A pass, the learner, calibration and metrics share it.
-    A batch's labels may differ from the targets in two ways:
+    `targets` gives the targets of the outputs, position by position, and the rest checks and counts
+    them. A pass, the learner, calibration and metrics share it. A batch's labels may differ from
+    the targets in two ways:
 
     - Causal language models of Hugging Face take the label of each position's own token and shift
       the labels inside: the output at a position predicts the label of the next one.
@@ -138,14 +138,11 @@ class Task:
         options.check(self.likelihood)
         self.may_ignore = options.ignore_index is not None
         """Whether some targets do not count, as far as it is known so far."""
-        # None until a batch shows it; from then on the same for all batches.
-        self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
+        self.shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
+        """Whether labels are shifted, the same for all batches. None until a batch shows it; as
+        long as that, `targets` needs the model."""
         self._has_warned = False
         self.knows_outputs = False
-
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        """A batch's input and labels, see `split_batch`."""
-        return split_batch(batch, self.options)
 
     def mask(self, x: Any) -> Tensor | None:
         """Which positions of a mapping's examples count (N, R); None if it hides none.
@@ -188,15 +185,15 @@ class Task:
                     "count one label."
                 )
             y = y.masked_fill(y == mark, IGNORED)
-        if self._shifts is None and model is not None:
-            self._shifts = self._shifts_inside(model, x, y)
+        if self.shifts is None and model is not None:
+            self.shifts = self._shifts_inside(model, x, y)
         hidden = None
         if self.likelihood.has_labels:
             mask = self.mask(x) if isinstance(mask, str) else mask
             hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
-        if hidden is None and not self._shifts:
+        if hidden is None and not self.shifts:
             return y
-        if self._shifts and y.dim() < 2:
+        if self.shifts and y.dim() < 2:
             raise ValueError(
                 f"shift_labels=True needs labels (N, R), several an example; these have shape "
                 f"{tuple(y.shape)}. Pass shift_labels=False."
@@ -205,16 +202,11 @@ class Task:
         if hidden is not None:
             self._warn_of_hidden(y, hidden)
             y = y.masked_fill(hidden, IGNORED)
-        if self._shifts:
+        if self.shifts:
             y = _shifted(y)
             # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
-
-    @property
-    def knows_shift(self) -> bool:
-        """Whether it is known if labels are shifted; until then `targets` needs the model."""
-        return self._shifts is not None
 
     def telling_examples(self, y: Tensor) -> Tensor:
         """The first two examples whose labels can tell whether the model shifts them."""

@@ -387,6 +387,20 @@ def test_few_rows_are_solved_by_their_inner_products(which, kfac_approx, num_dat
         assert_eigenvalues(other, which, factor * dense[which])
 
 
+@pytest.mark.parametrize(("size", "weight"), [(1.0, 1e-8), (1e-2, 1e-4)])
+def test_rows_in_float16_are_scaled_where_their_matrix_would_underflow(size, weight):
+    """Rows take the root of the weight, so that they have twice the matrix's range."""
+    x = size * normal(9, 64)
+    of_rows, of_matrix = (
+        KroneckerBlock("b", F.to(None, torch.float16).scale(weight))
+        for F in (Factor(rows=x), Factor(x.mT @ x))
+    )
+    assert of_rows.factors["B"].rows.dtype == of_matrix.factors["B"].dtype == torch.float16
+    exact = torch.linalg.eigvalsh(weight * x.mT @ x)
+    lost, kept = ((b.eigenvalues() - exact).norm() / exact.norm() for b in (of_matrix, of_rows))
+    assert kept < 5e-3 and lost > 0.3
+
+
 def test_a_changed_block_keeps_its_factors():
     """Rows stay rows, and what a weight and its bias share is shared; also of corrected blocks."""
     factors, _ = factors_of_rows(wide("B"), 9)
