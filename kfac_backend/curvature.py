@@ -161,8 +161,9 @@ class CurvaturePass:
             driver.task.likelihood = likelihood
         matrix = {"kfac_approx": kfac_approx, "fisher": fisher, "mc_samples": mc_samples}
         changes = {name: value for name, value in matrix.items() if value is not None}
-        driver.options = driver.options.replace(**changes)
-        driver.fisher = driver.options.make_fisher()
+        if changes:
+            driver.options = driver.options.replace(**changes)
+            driver.fisher = driver.options.make_fisher()
         stays = not proves_again and driver.proof.is_of_this_structure()
         if not stays and not driver.proof.renew():
             assignment = assign_rules(driver.model, driver.options.unsupported)

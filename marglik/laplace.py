@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.calls import detached
-from kfac_backend.engine.task import Task, split_batch
+from kfac_backend.engine.batches import detached, split_batch
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from marglik.eval_mode import eval_mode

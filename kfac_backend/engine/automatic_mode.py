@@ -24,7 +24,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import examples, forked_random_numbers
+from kfac_backend.engine.batches import examples
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import counting

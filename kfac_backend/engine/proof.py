@@ -31,19 +31,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.calls import (
     DtypesInUse,
     Plan,
     attempt,
     call_with,
     close,
-    examples,
     explicit_forwards,
     forked_random_numbers,
     is_out_of_memory,
     make_plan,
     noise_like,
-    num_examples,
     preserve_state,
 )
 from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks, rows_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from kfac_backend.engine.calls import detached, examples, splits_by_example
+from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.capture import Capture
 from kfac_backend.engine.proof import MOST_EXAMPLES
 from kfac_backend.engine.rule_assignment import TrackedLayer

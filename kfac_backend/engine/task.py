@@ -1,6 +1,6 @@
-"""What a model's batches mean: their inputs and targets, and which targets count.
+"""What a model's batches mean: their targets, which of them count, and which positions of inputs.
 
-Also the checks of both, and of the outputs.
+Also the checks of inputs, outputs and targets. How a batch is taken apart is in `engine.batches`.
 """
 
 import warnings
@@ -12,15 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.calls import (
-    Arguments,
     attempt,
     call_with,
-    detached,
-    examples,
     forked_random_numbers,
     own_loss,
-    splits_by_example,
     takes_labels,
 )
 from kfac_backend.layers.rows import counted_positions
@@ -42,62 +39,6 @@ WHICH_LABEL = (
     "predicts the next one"
 )
 """The way out of errors where a model's own loss does not show whether it shifts labels."""
-
-
-def has_no_examples(y: Any) -> bool:
-    """Whether a batch with these targets is empty."""
-    return isinstance(y, Tensor) and y.dim() > 0 and not len(y)
-
-
-def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
-    """A batch's input and targets.
-
-    The input is what the model takes: a tensor, an object, a mapping, or `Arguments`.
-
-    Raises:
-        KeyError: a mapping without a key that the options name.
-        TypeError: a batch of another form.
-    """
-    if options.batch is not None:
-        try:
-            args, kwargs, y = options.batch(batch)
-            arguments = Arguments({**dict(enumerate(args)), **kwargs})
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                "batch= is a function of a batch that returns (args, kwargs, y): the model's "
-                f"arguments and the targets. This one failed: {type(error).__name__}: {error}"
-            ) from error
-        return (args[0] if len(args) == 1 and not kwargs else arguments), y
-    if isinstance(batch, Mapping):
-        names, x = options.dict_key_x, batch
-        keys_of: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
-        if names is not None:
-            keys_of["dict_key_x"] = (names,) if isinstance(names, str) else names
-        for option, keys in keys_of.items():
-            for key in keys:
-                if key not in batch:
-                    raise KeyError(
-                        f"A batch has keys {', '.join(map(str, batch))}, but no '{key}'; pass "
-                        f"those that it has: dict_key_x (of the model's input; None takes the "
-                        f"mapping as a whole) and dict_key_y (of the targets). {option} is "
-                        f"{getattr(options, option)!r}."
-                    )
-        if isinstance(names, str):
-            x = batch[names]
-        elif names is not None:
-            x = Arguments({name: batch[name] for name in names})
-        return x, batch[options.dict_key_y]
-    try:
-        if isinstance(batch, Tensor):  # one with two rows would unpack into x and y
-            raise TypeError
-        x, y = batch
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with "
-            f"'{options.dict_key_y}'; for others pass batch=, a function that returns "
-            "(args, kwargs, y). A DataLoader of them is data, or a list: of one batch [(x, y)]."
-        ) from None
-    return x, y
 
 
 def counting(mask: Tensor | None) -> AbstractContextManager[None]:

@@ -30,12 +30,11 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.automatic_mode import automatic_mode
+from kfac_backend.engine.batches import detached, num_examples
 from kfac_backend.engine.calls import (
     check_output,
-    detached,
     explicit_forwards,
     logits_of,
-    num_examples,
     preserve_state,
     uncompiled,
 )

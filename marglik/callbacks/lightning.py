@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kfac_backend.engine.task import Task, split_batch
+from kfac_backend.engine.batches import split_batch
+from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of, to_device
+from kfac_backend.engine.batches import arguments, split_batch, to_device
+from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
-from kfac_backend.engine.task import Task, split_batch
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_option, check_positive

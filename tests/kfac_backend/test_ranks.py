@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import compute_eigenvalues, decompose
 from kfac_backend.blocks.eigen import eigendecompositions
-from kfac_backend.engine.calls import examples
+from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from kfac_backend.optimizer import KFAC

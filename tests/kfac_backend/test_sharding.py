@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import decompose
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.engine.calls import examples
+from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import factor_gradients
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.likelihoods import IGNORED
