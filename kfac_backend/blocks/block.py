@@ -62,6 +62,8 @@ class KroneckerBlock:
             )
         self.numel = of_B[:-1].numel() * (1 if of_A is None else of_A[-1])
         """P, the number of entries of the parameter tensor."""
+        self.is_meta = self.factors["B"].is_meta
+        """Whether another rank keeps its values."""
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{which} {tuple(F.shape)}" for which, F in self.factors.items())
@@ -81,11 +83,6 @@ class KroneckerBlock:
         """The block with some of its arguments changed; factors stay shared, and of few rows."""
         same = {"name": self.name, "num_terms": self.num_terms, "constants": self.constants}
         return type(self)(**{**same, **self.factors, **changes})
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether another rank keeps its values."""
-        return self.factors["B"].is_meta
 
     @property
     def num_parameters(self) -> int:

@@ -5,7 +5,6 @@ Also the checks of inputs, outputs and targets. How a batch is taken apart is in
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from kfac_backend.engine.calls import (
     own_loss,
     takes_labels,
 )
-from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import (
     IGNORED,
     Likelihood,
@@ -39,11 +37,6 @@ WHICH_LABEL = (
     "predicts the next one"
 )
 """The way out of errors where a model's own loss does not show whether it shifts labels."""
-
-
-def counting(mask: Tensor | None) -> AbstractContextManager[None]:
-    """A context in which the positions that a mask (of `Task.mask`) hides do not count."""
-    return nullcontext() if mask is None else counted_positions(mask)
 
 
 MOST_ROWS = 64

@@ -48,7 +48,8 @@ from kfac_backend.engine.rule_assignment import (
     assign_rules,
     check_batch_norm,
 )
-from kfac_backend.engine.task import Task, counting
+from kfac_backend.engine.task import Task
+from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
@@ -246,7 +247,7 @@ class TrainingPass:
             check_batch_norm(self._model, "pass fisher='mc'")
         forward = _Forward(driver.capture(in_training=True), mask, x)
         stack.enter_context(explicit_forwards(driver.proof.assignment))
-        stack.enter_context(counting(forward.mask))
+        stack.enter_context(counted_positions(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if driver.fisher.is_loss_gradient:
