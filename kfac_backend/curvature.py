@@ -141,8 +141,10 @@ class CurvaturePass:
         data: Iterable[Any],
         progress: bool = False,
         likelihood: Likelihood | None = None,
-        kfac_approx: KfacApprox | None = None,
         *,
+        kfac_approx: KfacApprox | None = None,
+        fisher: str | None = None,
+        mc_samples: int | None = None,
         proves_again: bool = True,
     ) -> KroneckerFactors:
         """The factors of some data at the model's present parameters; see `kronecker_factors`.
@@ -150,14 +152,18 @@ class CurvaturePass:
         A pass that is used again proves again, on two examples, only what other values of the
         parameters can change, as long as the model's structure is the same. Without
         ``proves_again`` it proves nothing then, for passes whose numbers a later one replaces that
-        proves all. ``likelihood`` is the same with other options, such as noises, and
-        ``kfac_approx`` another mode; both hold from now on.
+        proves all. ``likelihood`` is the same with other options, such as noises; the options
+        ``kfac_approx``, ``fisher`` and ``mc_samples`` say that another matrix is computed, of which
+        the same proof holds. All of these hold from now on.
         """
         driver = self.driver
         if likelihood is not None:
             driver.task.likelihood = likelihood
-        if kfac_approx is not None:
-            driver.options = driver.options.replace(kfac_approx=kfac_approx)
+        matrix = {"kfac_approx": kfac_approx, "fisher": fisher, "mc_samples": mc_samples}
+        changes = {name: value for name, value in matrix.items() if value is not None}
+        if changes:
+            driver.options = driver.options.replace(**changes)
+            driver.fisher = driver.options.make_fisher()
         stays = not proves_again and driver.proof.is_of_this_structure()
         if not stays and not driver.proof.renew():
             assignment = assign_rules(driver.model, driver.options.unsupported)

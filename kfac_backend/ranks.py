@@ -234,7 +234,7 @@ class PassSums:
         costs = {name: 0.0 for name in (*self.blocks, *self.others) if name not in same_B}
         for name in self.blocks:
             for F in self.factors(name, same_B):
-                costs[same_B.get(name, name)] += F.shape[:-2].numel() * F.shape[-1] ** 3
+                costs[same_B.get(name, name)] += F.cost
         owners = dict(zip(costs, ranks.owners(list(costs.values())), strict=True))
         return owners | {name: owners[other] for name, other in same_B.items()}
 

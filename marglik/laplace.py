@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.calls import detached
-from kfac_backend.engine.task import Task, split_batch
+from kfac_backend.engine.batches import detached, split_batch
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from marglik.eval_mode import eval_mode
@@ -520,7 +520,7 @@ class ParametricLaplace(Posterior):
         if is_metric:
             loss.reset()  # pyright: ignore
         for batch in val_loader:
-            x, y = task.split(batch)
+            x, y = split_batch(batch, task.options)
             x, y = detached(x, self._device), detached(y, self._device)
             with eval_mode(self.model):
                 y = task.targets(self.model, x, y)

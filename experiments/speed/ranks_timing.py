@@ -107,9 +107,11 @@ def _measured(config: Config, ranks: Ranks) -> dict[str, Any]:
         blocks = list(fitted.blocks.values())
         again = list(fitted.gathered(ranks).blocks.values())
         owners = ranks.owners([block.cost for block in again])
-        summed = [F for block in again for F, _ in block.named_factors()]
+        summed = [F.matrix for block in again for F in block.factors.values()]
         owned = [
-            (F.clone(), r) for b, r in zip(again, owners, strict=True) for F, _ in b.named_factors()
+            (F.matrix.clone(), r)
+            for b, r in zip(again, owners, strict=True)
+            for F in b.factors.values()
         ]
         timed("reduction alone", lambda t=owned: ranks.reduce_(t))
         timed("eigenvalues, one rank", lambda b=again: compute_eigenvalues(b), all_ranks=False)

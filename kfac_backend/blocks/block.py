@@ -4,9 +4,8 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Generic, Self, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,34 +14,7 @@ from kfac_backend.blocks.eigen import eigendecompositions
 from kfac_backend.layers.gram import Factor, version_of
 from kfac_backend.ranks import Ranks
 
-T = TypeVar("T", Tensor, Tensor | None)
 
-
-class _MatrixOf(Generic[T]):
-    """A field that takes a factor or its matrix, and is read as the matrix.
-
-    `KroneckerBlock.factors` has the `Factor` itself, by the field's name.
-    """
-
-    def __init__(self, *, optional: bool) -> None:
-        self._optional = optional
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, block: Any, owner: type | None = None) -> T:
-        if block is None and not self._optional:  # dataclasses look for the field's default
-            raise AttributeError(self._name)
-        factor = None if block is None else block.factors.get(self._name)
-        return cast(T, None if factor is None else factor.matrix)
-
-    def __set__(self, block: Any, value: T | Factor) -> None:
-        factors = block.__dict__.setdefault("factors", {})
-        if value is not None:
-            factors[self._name] = value if isinstance(value, Factor) else Factor(value)
-
-
-@dataclass(frozen=True)
 class KroneckerBlock:
     """Block-diagonal over G groups of B_g ⊗ A_g, for a tensor flattened as PyTorch flattens it.
 
@@ -51,58 +23,66 @@ class KroneckerBlock:
     a scalar). B is always the factor over the parameter's rows. For a weight that is stored inputs
     first (an embedding, a transposed convolution) it is the Gram matrix of inputs, as a sum, and A
     is that of gradients, divided by the same number of terms.
+
+    Args:
+        name: the parameter's name, for errors.
+        B: gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out). Blocks that
+            are given the same `Factor`, and not its matrix, compute and decompose it once.
+        A: input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in).
+        num_terms: the number of terms that A is the mean of: N·R for expand, N for reduce, where an
+            example of weight c counts c times. One number for all groups, or one for each. None
+            without A, and where it is not known: such a block can't be added.
+        constants: (first, last + 1) of the flattened entries that are constants, such as an
+            embedding's padding: the block is zero there, and they have no prior.
     """
 
-    name: str
-    """The parameter's name, for errors."""
-    B: _MatrixOf[Tensor] = _MatrixOf(optional=False)
-    """Gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out)."""
-    A: _MatrixOf[Tensor | None] = _MatrixOf(optional=True)
-    """Input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in)."""
-    num_terms: float | tuple[float, ...] | None = None
-    """The number of terms that A is the mean of: N·R for expand, N for reduce, where an example of
-    weight c counts c times. One number for all groups, or one for each. None without A, and where
-    it is not known: such a block can't be added."""
-    constants: tuple[int, int] = (0, 0)
-    """(first, last + 1) of the flattened entries that are constants, such as an embedding's
-    padding: the block is zero there, and they have no prior."""
-
-    factors: Mapping[str, Factor] = field(init=False, repr=False, compare=False)
-    """B, and A if there is one, by name, which know their rows where these are few."""
-
-    def __post_init__(self) -> None:
-        B, A = self._shapes
-        square = len(B) in (2, 3) and B[-1] == B[-2]
-        if A is not None:
-            same_groups = A[:-2] in (B[:-2], ())
-            square = square and same_groups and A[-1] == A[-2]
+    def __init__(
+        self,
+        name: str,
+        B: Factor | Tensor,
+        A: Factor | Tensor | None = None,
+        num_terms: float | tuple[float, ...] | None = None,
+        constants: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.name, self.num_terms, self.constants = name, num_terms, constants
+        given = {"B": B} if A is None else {"B": B, "A": A}
+        self.factors: Mapping[str, Factor] = {
+            which: F if isinstance(F, Factor) else Factor(F) for which, F in given.items()
+        }
+        """B, and A if there is one, by name, which know their rows where these are few."""
+        of_B, of_A = B.shape, None if A is None else A.shape
+        square = len(of_B) in (2, 3) and of_B[-1] == of_B[-2]
+        if of_A is not None:
+            square = square and of_A[:-2] in (of_B[:-2], ()) and of_A[-1] == of_A[-2]
         if not square:
             raise ValueError(
-                f"Factors of '{self.name}' have shapes B {tuple(B)} and A "
-                f"{None if A is None else tuple(A)}; expected square matrices, with the same "
+                f"Factors of '{name}' have shapes B {tuple(of_B)} and A "
+                f"{None if of_A is None else tuple(of_A)}; expected square matrices, with the same "
                 "leading number of groups if there are groups."
             )
+        self.numel = of_B[:-1].numel() * (1 if of_A is None else of_A[-1])
+        """P, the number of entries of the parameter tensor."""
+        self.is_meta = self.factors["B"].is_meta
+        """Whether another rank keeps its values."""
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{which} {tuple(F.shape)}" for which, F in self.factors.items())
+        return f"{type(self).__name__}('{self.name}', {shapes})"
+
+    @property
+    def B(self) -> Tensor:
+        """The matrix of B; `factors` has the `Factor`."""
+        return self.factors["B"].matrix
+
+    @property
+    def A(self) -> Tensor | None:
+        """The matrix of A, if there is one."""
+        return self.factors["A"].matrix if "A" in self.factors else None
 
     def replace(self, **changes: Any) -> Self:
-        """`dataclasses.replace`, with factors that stay of rows where they are."""
-        return replace(self, **{"B": self.factors["B"], "A": self.factors.get("A")} | changes)
-
-    @property
-    def _shapes(self) -> tuple[torch.Size, torch.Size | None]:
-        """The shapes of B and A, without computing them."""
-        A = self.factors.get("A")
-        return self.factors["B"].shape, None if A is None else A.shape
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether another rank keeps its values."""
-        return self.factors["B"].is_meta
-
-    @cached_property
-    def numel(self) -> int:
-        """P, the number of entries of the parameter tensor."""
-        B, A = self._shapes
-        return B[:-1].numel() * (1 if A is None else A[-1])
+        """The block with some of its arguments changed; factors stay shared, and of few rows."""
+        same = {"name": self.name, "num_terms": self.num_terms, "constants": self.constants}
+        return type(self)(**{**same, **self.factors, **changes})
 
     @property
     def num_parameters(self) -> int:
@@ -119,7 +99,7 @@ class KroneckerBlock:
 
         A block that is B alone, dense or diagonal, runs over all of its entries.
         """
-        rows = self._shapes[0][:-1].numel()
+        rows = self.factors["B"].shape[:-1].numel()
         first_axes = [shape[:k].numel() for k in range(1, len(shape) + 1)]
         return self.numel == shape.numel() and rows in first_axes
 
@@ -188,16 +168,16 @@ class KroneckerBlock:
                 f"The block of '{self.name}' has corrected eigenvalues, and a sum has other "
                 "eigenvectors. Add the factors as they are, and correct the sum over all the data."
             )
-        (B, A), (other_B, other_A) = self._shapes, other._shapes
-        has_A = A is not None
-        alike = B == other_B and has_A == (other_A is not None)
-        if not alike or self.constants != other.constants:
+        mine, others = (
+            {which: F.shape for which, F in block.factors.items()} for block in (self, other)
+        )
+        if mine != others or self.constants != other.constants:
             raise ValueError(
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
                 "only factors of the same model can be added."
             )
         # Not by values, which only the owner of a block has: all ranks add, or none.
-        if has_A and None in (self.num_terms, other.num_terms):
+        if "A" in mine and None in (self.num_terms, other.num_terms):
             raise ValueError(
                 f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
                 "tensor used in two ways has none: pass all the data at once."
@@ -213,14 +193,14 @@ class KroneckerBlock:
         moved = {name: to(factor, device, dtype) for name, factor in self.factors.items()}
         return self.replace(**moved)
 
-    def named_factors(self) -> list[tuple[Tensor, str]]:
-        """The matrices B, and A if there is one, with their names for errors."""
-        return [(factor.matrix, f"{self.name}, {name}") for name, factor in self.factors.items()]
+    def named_factors(self) -> list[tuple[Factor, str]]:
+        """B, and A if there is one, with their names for errors."""
+        return [(factor, f"{self.name}, {which}") for which, factor in self.factors.items()]
 
     @property
     def cost(self) -> int:
         """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
-        return sum(_cost(factor.shape) for factor in self.factors.values())
+        return sum(factor.cost for factor in self.factors.values())
 
     @property
     def _terms(self) -> tuple[float, ...]:
@@ -278,7 +258,8 @@ def compute_eigenvalues(
         RuntimeError: another rank is gone, or has such a factor.
     """
     # A corrected block knows them: they are its own.
-    factors = _named([block for block in blocks if type(block) is KroneckerBlock])
+    plain = [block for block in blocks if type(block) is KroneckerBlock]
+    factors = [named for block in plain for named in block.named_factors()]
     is_missing = [factor.eigenvalues is None for factor, _ in factors]
     if ranks is not None:  # all solve the same factors: those that any of them has not
         is_missing = [any(of_ranks) for of_ranks in zip(*ranks.gather(is_missing), strict=True)]
@@ -296,7 +277,8 @@ def decompose(
     """Eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
     blocks = list(blocks)
     plain = [block for block in blocks if type(block) is KroneckerBlock]
-    solved = iter(_solved(_named(plain), ranks, device, vectors=True))
+    factors = [named for block in plain for named in block.named_factors()]
+    solved = iter(_solved(factors, ranks, device, vectors=True))
     return [
         block.eigen
         if isinstance(block, CorrectedBlock)
@@ -342,11 +324,6 @@ def products_of(of_B: Tensor, of_A: Tensor | None) -> Tensor:
     return (of_B if of_A is None else of_B[..., :, None] * of_A[..., None, :]).flatten()
 
 
-def _named(blocks: Iterable[KroneckerBlock]) -> list[tuple[Factor, str]]:
-    """The factors of all blocks, with their names for errors."""
-    return [(F, f"{block.name}, {which}") for block in blocks for which, F in block.factors.items()]
-
-
 def _solved(
     named: list[tuple[Factor, str]],
     ranks: Ranks | None,
@@ -356,11 +333,11 @@ def _solved(
 ) -> list[tuple[Tensor, Tensor]]:
     """Each factor's eigenvalues, with eigenvectors or how many were clipped."""
     ranks = ranks or Ranks(None)
-    # By memory, so that a factor which a weight and its bias share is solved once.
-    numbers, of_all = _by_memory([factor for factor, _ in named], ranks)
+    # A factor that a weight and its bias share is solved once.
+    numbers, of_all = _numbered([factor for factor, _ in named], ranks)
     factors = {number: named[number] for number in numbers}
     # Each rank solves its own factors, the largest first, and receives those of the others.
-    costs = {number: _cost(factor.shape) for number, (factor, _) in factors.items()}
+    costs = {number: factor.cost for number, (factor, _) in factors.items()}
     keys = sorted(factors, key=lambda number: -costs[number])
     holders = [of_all[number] for number in keys]
     if not all(holders):
@@ -400,30 +377,19 @@ def _device_of(factors: Iterable[Factor]) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
-def _by_memory(factors: Sequence[Factor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
-    """Each factor's number, that of the first in the same memory, and the ranks that have it.
+def _numbered(factors: Sequence[Factor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
+    """Each factor's number, that of its first place in the list, and the ranks that have it.
 
     The same on all ranks; collective. Factors are apart if they are on any rank that has them.
     """
-    first: dict[object, int] = {}
-    here = [None if F.is_meta else first.setdefault(_identity(F), i) for i, F in enumerate(factors)]
+    first: dict[Factor, int] = {}
+    here = [None if F.is_meta else first.setdefault(F, i) for i, F in enumerate(factors)]
     numbers, holders, of_ranks = [], [], ranks.gather(here)
     for i, of_factor in enumerate(zip(*of_ranks, strict=True)):
         holders.append([rank for rank, number in enumerate(of_factor) if number is not None])
         different = {of_factor[rank] for rank in holders[-1]}
         numbers.append(different.pop() if len(different) == 1 else i)
     return numbers, holders
-
-
-def _identity(factor: Factor) -> object:
-    """A key that is equal for factors in the same memory, such as two views of one tensor."""
-    t = factor.entries
-    return t.data_ptr(), t.device, t.dtype, t.shape, t.stride()
-
-
-def _cost(shape: torch.Size) -> int:
-    """G d³ for G groups."""
-    return shape[:-2].numel() * shape[-1] ** 3
 
 
 def _one_or_all(terms: tuple[float, ...]) -> float | tuple[float, ...]:
@@ -523,7 +489,6 @@ class EigenBlock:
         return d.flatten()
 
 
-@dataclass(frozen=True)
 class CorrectedBlock(KroneckerBlock):
     """(Q_B ⊗ Q_A) diag(s) (Q_B ⊗ Q_A)ᵀ, with s the exact block's diagonal in that basis.
 
@@ -532,10 +497,20 @@ class CorrectedBlock(KroneckerBlock):
     Gradient Descent in a Kronecker-factored Eigenbasis" (arXiv:1806.03884), section 3.
 
     B and A are the factors whose eigenvectors form the basis. The block is not their product.
+
+    Args:
+        arguments: those of `KroneckerBlock`.
+        eigen: the eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it.
+        keywords: as ``arguments``.
     """
 
-    eigen: EigenBlock = field(kw_only=True)
-    """The eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it."""
+    def __init__(self, *arguments: Any, eigen: EigenBlock, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.eigen = eigen
+
+    def replace(self, **changes: Any) -> Self:
+        """The block with some of its arguments changed."""
+        return super().replace(**{"eigen": self.eigen, **changes})
 
     @property
     def version(self) -> object:

@@ -38,16 +38,18 @@ from kfac_backend.covariance.gradients import (
     ParameterGradients,
     PosteriorPrecision,
 )
-from kfac_backend.engine.calls import (
-    Plan,
-    call_with,
+from kfac_backend.engine.batches import (
     detached,
     example_shapes,
     examples,
     first_and_last,
+    num_examples,
+)
+from kfac_backend.engine.calls import (
+    Plan,
+    call_with,
     in_channels_last,
     make_plan,
-    num_examples,
     plain_attention,
     preserve_state,
 )

@@ -24,12 +24,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import examples, forked_random_numbers
+from kfac_backend.engine.batches import examples
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
-from kfac_backend.engine.task import counting
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
+from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import Likelihood, check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
@@ -66,7 +67,7 @@ def mode_of_first_batches(
                 x, y, mask = examples(x, few), y[few], None if mask is None else mask[few]
             # Dropout that is on must not use up the user's random numbers.
             no_autocast = torch.autocast(driver.device.type, enabled=False)
-            with forked_random_numbers(model), no_autocast, counting(mask):
+            with forked_random_numbers(model), no_autocast, counted_positions(mask):
                 traces = block_traces(model, proof.assignment, driver.task.likelihood, x, y)
         decision = mode, traces
     decisions = [of_rank for of_rank in driver.ranks.gather(decision) if of_rank]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfac_backend.engine.calls import detached, examples, forked_random_numbers, is_out_of_memory
+from kfac_backend.engine.batches import detached, examples
+from kfac_backend.engine.calls import forked_random_numbers, is_out_of_memory
 from kfac_backend.engine.factor_sums import FactorSums, total_memory
 from kfac_backend.precision import BackwardPrecision, full_float32
 

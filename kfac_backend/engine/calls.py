@@ -1,17 +1,13 @@
 """Calling a model with other parameters, and with layers split into parts that hooks can see.
 
-Also its inputs: on a device, some of their examples, parts that fit memory. And whether two calls
-give the same, up to rounding (`close`).
-
-Whatever happens meanwhile, an error or an interrupt, the model is afterwards as it was before.
+Trials of calls tell whether two of them give the same, up to rounding (`close`), and how batches
+run fastest (`make_plan`). Whatever happens meanwhile, an error or an interrupt, the model is
+afterwards as it was before.
 """
 
-import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy as copy_of
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from tqdm.auto import tqdm
 
+from kfac_backend.engine.batches import argument_names, arguments, copied, examples, first_and_last
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers import LayerByParts
 from kfac_backend.sharding import is_part, reshard, substituted, whole_parameters
@@ -116,7 +112,7 @@ def call_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Tensor
     if isinstance(x, Tensor):
         f = _called(model, parameters, (x.clone(),), {})  # whose graph is kept
     else:
-        f = _called(model, parameters, *arguments(model, _copied(x)))
+        f = _called(model, parameters, *arguments(model, copied(x)))
     if not isinstance(f, Tensor):
         f = logits_of(f)
     check_output(f)
@@ -171,7 +167,7 @@ def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
 
 def takes_labels(model: nn.Module, x: Any) -> bool:
     """Whether a model's forward takes labels, from which it may compute a loss."""
-    names, takes_any = _argument_names(model)
+    names, takes_any = argument_names(model)
     if "labels" in names or takes_any or not isinstance(x, Mapping):
         return "labels" in names or takes_any
     args, _ = arguments(model, x)
@@ -188,14 +184,14 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     """
 
     def trial() -> Any:
-        args, kwargs = arguments(model, _copied(x))
+        args, kwargs = arguments(model, copied(x))
         if args and isinstance(args[0], Mapping):
             return _called(model, {}, ({**args[0], "labels": y.clone()},), kwargs)
         return _called(model, {}, args, {**kwargs, "labels": y.clone()})
 
     output = attempt(trial)
     if isinstance(output, Exception):
-        if _argument_names(model)[1]:
+        if argument_names(model)[1]:
             return None  # a wrapper, of a model that takes no labels
         raise ValueError(
             f"{type(model).__name__} takes labels, but computes no loss from them "
@@ -247,21 +243,6 @@ def _called(
         mha.set_fastpath_enabled(is_fused)
 
 
-def _copied(value: Any) -> Any:
-    """A value whose tensors are copies, also inside of mappings and of objects that hold them."""
-    if hasattr(value, "clone"):  # tensors, which keep their graph, and graphs
-        return value.clone()
-    if isinstance(value, Mapping):
-        return map_entries(_copied, value)
-    if type(value) in (list, tuple):
-        return type(value)(_copied(entry) for entry in value)
-    if hasattr(value, "to") and hasattr(value, "__dict__"):  # a user's object of tensors
-        copy = copy_of(value)
-        vars(copy).update(_copied(vars(value)))
-        return copy
-    return value
-
-
 def logits_of(output: Any) -> Any:
     """A model's output, or the ``logits`` of an output that is an object or a mapping with them."""
     if isinstance(output, Mapping):
@@ -300,64 +281,6 @@ def explicit_forwards(assignment: RuleAssignment) -> ExitStack:
             divided.layer.forward = by_parts
             replaced.callback(divided.layer.__dict__.pop, "forward", None)
         return replaced.pop_all()
-
-
-def num_examples(x: Any) -> int | None:
-    """N, the length of an input's first axis; None if it has no such number.
-
-    Tensors, mappings of tensors of one length, and objects with a length and a method ``to`` do.
-    """
-    if not isinstance(x, Tensor | Mapping):
-        return len(x) if hasattr(x, "__len__") and hasattr(x, "to") else None
-    tensors = x.values() if isinstance(x, Mapping) else [x]
-    lengths = {len(t) if isinstance(t, Tensor) and t.dim() > 0 else None for t in tensors}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-class Arguments(dict[Any, Any]):
-    """Several arguments of a model's call: positional ones by their number, others by their name.
-
-    A mapping of another kind may also be a model's one argument, see `arguments`.
-    """
-
-
-def map_entries(function: Callable[[Any], Any], x: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A mapping with the function's value of each entry; arguments remain `Arguments`."""
-    entries = {key: function(value) for key, value in x.items()}
-    return Arguments(entries) if isinstance(x, Arguments) else entries
-
-
-def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments by which a model takes an input.
-
-    A forward with one argument takes a mapping whole. Otherwise the mapping's entries are keyword
-    arguments. Entries that the forward does not name are left out, and so are "labels", from which
-    such models would compute a loss.
-    """
-    if isinstance(x, Arguments):
-        positions = [key for key in x if isinstance(key, int)]
-        return tuple(x[key] for key in positions), {k: x[k] for k in x if k not in positions}
-    if not isinstance(x, Mapping):
-        return (x,), {}
-    names, takes_any = _argument_names(model)
-    if len(names) == 1:  # whatever it is called
-        return (x,), {}
-    keywords = {key: x[key] for key in x if key != "labels" and (takes_any or key in names)}
-    return ((), keywords) if keywords else ((x,), {})
-
-
-def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does.
-
-    Of peft's wrapper, they are those of the model that it adapts.
-    """
-    own: Any = inspect.signature(model.forward).parameters.values()
-    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
-        adapted: Any = getattr(model, "get_base_model", lambda: model)()
-        own = inspect.signature(adapted.forward).parameters.values()
-    parameters = list(own)
-    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return names, not names and any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -430,102 +353,6 @@ def noise_like(x: Tensor) -> Tensor:
     # Drawn on the CPU, so that a proof is the same on all devices.
     generator = torch.Generator().manual_seed(0)
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
-
-
-def each_batch(
-    loader: Iterable[Any], description: str, progress: bool = False, unit: str = "batch"
-) -> Iterator[Any]:
-    """The batches of one pass over a loader, with a progress bar on a terminal if asked for.
-
-    The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
-    DataLoader would start its workers twice and draw more seeds.
-    """
-    if not progress:
-        return iter(loader)
-    # disable=None: shown on a terminal only.
-    total = length(loader)
-    return iter(tqdm(iter(loader), description, total, leave=False, unit=unit, disable=None))
-
-
-def length(loader: Any) -> int | None:
-    """The number of a loader's batches; None of a generator, or of a dataset without a length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """The value on the device: objects with a method ``to``, and those that a mapping holds.
-
-    Raises:
-        TypeError: an array of NumPy.
-    """
-    if hasattr(value, "__array__") and not isinstance(value, Tensor):
-        raise TypeError(
-            f"A batch has {type(value).__name__}; tensors are needed: torch.from_numpy(array)."
-        )
-    if hasattr(value, "to"):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return map_entries(lambda entry: to_device(entry, device), value)
-    return value
-
-
-def examples(x: Any, which: slice | Tensor | None) -> Any:
-    """Some examples of an input whose first axis they are, or that is indexed by examples.
-
-    None adds the first axis to a single example.
-    """
-    if isinstance(x, Mapping):
-        return map_entries(lambda tensor: tensor[which], x)
-    return x[which]
-
-
-def example_shapes(x: Any) -> Any:
-    """The shapes of one example, as a value that can be compared."""
-    if isinstance(x, Mapping):
-        return tuple((key, example_shapes(value)) for key, value in x.items())
-    return x.shape[1:] if isinstance(x, Tensor) else None
-
-
-def detached(x: Any, device: torch.device) -> Any:
-    """The input on the device, detached; inference tensors, which no graph takes, are copied."""
-    if isinstance(x, Tensor):
-        x = x.to(device)
-        return x.clone() if x.is_inference() else x.detach()
-    if isinstance(x, Mapping):
-        return map_entries(lambda value: detached(value, device), x)
-    return to_device(x, device)
-
-
-def splits_by_example(x: Any, y: Any) -> bool:
-    """Whether the input has as many examples as there are targets."""
-    targets = len(y) if isinstance(y, Tensor) and y.dim() > 0 else None
-    return targets is not None and num_examples(x) == targets
-
-
-def parts(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batch in even parts of at most ``size`` examples."""
-    size = math.ceil(len(y) / math.ceil(len(y) / size))
-    for start in range(0, len(y), size):
-        yield x[start : start + size], y[start : start + size]
-
-
-def first_and_last(x: Any, N: int | None) -> Any:
-    """The first and the last of an input's N examples: in a sorted batch they differ most."""
-    if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
-        return examples(x, slice(2))
-    return examples(x, slice(None, None, max(N - 1, 1)))
-
-
-def check_read_twice(data: Iterable[Any]) -> None:
-    """Raise a TypeError for an iterator, from which a second pass would get no batch."""
-    if isinstance(data, Iterator):  # which, unlike iter(data), draws no random numbers
-        raise TypeError(
-            f"The data is a {type(data).__name__}, which can be read only once, and it is read "
-            "several times; pass a DataLoader or a list of batches."
-        )
 
 
 LARGEST_ACTIVATION = 8 * 2**20

@@ -23,27 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import (
+from kfac_backend.engine.batches import (
     detached,
     each_batch,
     examples,
-    in_channels_last,
-    is_out_of_memory,
+    has_no_examples,
     parts,
+    split_batch,
     splits_by_example,
 )
+from kfac_backend.engine.calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.sharded_pass import ShardedPass
-from kfac_backend.engine.task import (
-    BatchChecks,
-    Task,
-    check_inputs,
-    counting,
-    has_no_examples,
-    split_batch,
-)
+from kfac_backend.engine.task import BatchChecks, Task, check_inputs
+from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
@@ -316,7 +311,7 @@ class Driver:
         """Add one part of a batch, of any number of examples; a mask says which positions count."""
         likelihood, capture = self.task.likelihood, self.capture()
         with self.sink.part():
-            with counting(mask), capture:
+            with counted_positions(mask), capture:
                 # One forward pass: A, and all that a gradient will need.
                 f = capture.forward(x)
                 y = self.state.checks.check(x, f, y)

@@ -187,13 +187,12 @@ def _kind(rule: Rule, local: str) -> tuple:
 
 
 def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
-    """B as summed, A divided by its terms; (1, d, d) of a single group becomes (d, d)."""
-    B, A = sums.B.ungrouped, sums.A
-    if A is None:
-        return KroneckerBlock(name, B)
+    """B as summed, A divided by its terms."""
+    if sums.A is None:
+        return KroneckerBlock(name, sums.B)
     # In place: a second copy of all input factors would be the peak of the pass's memory.
-    A = A.ungrouped.divide_(max(sums.num_terms, 1))
-    return KroneckerBlock(name, B, A, sums.num_terms)
+    A = sums.A.divide_(max(sums.num_terms, 1))
+    return KroneckerBlock(name, sums.B, A, sums.num_terms)
 
 
 def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Factor]) -> KroneckerBlock:

@@ -31,27 +31,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.calls import (
     DtypesInUse,
     Plan,
     attempt,
     call_with,
     close,
-    examples,
     explicit_forwards,
     forked_random_numbers,
     is_out_of_memory,
     make_plan,
     noise_like,
-    num_examples,
     preserve_state,
 )
 from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks, rows_of
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
-from kfac_backend.engine.task import check_inputs, counting
+from kfac_backend.engine.task import check_inputs
 from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.elementwise import OwnParameter
-from kfac_backend.layers.rows import Run, SharedAxes, current_rows
+from kfac_backend.layers.rows import Run, SharedAxes, counted_positions, current_rows
 from kfac_backend.layers.rule import summed_gradients
 from kfac_backend.sharding import (
     class_and_hooks,
@@ -237,7 +236,7 @@ class Proof:
 
         ``counted`` marks the loss terms (N, ...) that count; None is all.
         """
-        with counting(mask):
+        with counted_positions(mask):
             _, runs = verify_independence(self._model, self.assignment, x, counted=counted)
         self.holds_for_masks, self.masked = True, self.masked | runs.masked
 

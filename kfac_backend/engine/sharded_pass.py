@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from kfac_backend.engine.calls import detached, examples, splits_by_example
+from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.capture import Capture
 from kfac_backend.engine.proof import MOST_EXAMPLES
 from kfac_backend.engine.rule_assignment import TrackedLayer
@@ -36,8 +37,21 @@ class ShardedPass:
         self._common: tuple[Any, Any] | None = None
 
     def check_ranks(self) -> None:
-        """Raise a ValueError unless the ranks of the model are those that pass over the data."""
+        """Raise an error unless the ranks of the model are those that pass over the data.
+
+        Raises:
+            RuntimeError: the ranks' process group has ended.
+            ValueError: the pass is of other ranks.
+        """
         number, size = ranks_of_model(self._driver.model), self._driver.ranks.size
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"The model is sharded over {number} ranks, whose process group has ended "
+                "(destroy_process_group), so that no rank can gather its parameters. Pass over the "
+                "data before, or make a whole model of it while the group is there "
+                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "full_state_dict=True)."
+            )
         if number != size:
             raise ValueError(
                 f"The model is sharded over {number} ranks, and {size} of them shall pass over the "
@@ -74,7 +88,9 @@ class ShardedPass:
         driver, proof = self._driver, self._driver.proof
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         mask = None if proof.holds_for_masks else mask
-        knows_all = proof.is_made(N) and driver.task.knows_shift and driver.kfac_approx != "auto"
+        knows_all = (
+            proof.is_made(N) and driver.task.shifts is not None and driver.kfac_approx != "auto"
+        )
         misses = y is not None and (mask is not None or not knows_all)
         if not self.any(misses):
             return

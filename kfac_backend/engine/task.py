@@ -1,29 +1,24 @@
-"""What a model's batches mean: their inputs and targets, and which targets count.
+"""What a model's batches mean: their targets, which of them count, and which positions of inputs.
 
-Also the checks of both, and of the outputs.
+Also the checks of inputs, outputs and targets. How a batch is taken apart is in `engine.batches`.
 """
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.calls import (
-    Arguments,
     attempt,
     call_with,
-    detached,
-    examples,
     forked_random_numbers,
     own_loss,
-    splits_by_example,
     takes_labels,
 )
-from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import (
     IGNORED,
     Likelihood,
@@ -44,67 +39,6 @@ WHICH_LABEL = (
 """The way out of errors where a model's own loss does not show whether it shifts labels."""
 
 
-def has_no_examples(y: Any) -> bool:
-    """Whether a batch with these targets is empty."""
-    return isinstance(y, Tensor) and y.dim() > 0 and not len(y)
-
-
-def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
-    """A batch's input and targets.
-
-    The input is what the model takes: a tensor, an object, a mapping, or `Arguments`.
-
-    Raises:
-        KeyError: a mapping without a key that the options name.
-        TypeError: a batch of another form.
-    """
-    if options.batch is not None:
-        try:
-            args, kwargs, y = options.batch(batch)
-            arguments = Arguments({**dict(enumerate(args)), **kwargs})
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                "batch= is a function of a batch that returns (args, kwargs, y): the model's "
-                f"arguments and the targets. This one failed: {type(error).__name__}: {error}"
-            ) from error
-        return (args[0] if len(args) == 1 and not kwargs else arguments), y
-    if isinstance(batch, Mapping):
-        names, x = options.dict_key_x, batch
-        keys_of: dict[str, tuple[str, ...]] = {"dict_key_y": (options.dict_key_y,)}
-        if names is not None:
-            keys_of["dict_key_x"] = (names,) if isinstance(names, str) else names
-        for option, keys in keys_of.items():
-            for key in keys:
-                if key not in batch:
-                    raise KeyError(
-                        f"A batch has keys {', '.join(map(str, batch))}, but no '{key}'; pass "
-                        f"those that it has: dict_key_x (of the model's input; None takes the "
-                        f"mapping as a whole) and dict_key_y (of the targets). {option} is "
-                        f"{getattr(options, option)!r}."
-                    )
-        if isinstance(names, str):
-            x = batch[names]
-        elif names is not None:
-            x = Arguments({name: batch[name] for name in names})
-        return x, batch[options.dict_key_y]
-    try:
-        if isinstance(batch, Tensor):  # one with two rows would unpack into x and y
-            raise TypeError
-        x, y = batch
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with "
-            f"'{options.dict_key_y}'; for others pass batch=, a function that returns "
-            "(args, kwargs, y). A DataLoader of them is data, or a list: of one batch [(x, y)]."
-        ) from None
-    return x, y
-
-
-def counting(mask: Tensor | None) -> AbstractContextManager[None]:
-    """A context in which the positions that a mask (of `Task.mask`) hides do not count."""
-    return nullcontext() if mask is None else counted_positions(mask)
-
-
 MOST_ROWS = 64
 """Rows of outputs that are enough to know that all are probabilities."""
 FEWEST_OUTPUTS = 32
@@ -114,9 +48,9 @@ FEWEST_OUTPUTS = 32
 class Task:
     """What a likelihood and options say about a model's batches.
 
-    `split` takes a batch apart, `targets` gives the targets of the outputs, position by position,
-    and the rest checks and counts them. A pass, the learner, calibration and metrics share it.
-    A batch's labels may differ from the targets in two ways:
+    `targets` gives the targets of the outputs, position by position, and the rest checks and counts
+    them. A pass, the learner, calibration and metrics share it. A batch's labels may differ from
+    the targets in two ways:
 
     - Causal language models of Hugging Face take the label of each position's own token and shift
       the labels inside: the output at a position predicts the label of the next one.
@@ -138,14 +72,11 @@ class Task:
         options.check(self.likelihood)
         self.may_ignore = options.ignore_index is not None
         """Whether some targets do not count, as far as it is known so far."""
-        # None until a batch shows it; from then on the same for all batches.
-        self._shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
+        self.shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
+        """Whether labels are shifted, the same for all batches. None until a batch shows it; as
+        long as that, `targets` needs the model."""
         self._has_warned = False
         self.knows_outputs = False
-
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        """A batch's input and labels, see `split_batch`."""
-        return split_batch(batch, self.options)
 
     def mask(self, x: Any) -> Tensor | None:
         """Which positions of a mapping's examples count (N, R); None if it hides none.
@@ -188,15 +119,15 @@ class Task:
                     "count one label."
                 )
             y = y.masked_fill(y == mark, IGNORED)
-        if self._shifts is None and model is not None:
-            self._shifts = self._shifts_inside(model, x, y)
+        if self.shifts is None and model is not None:
+            self.shifts = self._shifts_inside(model, x, y)
         hidden = None
         if self.likelihood.has_labels:
             mask = self.mask(x) if isinstance(mask, str) else mask
             hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
-        if hidden is None and not self._shifts:
+        if hidden is None and not self.shifts:
             return y
-        if self._shifts and y.dim() < 2:
+        if self.shifts and y.dim() < 2:
             raise ValueError(
                 f"shift_labels=True needs labels (N, R), several an example; these have shape "
                 f"{tuple(y.shape)}. Pass shift_labels=False."
@@ -205,16 +136,11 @@ class Task:
         if hidden is not None:
             self._warn_of_hidden(y, hidden)
             y = y.masked_fill(hidden, IGNORED)
-        if self._shifts:
+        if self.shifts:
             y = _shifted(y)
             # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
-
-    @property
-    def knows_shift(self) -> bool:
-        """Whether it is known if labels are shifted; until then `targets` needs the model."""
-        return self._shifts is not None
 
     def telling_examples(self, y: Tensor) -> Tensor:
         """The first two examples whose labels can tell whether the model shifts them."""

@@ -8,7 +8,7 @@ give the noise its full gradient.
 """
 
 import warnings
-from functools import cached_property
+from functools import cache, cached_property
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from kfac_backend.blocks.block import EigenBlock, KroneckerBlock, decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.extras import extra
+from kfac_backend.layers.gram import Factor
 
 with warnings.catch_warnings():
     # It imports ASDL, whose scripted functions warn. It is imported only here, to hide that.
@@ -48,7 +49,7 @@ class FactorKron(Kron):
         """A Kron of these factors in a dtype, but in float32 at least."""
         dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
-            [F.to(dtype=dtype) for F, _ in block.named_factors()]
+            [F.matrix.to(dtype=dtype) for F in block.factors.values()]
             for block in factors.blocks.values()
         ]
         return cls(kfacs, list(factors.blocks), [b.constants for b in factors.blocks.values()])
@@ -56,8 +57,11 @@ class FactorKron(Kron):
     @property
     def blocks(self) -> list[KroneckerBlock]:
         """A `KroneckerBlock` for each entry of ``kfacs``."""
+        factor = cache(Factor)  # one for the tensor that a weight and its bias share
         return [
-            KroneckerBlock(name, F[0], F[1] if len(F) == 2 else None, constants=constants)
+            KroneckerBlock(
+                name, factor(F[0]), factor(F[1]) if len(F) == 2 else None, constants=constants
+            )
             for name, F, constants in zip(self.names, self.kfacs, self.constants, strict=True)
         ]
 

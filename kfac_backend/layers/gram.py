@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,10 +110,10 @@ class Factor:
     def eigenvalues(self, values: tuple[Tensor, Tensor]) -> None:
         self._eigenvalues = self.version, values
 
-    @cached_property
-    def ungrouped(self) -> "Factor":
-        """Without the axis of groups if there is one group: (d, d)."""
-        return self if self.shape[0] > 1 else self._with(self.entries[0])
+    @property
+    def cost(self) -> int:
+        """The cost of decomposing it, up to a constant: G d³ for G groups."""
+        return self.shape[:-2].numel() * self.shape[-1] ** 3
 
     def clone(self) -> "Factor":
         """A copy, in memory of its own."""
@@ -194,11 +193,12 @@ class Factor:
 
     @classmethod
     def concatenated(cls, factors: Sequence["Factor"]) -> "Factor":
-        """The groups of all factors, as rows if these are equally many."""
-        rows = [F.rows for F in factors]
-        if len({None if x is None else x.shape[-2] for x in rows}) == 1 and rows[0] is not None:
-            return cls(rows=torch.cat(rows))  # pyright: ignore
-        return cls(torch.cat([F.matrix for F in factors]))
+        """The groups (G, d, d) of all factors, as rows if these are equally many."""
+        numbers = {None if F.rows is None else F.rows.shape[-2] for F in factors}
+        are_rows = len(numbers) == 1 and None not in numbers
+        of_all = [F.entries if are_rows else F.matrix for F in factors]
+        groups = torch.cat([t if t.dim() > 2 else t[None] for t in of_all])
+        return cls(rows=groups) if are_rows else cls(groups)
 
     def _with(self, entries: Tensor) -> "Factor":
         """Of other rows, if it has rows, or another matrix."""
@@ -251,8 +251,9 @@ class Gram(ABC):
         """The sum so far; zeros before the first rows."""
 
     def factor(self) -> Factor:
-        """The sum so far as a factor; what is added afterwards may change it."""
-        return Factor(self.total())
+        """The sum so far as a factor, (d, d) of one group; what is added later may change it."""
+        total = self.total()
+        return Factor(total if self.groups > 1 else total[0])
 
     def zeros(self) -> Float[Tensor, "G d d"]:
         """The sum of no rows."""
@@ -296,10 +297,11 @@ class DenseGram(Gram):
     def factor(self) -> Factor:
         """The sum so far: its rows, if all of them still wait and are few."""
         if self._total is not None or self._num_waiting * FEW_ROWS > self.size:
-            return Factor(self.total())
+            return super().factor()
         none = self.like.new_empty(self.groups, 0, self.size)
         self._waiting = (torch.cat(self._waiting or (none,), dim=1),)
-        return Factor(rows=self._waiting[0])
+        rows = self._waiting[0]
+        return Factor(rows=rows if self.groups > 1 else rows[0])
 
     def _add_waiting(self) -> None:
         """Add what waits, in one product."""

@@ -173,7 +173,7 @@ def examples_of_rows(
 
 
 @contextmanager
-def counted_positions(mask: Tensor) -> Iterator[None]:
+def counted_positions(mask: Tensor | None) -> Iterator[None]:
     """Say which positions count for layers called inside with inputs (N, R, ...) or (N·R, ...).
 
     Other positions, such as padding, are not counted in R_n. Reduce takes the mean of an example's
@@ -181,11 +181,14 @@ def counted_positions(mask: Tensor) -> Iterator[None]:
     pooling, are ignored, so that the context may enclose a whole model.
 
     Args:
-        mask: (N, R), boolean, False for padding.
+        mask: (N, R), boolean, False for padding. None has no effect.
 
     Raises:
         TypeError: a mask of another dtype.
     """
+    if mask is None:
+        yield
+        return
     if mask.dtype != torch.bool:
         raise TypeError(
             f"The mask has dtype {mask.dtype}; it must be boolean, for example mask.bool()."

@@ -48,9 +48,10 @@ class BlockSums(NamedTuple):
     """A layer's sums of one parameter's block, additive over the data, before scaling."""
 
     B: Factor
-    """The factor over the parameter's rows, a sum over the data (G, d_out, d_out)."""
+    """The factor over the parameter's rows, a sum over the data: (d_out, d_out), or (G, ...)."""
     A: Factor | None = None
-    """Sum over all terms (G, d_in, d_in); None for a parameter without an input factor."""
+    """Sum over all terms, (d_in, d_in) or (G, ...); None for a parameter without an input
+    factor."""
     num_terms: int = 0
     """The number of terms in A."""
     slot: tuple[int, int] = (0, 1)

@@ -60,7 +60,7 @@ def damped_inverses(
     """
     if not blocks:
         return []
-    factors = {name: F for block in blocks for F, name in block.named_factors()}
+    factors = {name: F.matrix for block in blocks for F, name in block.named_factors()}
     # The sum is enough, and takes a tenth of the time of testing each entry.
     sums = torch.stack([F.sum().float() for F in factors.values()])
     if not sums.isfinite().all():

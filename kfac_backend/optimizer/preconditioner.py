@@ -447,7 +447,7 @@ class KfacPreconditioner:
         blocks, on, damping = self._blocks, self.options.damping_on, self._damping
         once = self.options.update_every == 1
         # Each rank inverts the blocks that it keeps, and multiplies their gradients in each step.
-        holders = self.ranks.holders([not block.B.is_meta for block in blocks.values()])
+        holders = self.ranks.holders([not block.is_meta for block in blocks.values()])
         owners = self.ranks.owners([block.cost for block in blocks.values()], holders)
         self._owners = dict(zip(blocks, owners, strict=True))
         own = [blocks[name] for name in self._own]
@@ -472,9 +472,9 @@ class KfacPreconditioner:
         """
         rho, former = self.options.ema_decay, self._blocks
         self._weights = {name: rho * self._weights.get(name, 0.0) + 1 - rho for name in new}
-        own = {name for name, block in new.items() if not block.B.is_meta}
+        own = {name for name, block in new.items() if not block.is_meta}
         # Where other parameters are trained now, blocks may have other owners.
-        is_missing = any(former[name].B.is_meta for name in own & former.keys())
+        is_missing = any(former[name].is_meta for name in own & former.keys())
         if self.ranks.any(is_missing, self._generator.device):
             former = gathered_blocks(former, self.ranks, self._generator.device)
         self._blocks = {
@@ -487,7 +487,7 @@ class KfacPreconditioner:
                 by_weight.setdefault(self._weights[name], []).append(name)
         for weight, names in by_weight.items():
             averages, of_batch = (
-                [F for name in names for F, _ in blocks[name].named_factors()]
+                [F.matrix for name in names for F in blocks[name].factors.values()]
                 for blocks in (self._blocks, new)
             )
             # The stored average is divided by the sum of weights already. With this share of the

@@ -30,12 +30,11 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.automatic_mode import automatic_mode
+from kfac_backend.engine.batches import detached, num_examples
 from kfac_backend.engine.calls import (
     check_output,
-    detached,
     explicit_forwards,
     logits_of,
-    num_examples,
     preserve_state,
     uncompiled,
 )
@@ -49,7 +48,8 @@ from kfac_backend.engine.rule_assignment import (
     assign_rules,
     check_batch_norm,
 )
-from kfac_backend.engine.task import Task, counting
+from kfac_backend.engine.task import Task
+from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import why_not
@@ -198,8 +198,8 @@ class TrainingPass:
         blocks = assemble_blocks(self._model, sums)
         self.reset()
         self.covered = self.trained.now()
-        # Not in place, since a weight and its bias may share one B.
-        return {name: replace(block, B=block.B * scale) for name, block in blocks.items()}
+        # A matrix for each: a weight and its bias may share one B, and averages change in place.
+        return {name: block.replace(B=block.B * scale) for name, block in blocks.items()}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
@@ -247,7 +247,7 @@ class TrainingPass:
             check_batch_norm(self._model, "pass fisher='mc'")
         forward = _Forward(driver.capture(in_training=True), mask, x)
         stack.enter_context(explicit_forwards(driver.proof.assignment))
-        stack.enter_context(counting(forward.mask))
+        stack.enter_context(counted_positions(forward.mask))
         stack.enter_context(forward.capture)
         copies = forward.capture.begin(x)
         if driver.fisher.is_loss_gradient:

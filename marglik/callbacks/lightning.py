@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import split_batch
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
@@ -141,7 +142,7 @@ class MarginalLikelihood(Callback):
         scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
         if f is not None and trainer.lightning_module.automatic_optimization:
             task = Task(self.learner.likelihood, self.learner.options.curvature)
-            x, y = task.split(batch)
+            x, y = split_batch(batch, task.options)
             y = task.targets(network, x, y)
             learner = self.learner
             warn_of_another_loss(loss / scale, f, y, learner.likelihood, learner.options)

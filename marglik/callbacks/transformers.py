@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from kfac_backend.engine.calls import forked_random_numbers, logits_of, to_device
+from kfac_backend.engine.batches import split_batch, to_device
+from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.files import sha256_of_tensors
@@ -188,7 +189,7 @@ class MarginalLikelihood(TrainerCallback):
     def _compare_loss(self, model: nn.Module, batch: Any) -> None:
         """Compare the loss that the trainer computes with the likelihood's."""
         batch = to_device(batch, next(model.parameters()).device)
-        x, y = self._task.split(dict(batch))
+        x, y = split_batch(dict(batch), self._task.options)
         y = self._task.targets(model, x, y)
         with torch.enable_grad(), closing(OutputOf(model)) as output:
             try:

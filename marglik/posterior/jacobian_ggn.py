@@ -11,9 +11,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import jacrev
 
-from kfac_backend.engine.calls import call_with, detached, each_batch, plain_attention, to_device
+from kfac_backend.engine.batches import (
+    detached,
+    each_batch,
+    has_no_examples,
+    split_batch,
+    to_device,
+)
+from kfac_backend.engine.calls import call_with, plain_attention
 from kfac_backend.engine.operations.padding import padding_rows
-from kfac_backend.engine.task import Task, check_finite, has_no_examples
+from kfac_backend.engine.task import Task, check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
@@ -233,7 +240,7 @@ def jacobian_ggn(
     device = next(model.parameters()).device
     ggn: JacobianGGN | None = None
     for batch in each_batch(data, "Fitting", progress):
-        x, y = (detached(part, device) for part in task.split(batch))
+        x, y = (detached(part, device) for part in split_batch(batch, options))
         if ranks.size > 1 and has_no_examples(y):
             continue
         y = task.targets(model, x, y)

@@ -28,7 +28,8 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
-from kfac_backend.engine.calls import call_with, check_read_twice, to_device
+from kfac_backend.engine.batches import check_read_twice, to_device
+from kfac_backend.engine.calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -167,8 +168,8 @@ class Posterior:
         self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
         self.sample_size: int | None = None
         """M, where `fit` saw a random sample of M examples that stands for all; None for all."""
-        self.passes: dict[Any, CurvaturePass] = {}
-        """Passes over data, which a later fit (or another posterior of the model) begins with: what
+        self.curvature_pass: CurvaturePass | None = None
+        """The pass over data that a later fit (or another posterior of the model) uses again: what
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
 
     def __repr__(self) -> str:
@@ -418,26 +419,30 @@ class Posterior:
                 generator=self.generator,
                 progress=progress,
             )
-        key = repr(vars(self.options) | {"kfac_approx": None}), self.generator
-        if key not in self.passes:
-            former = next(iter(self.passes.values()), None)
-            self.passes[key] = CurvaturePass(
+        # A pass can be used again for another matrix, but not for other targets or draws.
+        names = ("kfac_approx", "fisher", "mc_samples")
+        matrix: Any = {name: getattr(self.options, name) for name in names}
+        curvature_pass = self.curvature_pass
+        if (
+            curvature_pass is None
+            or curvature_pass.driver.options.replace(**matrix) != self.options
+            or curvature_pass.driver.generator is not self.generator
+        ):
+            self.curvature_pass = curvature_pass = CurvaturePass(
                 self.model,
                 self._likelihood,
                 self.options,
                 generator=self.generator,
                 process_group=self.ranks.process_group,
             )
-            if former is not None:  # what it has warned of is not said again
-                self.passes[key].driver.task.knows_outputs = former.driver.task.knows_outputs
-        return self.passes[key].factors_of(
-            data, progress, self._likelihood, self.options.kfac_approx, proves_again=proves_again
+        return curvature_pass.factors_of(
+            data, progress, self._likelihood, proves_again=proves_again, **matrix
         )
 
     def prove_again(self) -> None:
         """Let the next pass prove what it relies on anew, and of its first batch."""
-        for curvature_pass in self.passes.values():
-            curvature_pass.driver.proof.renew()
+        if self.curvature_pass is not None:
+            self.curvature_pass.driver.proof.renew()
 
     def restore(
         self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None = None

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
-from kfac_backend.engine.calls import call_with, each_batch, examples, num_examples, to_device
+from kfac_backend.engine.batches import each_batch, examples, num_examples, split_batch, to_device
+from kfac_backend.engine.calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
-from kfac_backend.engine.task import Task, check_finite, split_batch
+from kfac_backend.engine.task import Task, check_finite
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
 from kfac_backend.options import TargetOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from kfac_backend.engine.task import split_batch
+from kfac_backend.engine.batches import split_batch
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions
 from marglik.prediction.ensemble import Ensemble

@@ -5,11 +5,12 @@ import os
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from kfac_backend.blocks.block import decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
@@ -17,6 +18,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
+from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation
 from marglik.data.batches import split_batches
@@ -162,11 +164,13 @@ def check_model(
 def _identities(factors: KroneckerFactors) -> KroneckerFactors:
     """The same factors as identities, which `decompose` recognises and needs no solver for."""
 
-    def one(factor: Tensor) -> Tensor:
-        return torch.diag_embed(torch.ones_like(factor[..., 0]))
+    @cache  # one for what a weight and its bias share
+    def identity(factor: Factor) -> Factor:
+        ones = torch.ones(factor.shape[:-1], dtype=factor.dtype, device=factor.device)
+        return Factor(torch.diag_embed(ones))
 
     blocks = {
-        name: replace(block, B=one(block.B), A=block.A if block.A is None else one(block.A))
+        name: block.replace(**{which: identity(F) for which, F in block.factors.items()})
         for name, block in factors.blocks.items()
     }
     return replace(factors, blocks=blocks)

@@ -174,7 +174,7 @@ def fit(
         process_group=problem.ranks.process_group,
     )
     if former is not None:
-        posterior.passes = former.passes
+        posterior.curvature_pass = former.curvature_pass
         if is_last:
             posterior.prove_again()
     # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.engine.calls import check_read_twice
-from kfac_backend.engine.task import split_batch
+from kfac_backend.engine.batches import check_read_twice, split_batch
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 

@@ -39,9 +39,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
-from kfac_backend.engine.calls import arguments, check_output, each_batch, logits_of, to_device
+from kfac_backend.engine.batches import arguments, each_batch, split_batch, to_device
+from kfac_backend.engine.calls import check_output, logits_of
 from kfac_backend.engine.rule_assignment import check_module
-from kfac_backend.engine.task import Task, split_batch
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import counted_terms, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys

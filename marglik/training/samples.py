@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from kfac_backend.engine.calls import length
+from kfac_backend.engine.batches import length
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.training.loaders import Loader, own_iteration

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import arguments, forked_random_numbers, logits_of, to_device
+from kfac_backend.engine.batches import arguments, split_batch, to_device
+from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
@@ -285,7 +286,7 @@ class Problem:
         device = next(self.model.parameters()).device
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
-                x, labels = task.split(batch)
+                x, labels = split_batch(batch, task.options)
                 if index == 0:  # a copy, since a model may change its input in place
                     first = deepcopy(batch)
                     x, labels = deepcopy(to_device(x, device)), to_device(labels, device)

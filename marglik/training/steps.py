@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from kfac_backend.engine.calls import arguments, forked_random_numbers, to_device
-from kfac_backend.engine.task import split_batch
+from kfac_backend.engine.batches import arguments, split_batch, to_device
+from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import (

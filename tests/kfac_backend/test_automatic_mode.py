@@ -1,7 +1,5 @@
 """kfac_approx="auto" beside the traces of dense blocks."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,7 +159,7 @@ def test_what_a_mask_hides_is_in_no_trace(first):
 
     def traces(mask: Tensor, shows: Tensor | None, seed: int = 0) -> Tensor:
         x = inputs(mask, seed)
-        with nullcontext() if shows is None else counted_positions(shows):
+        with counted_positions(shows):
             of_layers = block_traces(model, assignment, Classification(), x, y)
         return torch.stack([of_layers["one"], of_layers["two"]])
 

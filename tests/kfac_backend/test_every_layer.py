@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.engine.calls import examples
+from kfac_backend.engine.batches import examples
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
 from tests.kfac_backend.block_checks import MODES, assert_blocks, batch_of, targets_of

@@ -65,7 +65,7 @@ def derivatives(factors: KroneckerFactors) -> dict[str, BlockDerivative]:
     """∂/∂B and ∂/∂A of that log determinant, by autograd through the eigenvalues."""
     found = {}
     for name, block in factors.blocks.items():
-        leaves = [F.clone().requires_grad_() for F, _ in block.named_factors()]
+        leaves = [F.matrix.clone().requires_grad_() for F in block.factors.values()]
         values = [torch.linalg.eigvalsh(F) for F in leaves]
         of_block = values[0]
         if len(values) == 2:

@@ -5,6 +5,7 @@ The functions at the end are called on each rank, see `tests.worlds`.
 
 import gc
 import os
+import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.blocks.block import compute_eigenvalues, decompose
 from kfac_backend.blocks.eigen import eigendecompositions
-from kfac_backend.engine.calls import examples
+from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import BlockDerivative, factor_gradients
 from kfac_backend.laplace_torch.interface import KfacEF, KfacGGN
 from kfac_backend.optimizer import KFAC
@@ -312,6 +313,7 @@ def _bytes_and_memory(d: int) -> dict[str, int]:
 
         def counting(tensor: Tensor, **keywords: Any) -> Any:
             if kind == "reduced":
+                time.sleep(0.02)  # gloo's threads drop a little later what they have sent
                 live.append(bytes_of_tensors())
             sent[kind] = sent.get(kind, 0) + tensor.nbytes
             return send(tensor, **keywords)

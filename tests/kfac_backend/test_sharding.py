@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import decompose
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.engine.calls import examples
+from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import factor_gradients
 from kfac_backend.laplace_torch.interface import KfacGGN
 from kfac_backend.likelihoods import IGNORED
@@ -152,6 +152,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
+        "the group has ended": "RuntimeError: The model is sharded over 2 ranks, whose process",
     }.items(),
 )
 def test_what_needs_whole_models_is_refused(of_ranks, name, words):
@@ -361,7 +362,7 @@ def at_rest(is_sharded: bool) -> dict[str, int]:
         factors = kronecker_factors(model, batches(x, y), "classification")
     # A weight and its bias share their B.
     blocks = [
-        {F.data_ptr(): F.nbytes for F, _ in block.named_factors() if not F.is_meta}
+        {F.matrix.data_ptr(): F.matrix.nbytes for F in block.factors.values() if not F.is_meta}
         for block in factors.blocks.values()
     ]
     parameters = sum(local_part(p).nbytes for p in model.parameters())
@@ -755,6 +756,10 @@ def refused() -> dict[str, str]:
     def passes(model: nn.Module, data: Any, **options: Any) -> Any:
         return lambda: kronecker_factors(model, data, "classification", **options)
 
+    def without_group(use: Callable[[], Any]) -> None:
+        with patch.object(dist, "is_initialized", lambda: False):  # as after destroy_process_group
+            use()
+
     uses = {
         "tensor parallelism": passes(linear, [of_linear]),
         "FSDP1": passes(wrapped, [(x.float(), y)]),
@@ -766,6 +771,7 @@ def refused() -> dict[str, str]:
             "classification", hessian_structure="diag"
         ).start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 2),
         "no process group": passes(model, [(x, y)], process_group=None),
+        "the group has ended": lambda: without_group(passes(model, [(x, y)])),
         "derivatives": lambda: factor_gradients(
             posterior.fitted_factors(), model, [], [y.double()], {}
         ),

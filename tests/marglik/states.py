@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.testing import assert_close
 
+from kfac_backend import KroneckerFactors
+
 __all__ = ["assert_near", "same"]
 
 
@@ -18,6 +20,8 @@ def same(a: Any, b: Any) -> bool:
         return keys and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, KroneckerFactors):
+        return isinstance(b, KroneckerFactors) and same(a.state_dict(), b.state_dict())
     return type(a) is type(b) and repr(a) == repr(b)  # -0.0 is not 0.0
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import examples
 from kfac_backend.engine.calls import (
     DtypesInUse,
     attempt,
     close,
-    examples,
     forked_random_numbers,
     is_out_of_memory,
 )

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.engine.calls import call_with, to_device
+from kfac_backend.engine.batches import to_device
+from kfac_backend.engine.calls import call_with
 from kfac_backend.engine.operations.follower import tensors_in
 from kfac_backend.sharding import detached_parameters
 

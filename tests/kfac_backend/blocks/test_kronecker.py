@@ -196,8 +196,8 @@ def test_means_without_a_count_cannot_be_added(device):
         B, A = factor(2, 2, device=device), factor(3, 3, device=device)
         block = KroneckerBlock("w", B, A)
         with pytest.raises(ValueError, match="'w' needs num_terms"):
-            block.add(replace(block, num_terms=5))
-        assert replace(block, num_terms=0).add(replace(block, num_terms=5)).num_terms == 5
+            block.add(block.replace(num_terms=5))
+        assert block.replace(num_terms=0).add(block.replace(num_terms=5)).num_terms == 5
 
 
 @pytest.mark.parametrize("is_corrected", [False, True])
@@ -235,8 +235,9 @@ def test_a_file_has_half_of_each_factor_and_equal_ones_once(model, tmp_path):
     assert 0 < path.stat().st_size - 8 * entries < 4096  # the header
     loaded = KroneckerFactors.load(path)
     for saved in blocks:
-        same = zip(loaded.blocks[saved.name].named_factors(), saved.named_factors(), strict=True)
-        assert all(torch.equal(after, before) for (after, _), (before, _) in same)
+        again = loaded.blocks[saved.name].factors
+        assert again.keys() == saved.factors.keys()
+        assert all(torch.equal(again[k].matrix, F.matrix) for k, F in saved.factors.items())
     assert loaded.blocks["b"].B is loaded.blocks["w"].B  # solved once
     # Eigenvectors that two factors share are saved, too.
     eigen = KroneckerBlock("w", A, A, 9).decompose()
@@ -378,12 +379,40 @@ def test_few_rows_are_solved_by_their_inner_products(which, kfac_approx, num_dat
     # Too many rows together, and another matrix in the place of the rows.
     for other, factor in (
         (weight.add(weight), 2.0 if which == "B" else 1.0),
-        (replace(weight, **{which: 2 * dense[which]}), 2.0),
+        (weight.replace(**{which: 2 * dense[which]}), 2.0),
     ):
         sizes.clear()
         other.eigenvalues()
         assert max(sizes) == 18
         assert_eigenvalues(other, which, factor * dense[which])
+
+
+@pytest.mark.parametrize(("size", "weight"), [(1.0, 1e-8), (1e-2, 1e-4)])
+def test_rows_in_float16_are_scaled_where_their_matrix_would_underflow(size, weight):
+    """Rows take the root of the weight, so that they have twice the matrix's range."""
+    x = size * normal(9, 64)
+    of_rows, of_matrix = (
+        KroneckerBlock("b", F.to(None, torch.float16).scale(weight))
+        for F in (Factor(rows=x), Factor(x.mT @ x))
+    )
+    assert of_rows.factors["B"].rows.dtype == of_matrix.factors["B"].dtype == torch.float16
+    exact = torch.linalg.eigvalsh(weight * x.mT @ x)
+    lost, kept = ((b.eigenvalues() - exact).norm() / exact.norm() for b in (of_matrix, of_rows))
+    assert kept < 5e-3 and lost > 0.3
+
+
+def test_a_changed_block_keeps_its_factors():
+    """Rows stay rows, and what a weight and its bias share is shared; also of corrected blocks."""
+    factors, _ = factors_of_rows(wide("B"), 9)
+    weight, bias = factors.blocks.values()
+    corrected = CorrectedBlock("w", *weight.factors.values(), eigen=weight.decompose())
+    for one in (weight, corrected):
+        changed = one.replace(constants=(0, 2))
+        assert type(changed) is type(one) and changed.constants == (0, 2)
+        assert changed.factors["B"] is bias.factors["B"] and changed.factors["B"].rows is not None
+        assert changed.factors["A"] is weight.factors["A"]
+    with pytest.raises(TypeError, match="dataclass"):  # it would make matrices of the rows
+        replace(weight, constants=(0, 2))  # pyright: ignore
 
 
 @pytest.mark.parametrize("which", ["B", "A"])

@@ -14,7 +14,13 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from kfac_backend import KroneckerBlock, corrected_factors, counted_positions, kronecker_factors
+from kfac_backend import (
+    CurvatureOptions,
+    KroneckerBlock,
+    corrected_factors,
+    counted_positions,
+    kronecker_factors,
+)
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.proof import with_first_again
@@ -588,18 +594,27 @@ def test_a_later_pass_proves_what_may_have_changed():
     curvature.factors_of(data)
     first = sum(examples)
 
-    def later():
+    def later(**changes):
         examples.clear()
-        return curvature.factors_of(data), sum(examples)
+        return curvature.factors_of(data, **changes), sum(examples)
 
-    def fresh():
-        return kronecker_factors(model, data, "classification")
+    def fresh(**options):
+        return kronecker_factors(model, data, "classification", **options)
 
     # Other numbers: less is proved, and the factors are those of a new pass.
     nn.init.normal_(model.first.weight)
     factors, number = later()
     assert number == 9 + 1 + 4 and first > 2 * number
     assert_same(factors, fresh())
+    # Another matrix, of which the same proof holds; and back.
+    for matrix in (
+        {"fisher": "empirical", "kfac_approx": "reduce"},
+        {"fisher": "exact", "kfac_approx": "expand"},
+    ):
+        factors, number = later(**matrix, proves_again=False)
+        assert number == 9
+        assert_same(factors, fresh(**matrix))
+        assert factors.options == CurvatureOptions(**matrix)
     # Another structure: all is proved, from the layers and parameters as they are now.
     changes = {
         "frozen": lambda: model.first.requires_grad_(False),

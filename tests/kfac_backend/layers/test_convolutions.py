@@ -41,7 +41,11 @@ def sums_of(rule_type: type[Rule], layer: nn.Module, mode: str, a: Tensor, vecto
         rule.add_gradient(use, b)
         for total in rule.B.values():
             total.end()
-    return {n: sums.map(lambda factor: factor.matrix) for n, sums in rule.block_sums().items()}
+    groups = {
+        n: sums.map(lambda F: F.matrix.view(-1, *F.shape[-2:]))
+        for n, sums in rule.block_sums().items()
+    }
+    return groups  # (G, d, d) each
 
 
 def sums_by_loops(layer: nn.Module, mode: str, a: Tensor, vectors: Tensor) -> dict:
