@@ -68,6 +68,8 @@ class Factor:
         """That of the matrix, (*G, d, d)."""
         if matrix is None:
             self.shape = torch.Size((*stored.shape[:-2], *stored.shape[-1:] * 2))
+        self.cost = self.shape[:-2].numel() * self.shape[-1] ** 3
+        """The cost of decomposing it, up to a constant: G d³ for G groups."""
         self.dtype, self.device = stored.dtype, stored.device
         self.is_meta = stored.is_meta
         """Whether another rank keeps its values."""
@@ -109,11 +111,6 @@ class Factor:
     @eigenvalues.setter
     def eigenvalues(self, values: tuple[Tensor, Tensor]) -> None:
         self._eigenvalues = self.version, values
-
-    @property
-    def cost(self) -> int:
-        """The cost of decomposing it, up to a constant: G d³ for G groups."""
-        return self.shape[:-2].numel() * self.shape[-1] ** 3
 
     def clone(self) -> "Factor":
         """A copy, in memory of its own."""

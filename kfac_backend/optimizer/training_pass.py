@@ -198,8 +198,9 @@ class TrainingPass:
         blocks = assemble_blocks(self._model, sums)
         self.reset()
         self.covered = self.trained.now()
-        # A matrix for each: a weight and its bias may share one B, and averages change in place.
-        return {name: block.replace(B=block.B * scale) for name, block in blocks.items()}
+        # Averages change in place: so a weight and its bias, which may share a B, get one each, and
+        # rows would be in vain beside the matrix.
+        return {n: block.replace(B=block.B * scale, A=block.A) for n, block in blocks.items()}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
