@@ -6,7 +6,7 @@ T·δ/N.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
@@ -214,13 +214,16 @@ class Hyperparameters:
                 value.copy_(state[name])
 
     @torch.no_grad()
-    def update(self, terms: EvidenceTerms, steps: int, temperature: float) -> list[float]:
+    def update(
+        self, terms: EvidenceTerms, steps: int, temperature: float, largest: Tensor | None = None
+    ) -> list[float]:
         """Take steps that raise the evidence; returns it (nats) before each step and at the end.
 
         Args:
             terms: of a fitted posterior, see `Posterior.evidence_terms`.
             steps: number of steps.
             temperature: T.
+            largest: δ of each group, (G,), that no step exceeds.
 
         Raises:
             FloatingPointError: the evidence is not finite.
@@ -229,6 +232,8 @@ class Hyperparameters:
         groups = torch.tensor(self.groups.index)[terms.tensors.cpu()]  # of each block
         zeros = torch.zeros_like(self._log_delta)
         for step in range(steps + 1):
+            if largest is not None and step:
+                self._log_delta.copy_(torch.minimum(self._log_delta, largest.log()))
             delta = self._log_delta.exp()[groups].to(device)  # of each block
             sigma = self._log_sigma.exp().to(device)
             evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
@@ -261,6 +266,7 @@ def update_prior(
     steps: int = 10,
     *,
     is_sample: bool = False,
+    largest: Callable[[Posterior], Tensor | None] = lambda posterior: None,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a posterior, then take hyperparameter steps that raise its evidence.
@@ -276,6 +282,7 @@ def update_prior(
             pass has seen.
         steps: number of hyperparameter steps.
         is_sample: whether the data is a sample that stands for ``num_data`` examples.
+        largest: from the fitted posterior to the δ of each group, (G,), that no step exceeds.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -299,7 +306,7 @@ def update_prior(
     fitted = _now(device)
     terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
-    evidences = hyperparameters.update(terms, steps, T)
+    evidences = hyperparameters.update(terms, steps, T, largest(posterior))
     if ranks.size > 1:
         # Each rank has taken the same steps, but on another processor they may round otherwise, and
         # ranks with different weight decays would drift apart.

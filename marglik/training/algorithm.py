@@ -30,6 +30,7 @@ batch as the others': only then is that average the gradient of the mean over al
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +73,7 @@ def start(
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
     state = LearnerState.initial(problem, hyperparameters, likelihood)
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
+    state.measures.first_loss = problem.first_loss
     state.set_decays(problem)
     check_learned_numbers(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
@@ -160,6 +162,8 @@ def fit(
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit the Laplace posterior, then make steps on its log marginal likelihood."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
+    # No step follows the last update, whose decays keep no network from fitting.
+    largest = {} if is_last else {"largest": partial(options.policy.largest, problem, state)}
     plan = curvature_plan(problem, state, is_last)
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
@@ -182,8 +186,9 @@ def fit(
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress
-            )
+                hyper, posterior, data, N, steps,
+                is_sample=is_sample, progress=problem.progress, **largest,
+            )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if posterior.factors is not None:
             state.kfac_approx = posterior.factors.options.kfac_approx

@@ -187,6 +187,8 @@ class Problem:
     """Loss terms per example, where the loss is a mean over terms."""
     held_out: Iterable[Any] | None = None
     """Batches that the network is not trained on, where the share of wrong labels is learned."""
+    first_loss: float = 0.0
+    """The loss per example, of the first batch at the start."""
     vectors: int = 1
     """Backward passes per example of a pass as the curvature's options say."""
 
@@ -298,6 +300,7 @@ class Problem:
                     padding = padding_rows(self.model, x)
                     args, kwargs = arguments(self.model, x)
                     f = logits_of(self.model(*args, **kwargs))
+                    self.first_loss = likelihood.loss(f, y).item() / len(y)
                     fisher = options.curvature.make_fisher()
                     self.vectors = fisher.num_passes(likelihood, f)
                     if loss is not None:
@@ -306,8 +309,8 @@ class Problem:
                             warn_of_another_loss(loss(f, labels), f, y, likelihood, options)
                 if options.mean_over == "examples":
                     break
-        of_ranks = self.ranks.gather((terms, examples, self.vectors, padding))
-        self.vectors = max(rank[2] for rank in of_ranks)
+        of_ranks = self.ranks.gather((terms, examples, self.vectors, padding, self.first_loss))
+        self.vectors, self.first_loss = max(rank[2] for rank in of_ranks), of_ranks[0][4]
         padding = next((rank[3] for rank in of_ranks if rank[3]), {})
         for part in self.parts:
             rows = {i: padding[name] for i, name in enumerate(part.names) if name in padding}

@@ -33,6 +33,7 @@ from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import beyond_the_data, heteroscedastic, regression
 from experiments.weight_decay import (
     default_options,
+    late_fit,
     presets,
     sampled_updates,
     weight_decay_study,
@@ -57,6 +58,7 @@ TABLES = {
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "label_noise": ("labels.label_noise",),
     "large_classes": ("speed.large_classes",),
+    "late_fit": ("weight_decay.late_fit",),
     "learned_ranges": ("augmentation.learned_ranges",),
     "optimizer_comparison": ("optimizers.optimizer_comparison",),
     "out_of_distribution": ("predictions.out_of_distribution",),
@@ -312,6 +314,13 @@ def small_sampled_updates(patch):
     return [
         record_of(sampled_updates.run, sampled_updates.Config(name, 0.4, 0))
     ], sampled_updates.table
+
+
+def small_late_fit(patch):
+    name, (problem, shares) = next(iter(late_fit.PROBLEMS.items()))
+    small = replace(problem, examples=60, epochs=2)
+    patch.setitem(late_fit.PROBLEMS, name, (small, shares))
+    return [record_of(late_fit.run, late_fit.Config(name, 0.2, 0))], late_fit.table
 
 
 def small_price(patch):

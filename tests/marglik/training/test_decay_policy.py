@@ -114,31 +114,103 @@ def test_a_rule_that_is_off_does_not_warn(rule, recwarn):
     assert any("settled" in str(w.message) for w in recwarn) == (not rule)
 
 
+LATE = [(2, 2.25), (6, 2.13), (10, 2.02), (14, 1.81), (18, 1.56)]
+"""Convolutions with GroupNorm in batches of 128, which lose 0.1 nats without the rule."""
+EARLY = [(1, 2.03), (2, 1.74), (5, 1.78), (9, 1.79), (18, 1.78)]
+"""An MLP with wrong labels."""
+
+
 @pytest.mark.parametrize(
-    ("last_loss", "epoch", "warns"),
+    ("losses", "loss", "gamma", "rule", "is_late"),
     [
-        (1.0, 20, True),
-        (2.05, 20, True),
-        (1.0, 19, False),
-        (1.0, 40, False),
-        (1.78, 20, False),
-        (2.2, 20, False),
+        (LATE, 1.0, 700, {"late_fit": "hold"}, True),
+        (LATE, 1.0, 700, {}, True),
+        (LATE, 1.0, 700, {"late_fit": None}, False),
+        (EARLY, 1.7, 300, {"late_fit": "hold"}, False),  # most of the fall came early
+        (LATE, 2.0, 700, {"late_fit": "hold"}, False),  # γ parameters fit as much of noise
+        (LATE, 2.4, 300, {"late_fit": "hold"}, False),  # no fall
+        ([], 1.0, 1, {"late_fit": "hold"}, False),  # the first update has nothing to compare
     ],
 )
-def test_a_loss_that_still_falls_at_its_full_rate_is_named_at_half_of_the_epochs(
-    last_loss, epoch, warns, recwarn
-):
-    """Measured: convolutions with GroupNorm in batches of 128, which lose 0.1 nats, and an MLP."""
-    falls_late = [(2, 2.25), (6, 2.13), (10, 2.02), (14, 1.81), (18, 1.56)]
-    falls_early = [(1, 2.03), (2, 1.74), (5, 1.78), (9, 1.79), (18, 1.78)]
-    losses = falls_early if last_loss == 1.78 else falls_late
-    if last_loss > 2:  # flat, then a fall, or none
-        losses = [(e, 2.25) for e, _ in falls_late]
-    state = SimpleNamespace(losses=[*losses, (epoch, last_loss)])
+def test_while_a_network_fits_late_no_decay_may_rise(losses, loss, gamma, rule, is_late):
+    model, measures = network(), Measures([], [None], first_loss=2.3, raised=["0.weight"])
+    groups = PriorGroups.from_model(model)
+    hyper = Hyperparameters(groups, torch.linspace(7.0, 0.1, len(groups.names)))
+    state = SimpleNamespace(hyperparameters=hyper, measures=measures, losses=losses, epoch=20)
+    terms = SimpleNamespace(
+        tensors=torch.arange(len(groups.names)),
+        effective_parameters=lambda *_: torch.tensor([gamma / 2, gamma / 2]),
+    )
+    posterior = SimpleNamespace(loss=torch.tensor(500 * loss), evidence_terms=terms)
+    options = SimpleNamespace(temperature=1.0)
+    problem = SimpleNamespace(options=options, num_data=500, ranks=Ranks(None))
+    largest = DecayPolicy(**rule).largest(problem, state, posterior)
+    assert measures.fits_late == is_late
+    if not (is_late and rule):  # the default warns alone
+        assert largest is None
+        return
+    # Negative control: a decay that started high goes back to the default.
+    delta = hyper.prior_precision
+    assert delta[0] > 6.9 and abs(largest[0] - WEIGHT_DECAY * 500) < 1e-9
+    assert torch.equal(largest[1:], delta[1:])
+
+
+def slow_network():
+    """Deep and without a norm: for some epochs its loss hardly falls, then faster and faster."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)]
+    model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(12, 3)).double()
+    for p in model.parameters():
+        p.data *= 0.7
+    return model
+
+
+def slow_data():
+    x = torch.randn(300, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 50)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_decays_rise_later_where_a_network_fits_late_and_a_resumed_run_knows():
+    def trained(epochs, **rule):
+        model, prior = slow_network(), PriorLearner("classification", average=None, **rule)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        prior.start(model, optimizer, slow_data(), 40)
+        rises, late = [], []
+        for _ in range(epochs):
+            before = prior.state.hyperparameters.prior_precision
+            updates = len(prior.state.losses)
+            for x, y in slow_data():
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+            if len(prior.state.losses) > updates:
+                after = prior.state.hyperparameters.prior_precision
+                rises.append((after / before).max().item())
+                late.append(prior.state.measures.fits_late)
+        return prior, rises, late
+
+    _, rises, late = trained(30, late_fit="hold")
+    assert any(late) and not all(late)
+    assert all(rise <= 1 + 1e-9 for rise, held in zip(rises, late, strict=True) if held)
+    _, free, _ = trained(30)
+    held = [rise for rise, is_late in zip(free, late, strict=False) if is_late]
+    assert max(held) > 1.1  # negative control: without the rule the evidence raises them
+    # What the rule has measured is a part of the state.
+    half, _, _ = trained(1 + late.index(True), late_fit="hold")
+    saved = half.state.state_dict(half.problem)["measures"]
+    assert Measures(**saved) == half.state.measures and saved["first_loss"] > 1
+
+
+@pytest.mark.parametrize(
+    ("fits_late", "epoch", "warns"),
+    [(True, 20, True), (False, 20, False), (True, 19, False), (True, 40, False)],
+)
+def test_a_late_fit_is_named_at_half_of_the_epochs(fits_late, epoch, warns, recwarn):
+    measures = Measures([], [None], fits_late=fits_late)
+    state = SimpleNamespace(losses=[*LATE, (epoch, 1.0)], measures=measures)
     problem = SimpleNamespace(options=SimpleNamespace(schedule=Schedule(epochs=40)))
-    for policy in (DecayPolicy(late_fit=False), DecayPolicy()):
-        assert not recwarn.list
-        policy.warn_of_late_fit(problem, state)
+    DecayPolicy().warn_of_late_fit(problem, state)
     assert any("does not fit yet" in str(w.message) for w in recwarn) == warns
 
 
@@ -224,7 +296,7 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
     )
     options = SimpleNamespace(schedule=Schedule(epochs=20))
     problem = SimpleNamespace(options=options, may_rest=lambda _: True, ranks=Ranks(None))
-    policy = DecayPolicy(settled=None, late_fit=False)
+    policy = DecayPolicy(settled=None, late_fit=None)
     for change in changes:
         before = hyper.prior_precision
         factors = torch.full_like(before, math.exp(change))
