@@ -88,12 +88,15 @@ class PriorGroups:
                 )
         else:
             check_option("structure", structure, PriorStructure)
-            labels = {
-                "layerwise": list(trainable),
-                "scalar": ["all"] * len(trainable),
-                "kind": [parameter_kind(p) for p in trainable.values()],
-                "stage": [name.split(".")[0] for name in trainable],
-            }[structure]
+            match structure:
+                case "layerwise":
+                    labels = list(trainable)
+                case "scalar":
+                    labels = ["all"] * len(trainable)
+                case "kind":
+                    labels = [parameter_kind(p) for p in trainable.values()]
+                case "stage":
+                    labels = [name.split(".")[0] for name in trainable]
         names = tuple(dict.fromkeys(labels))
         return cls(names, tuple(map(names.index, labels)))
 
