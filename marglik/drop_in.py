@@ -125,8 +125,9 @@ def marglik_training(
     schedule = Schedule(
         n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, keep=keep, average=average
     )
-    is_due = any(map(schedule.is_due, range(1, n_epochs + 1)))
-    if n_epochs_burnin > n_epochs or (keep == "best" and not is_due):
+    if n_epochs_burnin > n_epochs or (
+        keep == "best" and not any(map(schedule.is_due, range(1, n_epochs + 1)))
+    ):
         warnings.warn(
             f"No update is due: n_epochs={n_epochs}, marglik_frequency={marglik_frequency}, "
             f"n_epochs_burnin={n_epochs_burnin}. The weight decays keep their initial values. Pass "

@@ -54,6 +54,8 @@ Subset = Literal["all", "last_layer", "subnetwork"]
 PredType = Literal["glm", "nn"]
 LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
 FeatureReduction = Literal["pick_first", "pick_last", "average"]
+SAVED = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "sample_size"
+"""The attributes that a state has beside the fit."""
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -311,13 +313,11 @@ class ParametricLaplace(Posterior):
         """δ of each parameter that has a posterior, (P,)."""
         return self._delta_each().to(self._wide_dtype)
 
-    def _delta_each(self, delta: Tensor | None = None) -> Tensor:
-        delta = self.prior_precision if delta is None else delta
+    def _delta_each(self) -> Tensor:
+        delta = self.of_blocks(self.prior_precision)
         if self.structure != "kron":
-            return self.of_blocks(delta)
-        sizes = torch.tensor(self._sizes, device=self._device)
-        delta = delta.to(self._device, torch.float64).expand(self.n_layers)
-        return delta.repeat_interleave(sizes)
+            return delta
+        return delta.repeat_interleave(torch.tensor(self._sizes, device=self._device))
 
     @property
     def posterior_precision(self) -> Any:
@@ -663,9 +663,8 @@ class ParametricLaplace(Posterior):
 
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
-        names = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "sample_size"
         fit = self.fitted_curvature().state_dict()
-        return {name: getattr(self, name) for name in names} | {"fit": fit}
+        return {name: getattr(self, name) for name in SAVED} | {"fit": fit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the network at the same parameters.
@@ -675,8 +674,7 @@ class ParametricLaplace(Posterior):
                 in another precision; a state of another structure, or that lacks entries. Nothing
                 is changed then.
         """
-        keys = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "sample_size"
-        check_keys("Laplace", state, (*keys, "fit"))
+        check_keys("Laplace", state, (*SAVED, "fit"))
         if state["structure"] != self.structure:
             raise ValueError(
                 f"The state has hessian_structure={state['structure']!r}, and this Laplace "

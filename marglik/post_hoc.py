@@ -38,8 +38,6 @@ class PriorFit:
     """σ of regression, 1 otherwise."""
     objective: float
     """The log marginal likelihood (nats), or the validation loss, at it."""
-    evaluations: int
-    """How often the objective was computed."""
 
 
 def maximize_evidence(
@@ -103,7 +101,7 @@ def maximize_evidence(
     laplace.prior_precision = groups.of_tensors(delta)
     if learns_noise:
         laplace.sigma_noise = values[-1]
-    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -minimum.fun, minimum.nfev)
+    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -minimum.fun)
 
 
 def minimize_validation_loss(
@@ -172,12 +170,8 @@ def minimize_validation_loss(
             f"The validation loss still falls at δ = {chosen:.3g}, a bound of the search.",
             stacklevel=2,
         )
-    return PriorFit(
-        {"all": laplace.prior_precision.item()},
-        float(laplace.sigma_noise),
-        seen[log_delta],
-        len(seen),
-    )
+    sigma = float(laplace.sigma_noise)
+    return PriorFit({"all": laplace.prior_precision.item()}, sigma, seen[log_delta])
 
 
 def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:

@@ -47,7 +47,7 @@ from experiments.weight_decay.training import (
 )
 from kfac_backend.likelihoods import Classification
 from marglik import suspicious_labels
-from marglik.prediction.calibration import HeldOut, fit_map
+from marglik.prediction.calibration import HeldOut, fit_sharpness
 
 of_digits = partial(Problem, epochs=25, data=digits, examples=400)
 
@@ -114,7 +114,8 @@ def scores_of(model: nn.Module, held_out: Split, test: Split) -> dict[str, float
     scaled = scaled_scores(f_held_out[None], held_out[1], f[None], test[1])
     spread = torch.zeros_like(f_held_out)[:, None]
     with torch.enable_grad():
-        fit = fit_map(HeldOut(Classification(), f_held_out, spread, held_out[1], is_sampled=True))
+        data = HeldOut(Classification(), f_held_out, spread, held_out[1], is_sampled=True)
+        fit = fit_sharpness(data)
     p, p_held_out = (torch.softmax(g / fit.output_temperature, -1) for g in (f, f_held_out))
     q = (1 - fit.label_noise) * p_held_out + fit.label_noise / f.shape[-1]
     return {

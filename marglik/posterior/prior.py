@@ -88,12 +88,15 @@ class PriorGroups:
                 )
         else:
             check_option("structure", structure, PriorStructure)
-            labels = {
-                "layerwise": list(trainable),
-                "scalar": ["all"] * len(trainable),
-                "kind": [parameter_kind(p) for p in trainable.values()],
-                "stage": [name.split(".")[0] for name in trainable],
-            }[structure]
+            match structure:
+                case "layerwise":
+                    labels = list(trainable)
+                case "scalar":
+                    labels = ["all"] * len(trainable)
+                case "kind":
+                    labels = [parameter_kind(p) for p in trainable.values()]
+                case "stage":
+                    labels = [name.split(".")[0] for name in trainable]
         names = tuple(dict.fromkeys(labels))
         return cls(names, tuple(map(names.index, labels)))
 
@@ -266,7 +269,7 @@ def update_prior(
     steps: int = 10,
     *,
     is_sample: bool = False,
-    largest: Callable[[Posterior], Tensor | None] = lambda posterior: None,
+    largest: Callable[[Posterior], Tensor | None] | None = None,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a posterior, then take hyperparameter steps that raise its evidence.
@@ -282,7 +285,8 @@ def update_prior(
             pass has seen.
         steps: number of hyperparameter steps.
         is_sample: whether the data is a sample that stands for ``num_data`` examples.
-        largest: from the fitted posterior to the δ of each group, (G,), that no step exceeds.
+        largest: from the fitted posterior to the δ of each group, (G,), that no step exceeds; None,
+            also as its value, for no limit.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -306,7 +310,8 @@ def update_prior(
     fitted = _now(device)
     terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
-    evidences = hyperparameters.update(terms, steps, T, largest(posterior))
+    limits = None if largest is None else largest(posterior)
+    evidences = hyperparameters.update(terms, steps, T, limits)
     if ranks.size > 1:
         # Each rank has taken the same steps, but on another processor they may round otherwise, and
         # ranks with different weight decays would drift apart.

@@ -411,7 +411,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     loss, own = held_out.loss(link, noise), _own(held_out)
 
     # Step 1: τ and ε alone, the temperature-scaled MAP.
-    of_map, at_map = _least_of_map(held_out, loss)
+    of_map, at_map = _least_at_scale(held_out, loss, 0.0)
     # Step 2: s and the others from several starts on a part, then from the best on all terms.
     few = held_out.some(ROUGH_TERMS)
     starts = [_least(few, few.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
@@ -424,7 +424,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         return loss(torch.tensor(s).double() if s else None, sharp, label_noise).item()
 
     # Where nothing is calibrated, ε is the likelihood's own.
-    uncalibrated = [own] + [_log_noise(_own_noise(held_out))] * (len(at_map) - 1)
+    own_noise = label_noise_of(held_out.likelihood, None)
+    uncalibrated = [own] + [_log_noise(own_noise)] * (len(at_map) - 1)
     return CalibrationFit(
         calibration=_calibration(held_out, *best),
         nll=nll(*best),
@@ -436,25 +437,20 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     )
 
 
-def fit_map(held_out: HeldOut) -> Calibration:
-    """The τ and ε, or σ of regression, of lowest held-out NLL at s = 0; the spread is not used."""
-    held_out = held_out.double()
-    loss = held_out.loss("mc", held_out.f[:0])
-    return _calibration(held_out, 0.0, _least_of_map(held_out, loss)[1])
-
-
-def fit_sharpness(held_out: HeldOut) -> Calibration:
-    """The τ and ε, or σ, of lowest held-out NLL at s = 1: of a mixture of networks.
+def fit_sharpness(held_out: HeldOut, scale: float = 0.0) -> Calibration:
+    """The τ and ε, or σ of regression, of lowest held-out NLL at a fixed s.
 
     Args:
-        held_out: the held-out data, with the networks' deviations.
+        held_out: the held-out data.
+        scale: s; 0 for the MAP, which does not use the spread, and 1 for a mixture of networks,
+            whose deviations are the spread.
     """
     held_out = held_out.double()
     loss = held_out.loss("mc", held_out.f[:0])
-    return _calibration(held_out, 1.0, _least_of_map(held_out, loss, 1.0)[1])
+    return _calibration(held_out, scale, _least_at_scale(held_out, loss, scale)[1])
 
 
-def _least_of_map(held_out: HeldOut, loss: Loss, scale: float = 0.0) -> tuple[float, list[float]]:
+def _least_at_scale(held_out: HeldOut, loss: Loss, scale: float) -> tuple[float, list[float]]:
     """The least at a fixed s, over log τ, and for classes over the noise's coordinate, too."""
     has_noise = held_out.likelihood.kind == "classes"
     starts = [[_log_noise(noise)] for noise in NOISES] if has_noise else [[]]
@@ -469,12 +465,6 @@ def _log_noise(noise: float) -> float:
 def _numbers(values: Tensor) -> tuple[Tensor, Tensor | None]:
     """τ or σ, and ε, at (log τ, coordinate of ε) or (log σ,)."""
     return values[0].exp(), SMALL_NOISE * values[1].expm1() if len(values) > 1 else None
-
-
-def _own_noise(held_out: HeldOut) -> float:
-    """The likelihood's own ε."""
-    likelihood = held_out.likelihood
-    return float(likelihood.parameters["noise"]) if likelihood.has_label_noise else 0.0
 
 
 def _own(held_out: HeldOut) -> float:
@@ -509,9 +499,9 @@ def _least(
     with extra("statistics"):
         from scipy.optimize import minimize  # here, since it takes long to import
 
-    own, own_noise, M = _own(held_out), _own_noise(held_out), len(held_out.f)
+    likelihood, own, M = held_out.likelihood, _own(held_out), len(held_out.f)
+    own_noise, of_sharpness = label_noise_of(likelihood, None), LOG_SHARPNESS
     log_least_right = math.log1p(-max(MUCH_NOISE, own_noise))
-    likelihood, of_sharpness = held_out.likelihood, LOG_SHARPNESS
     has_noise = likelihood.kind == "classes"
     has_scale = len(start) > 1 + has_noise
     if likelihood.kind == "continuous" and not likelihood.has_sigma:

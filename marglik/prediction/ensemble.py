@@ -128,7 +128,7 @@ class Ensemble:
             ranks, progress=progress,
         )  # fmt: skip
         held_out = HeldOut(self.likelihood, f, spread, y, self.sigma_noise, is_sampled=True)
-        self.calibration = ranks.gather(fit_sharpness(held_out))[0]
+        self.calibration = ranks.gather(fit_sharpness(held_out, 1.0))[0]
         return self.calibration
 
     def save(self, folder: str | Path) -> str:

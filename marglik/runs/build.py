@@ -62,10 +62,8 @@ def build_fabric(
     Raises:
         ValueError: a device that this machine does not have, or more processes than GPUs.
     """
-    device, by_torchrun = (
-        device_of(accelerator),
-        dist.is_available() and dist.is_torchelastic_launched(),
-    )
+    device = device_of(accelerator)
+    by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
     if started == 1 and precision == "32-true":
         return OneDevice(device)

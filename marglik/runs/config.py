@@ -11,6 +11,7 @@ from kfac_backend.options import (
 )
 from marglik.data.splits import check_fraction
 from marglik.posterior.prior import PriorStructure, UpdateMethod
+from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import CurvatureFrom, Schedule
 
@@ -56,7 +57,7 @@ class PriorConfig(Schedule):
             training, the last one a tenth of it; pass makes each over all data, as curvature says.
     """
 
-    weight_decay: float = 5e-4
+    weight_decay: float = WEIGHT_DECAY
     structure: PriorRules = "layerwise"
     method: PriorMethod = "adam"
     curvature_from: CurvatureFrom = "auto"

@@ -77,7 +77,7 @@ def fit(
     # Step 1: all that can be wrong with options, data and network is found before the pass.
     check_seed(seed)
     folder = Path(output or f"runs/{Path(checkpoint).stem}")
-    check_free(folder, overwrite, resumes=False)
+    check_free(folder, overwrite)
     if Path(checkpoint).resolve().parent == folder.resolve():
         raise ValueError(
             f"checkpoint {checkpoint} lies in the folder that is written to; pass another --output."
@@ -95,7 +95,7 @@ def fit(
     calibrates = predictive.is_calibrated and splits.validation is not None
     check_model(model, splits, curvature, likelihood, predictive if calibrates else None)
     PriorGroups.from_model(model, structure)  # raises on rules that match nothing
-    begin_run(folder, None, overwrite=overwrite, resumes=False)
+    begin_run(folder, None, overwrite=overwrite)
 
     # Step 2: the curvature, the prior, which needs the eigenvalues alone, and s and τ.
     torch.manual_seed(seed)

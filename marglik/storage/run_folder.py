@@ -53,7 +53,6 @@ def begin_run(
     *,
     overwrite: bool = False,
     resume: bool = False,
-    resumes: bool = True,
 ) -> None:
     """Make this the folder of a new run, and remove what an old one left.
 
@@ -64,12 +63,11 @@ def begin_run(
         options: what to write to ``config.yaml``.
         overwrite: whether an old run may be replaced.
         resume: whether the run continues from its checkpoints, which are then kept.
-        resumes: see `check_free`.
 
     Raises:
         FileExistsError: see `check_free`.
     """
-    check_free(folder, overwrite or resume, resumes=resumes)
+    check_free(folder, overwrite or resume)
     checkpoint = folder / CHECKPOINT
     if checkpoint.is_symlink() and not resume:
         checkpoint.unlink()
@@ -87,7 +85,7 @@ def begin_run(
         write_file(folder / CONFIG, options.encode())
 
 
-def check_free(folder: Path, overwrite: bool = False, *, resumes: bool = True) -> None:
+def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise a FileExistsError if a new run would replace something that may be needed.
 
     These are files that no run has left, and, without ``overwrite``, those of a run. An empty
@@ -96,7 +94,6 @@ def check_free(folder: Path, overwrite: bool = False, *, resumes: bool = True) -
     Args:
         folder: need not exist.
         overwrite: whether an old run may be replaced.
-        resumes: whether the command has --resume, for the error.
     """
     if folder.is_symlink():
         raise FileExistsError(
@@ -112,8 +109,8 @@ def check_free(folder: Path, overwrite: bool = False, *, resumes: bool = True) -
             "overwritten. Pass another --output, or move it away."
         )
     if not overwrite:
-        can_resume = resumes and any((folder / CHECKPOINT).glob(f"*/{STATE}"))
-        resume = "--resume to continue it, " if can_resume else ""
+        can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
+        resume = "--resume (of marglik train) to continue it, " if can_resume else ""
         raise FileExistsError(
             f"{folder} already holds a run ({present[0]}); pass --overwrite, {resume}or another "
             "--output."

@@ -18,11 +18,10 @@ The lines of the paper's algorithm, with its symbols, and where they are:
     K steps on log p(D | M)   `Hyperparameters.update`, there too: Adam on log δ and log σ at once
     the best model            keep="best": `LearnerState.remember_if_best`
 
-By default the result is instead the mean of θ over the last third of the epochs, in which no update
-changes the decays; and where exact passes would take long an update sees a sample, and one random
-vector of each example (`samples.curvature_plan`). `marglik.training.decay_policy` has the
-other departures from algorithm 1, each of which can be turned off. Learned likelihoods and
-invariances are in `learned_numbers` and `marglik.augmentation`. Users see `PriorLearner`.
+By default the result is instead the mean of θ over the last third of the epochs, where no update
+changes the decays, and updates see samples (`samples.curvature_plan`). The other departures from algorithm 1, each of
+which can be turned off, are in `decay_policy`, learned likelihoods in `learned_numbers`, learned
+invariances in `marglik.augmentation`. Users see `PriorLearner`.
 
 On several ranks of `torch.distributed` every function is collective. The loop must average
 gradients over ranks, and each rank must have a shard of the data with as many examples in each
@@ -30,7 +29,6 @@ batch as the others': only then is that average the gradient of the mean over al
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -71,9 +69,8 @@ def start(
     problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
     to_learn = likelihood.to_learn() if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
-    state = LearnerState.initial(problem, hyperparameters, likelihood)
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
-    state.measures.first_loss = problem.first_loss
+    state = LearnerState.initial(problem, hyperparameters, likelihood)
     state.set_decays(problem)
     check_learned_numbers(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
@@ -162,8 +159,6 @@ def fit(
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit the Laplace posterior, then make steps on its log marginal likelihood."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
-    # No step follows the last update, whose decays keep no network from fitting.
-    largest = {} if is_last else {"largest": partial(options.policy.largest, problem, state)}
     plan = curvature_plan(problem, state, is_last)
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
@@ -186,8 +181,8 @@ def fit(
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, N, steps,
-                is_sample=is_sample, progress=problem.progress, **largest,
+                hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress,
+                largest=options.policy.limits(problem, state, is_last),
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if posterior.factors is not None:

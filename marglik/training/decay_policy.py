@@ -7,8 +7,9 @@ Immer et al. 2021 (arXiv:2104.04975), to the bit.
 import logging
 import math
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -282,10 +283,22 @@ class DecayPolicy:
             for name, decay in zip(problem.named, values, strict=True)
         ]
 
-    def largest(
+    def limits(
+        self, problem: "Problem", state: "LearnerState", is_last: bool
+    ) -> "Callable[[Posterior], Tensor | None] | None":
+        """What limits the decays in an update, see `update_prior`.
+
+        No step follows the last update, whose decays keep no network from fitting.
+        """
+        return None if is_last else partial(self.largest_precisions, problem, state)
+
+    def largest_precisions(
         self, problem: "Problem", state: "LearnerState", posterior: "Posterior"
     ) -> Tensor | None:
-        """The δ that no group exceeds in an update, see ``late_fit``; None for no limit."""
+        """The δ that no group exceeds in an update, see ``late_fit``; None for no limit.
+
+        Notes whether the network fits late.
+        """
         hyper, measures, N = state.hyperparameters, state.measures, problem.num_data
         if self.late_fit is None or not state.losses:
             return None

@@ -8,7 +8,7 @@ are called with infinite gradients, too: they then have the attributes ``grad_sc
 """
 
 import weakref
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.options import check_positive
 from marglik.training import algorithm
-from marglik.training.loaders import Loader
 from marglik.training.state import LearnerState, Problem
 
 _HANDLES: "WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]" = WeakKeyDictionary()
@@ -114,18 +112,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-def remove_hooks(optimizer: torch.optim.Optimizer) -> None:
+def remove_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Remove the hooks of an earlier training, if there are any."""
-    _remove(_HANDLES.pop(optimizer, []))
-
-
-def steps_in_epoch(loader: Loader, steps: int | None) -> int:
-    """The number of steps in an epoch that was given, or that of the loader's batches."""
-    if steps is None and not isinstance(loader, Sized):
-        raise ValueError(
-            f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
-            "number of the optimiser's steps in an epoch."
-        )
-    steps = len(loader) if steps is None else steps  # pyright: ignore[reportArgumentType]
-    check_positive("steps_per_epoch", steps)
-    return steps
+    for optimizer in optimizers:
+        _remove(_HANDLES.pop(optimizer, []))

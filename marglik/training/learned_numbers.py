@@ -37,7 +37,7 @@ from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import HeldOut, collected, fit_map
+from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
 from marglik.prediction.predictive import outputs_of
 from marglik.training.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
@@ -233,5 +233,5 @@ def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:
     f, spread, y = outputs_and_labels(problem, state, batches)
     with torch.enable_grad():
         without = state.likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
-        noise = fit_map(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
+        noise = fit_sharpness(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
     return problem.ranks.gather(noise)[0]

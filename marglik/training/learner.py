@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.likelihoods import Likelihood, likelihood_of
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import ranges_of, set_ranges
@@ -19,8 +19,8 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_weight_decay
 from marglik.training import algorithm
 from marglik.training.decay_policy import DecayPolicy
-from marglik.training.hooks import StepHooks, remove_hooks, steps_in_epoch
-from marglik.training.loaders import Loader
+from marglik.training.hooks import StepHooks, remove_hooks
+from marglik.training.loaders import Loader, steps_in_epoch
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
 from marglik.training.steps import averaged
@@ -59,7 +59,6 @@ class PriorLearner:
         hyperparameters: Hyperparameters | None = None,
         **options: Any,
     ) -> None:
-        likelihood = likelihood_of(likelihood)
         self.options = LearnerOptions.of(likelihood, curvature, schedule, policy, options)
         self._hyperparameters = hyperparameters
         self._replayed: tuple[Mapping[int, Any], Mapping[str, float]] = {}, {}
@@ -109,22 +108,18 @@ class PriorLearner:
             RankError: ranks that differ.
         """
         self.detach()
-        options = self.options
-        if epochs != options.schedule.epochs:
-            options = replace(options, schedule=replace(options.schedule, epochs=epochs))
-        if hooks == "all":
-            steps_per_epoch = steps_in_epoch(loader, steps_per_epoch)
-        problem = Problem.of(options, model, optimizer, loader, ranks, steps_per_epoch, held_out)
-        for inner in optimizers_of(optimizer):  # also one whose tensors are all frozen now
-            remove_hooks(inner)
+        options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))
+        steps = steps_in_epoch(loader, steps_per_epoch) if hooks == "all" else steps_per_epoch
+        optimizers = optimizers_of(optimizer)
+        problem = Problem.of(options, model, optimizers, loader, ranks, steps, held_out)
+        remove_hooks(optimizers)  # also of one whose tensors are all frozen now
         problem.replayed, ranges = self._replayed
         if ranges:
             set_ranges(model, ranges)
         hyper = self._hyperparameters or problem.initial_hyperparameters()
         self.state = algorithm.start(problem, hyper, self._saved, loss=loss, sums_terms=sums_terms)
         self.problem, self._saved = problem, None
-        if hooks != "none":
-            self._hooks = StepHooks(problem, self.state)
+        self._hooks = None if hooks == "none" else StepHooks(problem, self.state)
 
     def detach(self) -> None:
         """Remove the hooks, as `finish` does: for a loop that was given up."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from kfac_backend.engine.batches import check_read_twice, split_batch
-from kfac_backend.options import TargetOptions
+from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
 
 Loader = Iterable[Any]
@@ -51,6 +51,18 @@ def num_batches(loader: Any) -> int:
         return len(loader)
     except TypeError:
         return sum(1 for _ in loader)
+
+
+def steps_in_epoch(loader: Loader, steps: int | None) -> int:
+    """The number of steps in an epoch that was given, or that of the loader's batches."""
+    if steps is None and not isinstance(loader, Sized):
+        raise ValueError(
+            f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
+            "number of the optimiser's steps in an epoch."
+        )
+    steps = len(loader) if steps is None else steps  # pyright: ignore[reportArgumentType]
+    check_positive("steps_per_epoch", steps)
+    return steps
 
 
 def own_iteration(loader: Loader) -> Loader:

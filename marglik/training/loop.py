@@ -232,10 +232,6 @@ class OnlineTraining:
         self._records: list[Record] = []
         self._seconds = 0.0
 
-    def weight_decays(self) -> Tensor:
-        """The weight decay T·δ/N of each group at present, (groups,)."""
-        return self.learner.weight_decays()
-
     def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
         """Train for all epochs; the model ends with the parameters that the schedule names.
 
@@ -439,8 +435,7 @@ class OnlineTraining:
     def _set_damping(self, own_damping: float, variance: float) -> None:
         """Set K-FAC's damping to its own plus the prior's curvature σ²·T·δ/N of each tensor."""
         assert self._kfac is not None
-        names = (name for name, p in self.model.named_parameters() if p.requires_grad)
-        decays = dict(zip(names, self.learner.state.decays, strict=True))
+        decays = dict(zip(self.learner.problem.named, self.learner.state.decays, strict=True))
         preconditioner = self._kfac.preconditioner
         preconditioner.damping = {
             name: own_damping + variance * decays[name] for name in preconditioner.names

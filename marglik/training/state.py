@@ -111,7 +111,7 @@ class LearnerOptions:
     @classmethod
     def of(
         cls,
-        likelihood: Likelihood,
+        likelihood: Likelihood | str,
         curvature: CurvatureOptions,
         schedule: Schedule,
         policy: DecayPolicy,
@@ -138,7 +138,8 @@ class LearnerOptions:
         for part, one in names.items():
             if values := {name: value for name, value in options.items() if name in one}:
                 inside[part] = replace(inside[part], **values)
-        return cls(likelihood, **inside, **{n: v for n, v in options.items() if n in own})
+        of_learner = {n: v for n, v in options.items() if n in own}
+        return cls(likelihood_of(likelihood), **inside, **of_learner)
 
     @property
     def learns(self) -> bool:
@@ -197,7 +198,7 @@ class Problem:
         cls,
         options: LearnerOptions,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer],
         loader: Loader,
         ranks: Ranks | None,
         steps_per_epoch: int | None,
@@ -208,7 +209,7 @@ class Problem:
         if options.hessian_structure != "kron":
             check_whole(model, f"hessian_structure {options.hessian_structure!r}")
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        parts = parts_of(optimizers_of(optimizer), trainable)
+        parts = parts_of(optimizers, trainable)
         ranks = Ranks() if ranks is None else ranks
         check_shards(loader, ranks)
         if options.schedule.epochs is None and options.schedule.average == "last":
@@ -416,7 +417,7 @@ class LearnerState:
             RangeLearner(learned) if learned and problem.options.learns else None,
             [WeightAverage(part.parameters) for part in problem.parts],
             [0 for _ in problem.parts],
-            Measures(sorted(problem.named), [None for _ in problem.parts]),
+            Measures(sorted(problem.named), [None for _ in problem.parts], problem.first_loss),
         )
 
     def posterior_is_current(self, problem: Problem) -> bool:

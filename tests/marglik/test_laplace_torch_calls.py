@@ -104,6 +104,18 @@ def test_a_call_has_laplace_torchs_numbers(call):
     assert cases
 
 
+def test_variances_and_jacobians_by_other_names():
+    """Calls that laplace-torch has for some structures and layers alone."""
+    la, (x, _) = fitted(Laplace, "kron", "regression"), data("regression")
+    J, f = la.backend.last_layer_jacobians(x)
+    outputs, variances = la.functional_variance_fast(x)
+    assert_close(outputs, f)
+    assert_close(variances, la.functional_variance(J).diagonal(dim1=-2, dim2=-1))
+    indices = torch.tensor([0, 7, 30])
+    subnetwork = Laplace(network(), "regression", "subnetwork", "full", subnetwork_indices=indices)
+    assert subnetwork.n_params_subnet == 3
+
+
 def test_what_the_table_compares_differs_where_calls_differ():
     """The control of the test above."""
     plain = found(Laplace, "kron", "classification", "la(x)")

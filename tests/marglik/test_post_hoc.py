@@ -143,7 +143,7 @@ def test_the_deepest_of_several_valleys():
     assert found.prior_precision["all"] == pytest.approx(10**5.6, rel=0.1)
     assert laplace.prior_precision.tolist() == [found.prior_precision["all"]]
     assert found.objective == valleys(laplace)
-    assert found.evaluations == len(calls) < 30
+    assert len(calls) < 30
     with pytest.warns(UserWarning, match="still falls at δ = 10, a bound"):
         minimize_validation_loss(laplace, valleys, bounds=(10, 100))
 

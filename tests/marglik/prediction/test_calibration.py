@@ -309,7 +309,7 @@ def sure_outputs(wrong, n=200, C=4, seed=0):
 def test_wrong_labels_are_found_and_no_grid_point_is_better():
     """By hand: Σ log((1 − ε) p_τ(y) + ε/C), with both priors; then the temperature is the true."""
     data, true = sure_outputs(0.3, n=2000)
-    found = calibration.fit_map(data)
+    found = calibration.fit_sharpness(data)
     assert found.label_noise == pytest.approx(0.3 * 4 / 3, abs=0.08)
     assert found.output_temperature == pytest.approx(1, abs=0.2)
     y = data.targets[:, None]
@@ -326,7 +326,7 @@ def test_wrong_labels_are_found_and_no_grid_point_is_better():
         for tau in (0.1, 0.5, 1.0, 2.0, 5.0, *(found.output_temperature * k for k in (0.97, 1.03))):
             assert objective(tau, noise) >= best - 1e-6
     # Negative control: a temperature alone blurs all predictions to forgive the wrong labels.
-    alone = fit_map_without_noise(data).output_temperature
+    alone = fit_without_noise(data).output_temperature
     nlls = [
         torch.nn.functional.cross_entropy(data.f / tau, true).item()
         for tau in (found.output_temperature, alone)
@@ -334,10 +334,10 @@ def test_wrong_labels_are_found_and_no_grid_point_is_better():
     assert alone > 2 and nlls[0] < nlls[1] - 0.2
 
 
-def fit_map_without_noise(data):
+def fit_without_noise(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "PRIOR_OF_NOISE", 1e9)
-        return calibration.fit_map(data)
+        return calibration.fit_sharpness(data)
 
 
 def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
@@ -351,12 +351,12 @@ def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
     def nll(fit):
         return torch.nn.functional.cross_entropy(data.f / fit.output_temperature, data.targets)
 
-    assert nll(calibration.fit_map(data)) < math.log(2) + 0.2
+    assert nll(calibration.fit_sharpness(data)) < math.log(2) + 0.2
     expecting = replace(data, likelihood=likelihood_of("noisy_classification(noise=0.9)"))
-    assert calibration.fit_map(expecting).label_noise > 0.85
+    assert calibration.fit_sharpness(expecting).label_noise > 0.85
     with pytest.MonkeyPatch.context() as patch:  # negative control
         patch.setattr(calibration, "PRIOR_OF_MOST_NOISE", 0.0)
-        assert nll(calibration.fit_map(data)) > math.log(2) + 0.5
+        assert nll(calibration.fit_sharpness(data)) > math.log(2) + 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -366,7 +366,7 @@ def test_right_labels_change_nothing(seed):
     others, true = sure_outputs(0.0, n=4000, seed=seed + 100)
     nlls = [
         torch.nn.functional.cross_entropy(others.f / fit(data).output_temperature, true).item()
-        for fit in (calibration.fit_map, fit_map_without_noise)
+        for fit in (calibration.fit_sharpness, fit_without_noise)
     ]
     assert nlls[0] == pytest.approx(nlls[1], abs=2e-3)
 

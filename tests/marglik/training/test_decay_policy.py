@@ -144,7 +144,7 @@ def test_while_a_network_fits_late_no_decay_may_rise(losses, loss, gamma, rule, 
     posterior = SimpleNamespace(loss=torch.tensor(500 * loss), evidence_terms=terms)
     options = SimpleNamespace(temperature=1.0)
     problem = SimpleNamespace(options=options, num_data=500, ranks=Ranks(None))
-    largest = DecayPolicy(**rule).largest(problem, state, posterior)
+    largest = DecayPolicy(**rule).largest_precisions(problem, state, posterior)
     assert measures.fits_late == is_late
     if not (is_late and rule):  # the default warns alone
         assert largest is None

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend.likelihoods import likelihood_of
 from marglik import OnlineTraining, PriorLearner
-from marglik.prediction.calibration import HeldOut, fit_map
+from marglik.prediction.calibration import HeldOut, fit_sharpness
 from marglik.prediction.ensemble import Ensemble
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import learned_numbers
@@ -70,7 +70,7 @@ def test_noise_is_that_of_a_grid_and_near_the_truth():
     blurred = HeldOut(
         likelihood_of("classification"), 0.2 * f, 0 * f[:, None], x.argmax(1), is_sampled=True
     )
-    assert fit_map(blurred).label_noise == 0
+    assert fit_sharpness(blurred).label_noise == 0
     own = torch.softmax(0.2 * f, -1).gather(1, x.argmax(1)[:, None])
     assert ((1 - 0.05) * own + 0.05 / 3).log().sum() < own.log().sum()
 

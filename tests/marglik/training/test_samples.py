@@ -305,4 +305,4 @@ def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypa
     assert whole.learner.state.kfac_approx != "auto"
     resumed = run(run(epochs=1).state_dict())
     assert len(decisions) == 1
-    assert torch.equal(resumed.weight_decays(), whole.weight_decays())
+    assert torch.equal(resumed.learner.weight_decays(), whole.learner.weight_decays())
