@@ -19,9 +19,9 @@ The lines of the paper's algorithm, with its symbols, and where they are:
     the best model            keep="best": `LearnerState.remember_if_best`
 
 By default the result is instead the mean of θ over the last third of the epochs, where no update
-changes the decays, and updates see samples (`samples.curvature_plan`). The other departures from algorithm 1, each of
-which can be turned off, are in `decay_policy`, learned likelihoods in `learned_numbers`, learned
-invariances in `marglik.augmentation`. Users see `PriorLearner`.
+changes the decays, and updates see samples (`samples.curvature_plan`). The other departures from
+algorithm 1, each of which can be turned off, are in `decay_policy`, learned likelihoods in
+`learned_numbers`, learned invariances in `marglik.augmentation`. Users see `PriorLearner`.
 
 On several ranks of `torch.distributed` every function is collective. The loop must average
 gradients over ranks, and each rank must have a shard of the data with as many examples in each
