@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kfac_backend.sharding import local_part, local_parts, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
+from marglik.training.samples import is_too_small
 
 if TYPE_CHECKING:
     from marglik.posterior.posterior import Posterior
@@ -333,8 +334,10 @@ class DecayPolicy:
         settles &= gamma >= 1
         weights = gamma * settles
         number = weights.sum().clamp(min=1)
-        if measures.fits_late and self.late_fit == "hold":
-            measures.rest = measures.left_out = 0  # decays that are held have not settled
+        # Decays that are held, or of too small a sample, have not settled.
+        is_held = measures.fits_late and self.late_fit == "hold"
+        if is_held or is_too_small(problem, state):
+            measures.rest = measures.left_out = 0
         elif self.rest is not None and problem.may_rest(state):
             sizes = [moves]
             if measures.last_changes:

@@ -280,8 +280,9 @@ class Problem:
             The first batch.
 
         Raises:
-            ValueError: several terms per example of a loss that is a mean over examples, if
-                ``sums_terms`` does not say that it sums them.
+            TypeError, ValueError: targets that do not fit the outputs; several terms per example of
+                a loss that is a mean over examples, if ``sums_terms`` does not say that it sums
+                them.
         """
         options = self.options
         task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
@@ -301,6 +302,7 @@ class Problem:
                     padding = padding_rows(self.model, x)
                     args, kwargs = arguments(self.model, x)
                     f = logits_of(self.model(*args, **kwargs))
+                    task.check(f, y)
                     self.first_loss = likelihood.loss(f, y).item() / len(y)
                     fisher = options.curvature.make_fisher()
                     self.vectors = fisher.num_passes(likelihood, f)

@@ -291,11 +291,12 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
     groups = PriorGroups.from_model(model)
     hyper = Hyperparameters(groups, 1.0)
     gamma = {name: 0.5 if name == "3.bias" else 2.0 for name in groups.names}
-    state = SimpleNamespace(
-        hyperparameters=hyper, measures=measures, losses=[], record={"effective_parameters": gamma}
-    )
-    options = SimpleNamespace(schedule=Schedule(epochs=20))
-    problem = SimpleNamespace(options=options, may_rest=lambda _: True, ranks=Ranks(None))
+    record = {"effective_parameters": gamma, "num_examples": 500}
+    state = SimpleNamespace(hyperparameters=hyper, measures=measures, losses=[], record=record)
+    problem = SimpleNamespace(
+        options=SimpleNamespace(schedule=Schedule(epochs=20)), may_rest=lambda _: True,
+        ranks=Ranks(None), num_data=500, named=dict(model.named_parameters()), terms_per_example=1,
+    )  # fmt: skip
     policy = DecayPolicy(settled=None, late_fit=None)
     for change in changes:
         before = hyper.prior_precision
@@ -304,6 +305,10 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
         hyper.set(before * factors, hyper.sigma_noise)
         policy.look_at_update(problem, state, before)
     assert measures.rest == rest
+    # Two examples cannot show that these decays have settled.
+    record["num_examples"] = 2
+    policy.look_at_update(problem, state, hyper.prior_precision)
+    assert measures.rest == 0
 
 
 def test_updates_do_not_rest_where_the_data_determines_no_group():

@@ -309,10 +309,13 @@ def test_a_decay_that_sgd_cannot_follow_is_limited_and_named():
 
 def test_refusals():
     x, y = batch()
-    run = training(loader=[(x, y + 1)])
+    model = Network()
     with pytest.raises(ValueError, match="Label 3 is out of range: the model has 3 outputs"):
+        training(model=model, loader=[(x, y + 1)])
+    assert same(trainable(model), trainable(Network()))  # before the first step
+    run = training(loader=[(x, y), (x, y + 1)])  # only the first batch is looked at before
+    with pytest.raises(ValueError, match="Label 3 is out of range"):
         run.train_epoch()
-    assert same(trainable(run.model), trainable(Network()))  # before the first step
     x[3, 1] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite in epoch 1.*NaN in the data"):
         training(loader=[(x, y)]).run()

@@ -1,5 +1,6 @@
 """Updates on a random sample: which examples, that they stand for all, and what stays as it was."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -218,6 +219,37 @@ def test_more_draws_of_each_example_leave_time_for_fewer_examples():
         numbers.append(curvature_plan(prior.problem, prior.state, is_last=False).num_examples)
         prior.detach()
     assert numbers == [2_000, 667]  # passes 1 + 2 · 1 and 1 + 2 · 4, a tenth of 3 · 20,000
+
+
+def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
+    """256 rows show 768 of the weight's 1,200 directions, nearly all of which the data determines.
+
+    They underrate γ, and a sample of the size that this γ asks for does not; all data is the oracle.
+    """
+    torch.manual_seed(0)
+    d, M = 400, 256
+    x, y = torch.randn(4_000, d), torch.arange(4_000) % 3
+    model = nn.Linear(d, 3)
+    prior = PriorLearner("classification", epochs=20, every=1, weight_decay=1e-3)
+    loader = DataLoader(TensorDataset(x, y), 100)
+    prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    prior.state.steps, prior.state.epoch = [1], 0
+
+    def gamma_of(number):
+        posterior = Posterior(model, "classification", prior_precision=40.0)
+        posterior.fit([(x[:number], y[:number])], stands_for=len(x))
+        return posterior.effective_parameters()[0].item()
+
+    assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == M
+    prior.state.record = {"effective_parameters": {"weight": gamma_of(M), "bias": 3.0}}
+    larger = curvature_plan(prior.problem, prior.state, is_last=False).num_examples
+    assert larger == math.ceil(gamma_of(M) / (0.1 * 3)) > 2 * M
+    of_all = gamma_of(len(x))
+    assert gamma_of(M) < 0.8 * of_all and 0.95 * of_all < gamma_of(larger) < 1.05 * of_all
+    # There are no more than N examples.
+    prior.state.record["effective_parameters"]["weight"] = 1e6
+    assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == len(x)
+    prior.detach()
 
 
 def test_a_last_update_that_is_an_estimate_says_so():
