@@ -224,7 +224,7 @@ def test_more_draws_of_each_example_leave_time_for_fewer_examples():
 def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
     """256 rows show 768 of the weight's 1,200 directions, nearly all of which the data determines.
 
-    They underrate γ, and a sample of the size that this γ asks for does not; all data is the oracle.
+    They underrate γ; a sample of the size that this γ asks for does not. All data is the oracle.
     """
     torch.manual_seed(0)
     d, M = 400, 256
