@@ -27,7 +27,9 @@
     layout: {
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 8, r: 12, t: 8, b: 8 },
+      // On the left as wide as most labels of an axis: otherwise their width and the number of
+      // lines of the legend change each other, and Plotly gives up with a warning.
+      margin: { l: 68, r: 12, t: 8, b: 8 },
       dragmode: false,
       font: { color: muted, family, size: 12 },
       hoverlabel: {
