@@ -5,7 +5,7 @@ unbiased mean and (N/M) · B an unbiased sum: the evidence of a sample is an est
 Directions that M rows do not reach are lost: where a network determines nearly as many, samples are
 larger (`rows_for_gamma`). What default updates change beside exact ones of all data is measured in
 `experiments.weight_decay.sampled_updates`: decays by a factor of 1.02 to 1.64 (median over tensors;
-fewer updates count in it, too), the test NLL by -.009 to +.012, and not upwards by more than two
+fewer updates count in it, too), the test NLL by -.009 to +.016, and not upwards by more than two
 standard errors.
 """
 
