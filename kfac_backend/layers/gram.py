@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Optional
 
 import torch
 from jaxtyping import Float, Int
@@ -155,7 +155,9 @@ class Factor:
         rows = self.rows
         return Factor, (self.matrix,) if rows is None else (None, rows)
 
-    def summand(self, of_ranks: Sequence[Self | None], rank: int, device: torch.device) -> "Factor":
+    def summand(
+        self, of_ranks: Sequence[Optional["Factor"]], rank: int, device: torch.device
+    ) -> "Factor":
         """A factor whose entries, summed over ranks, are those of the sum of all ranks' factors.
 
         If the rows of all ranks are few, they stand one below the other, each rank's among zeros.
