@@ -116,7 +116,7 @@ training = OnlineTraining(
 )
 laplace = training.run().laplace
 names = [name for name, _ in model.named_parameters()]
-decays = training.weight_decays().tolist()
+decays = training.learner.weight_decays().tolist()
 for decay, name in sorted(zip(decays, names, strict=True))[:5]:
     print(f"{name:28} {decay:.1e}")
 

@@ -80,7 +80,9 @@ learner = PriorLearner("classification", CurvatureOptions(fisher="mc"), epochs=E
 rate = settling_rate(optimizer, EPOCHS * len(loader))
 training = OnlineTraining(model, optimizer, loader, learner, scheduler=rate)
 posterior = training.run().laplace
-for name, decay in zip(dict(model.named_parameters()), training.weight_decays(), strict=True):
+for name, decay in zip(
+    dict(model.named_parameters()), training.learner.weight_decays(), strict=True
+):
     print(f"{name:16} {decay:.1e}")
 
 torch.manual_seed(0)

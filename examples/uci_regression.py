@@ -66,7 +66,7 @@ training = OnlineTraining(
 )
 posterior = training.run().laplace
 print(f"σ = {posterior.sigma_noise.item():.3f} of the standardised targets")
-print("weight decays:", *(f"{decay:.1e}" for decay in training.weight_decays()))
+print("weight decays:", *(f"{decay:.1e}" for decay in learner.weight_decays()))
 
 # %% [markdown]
 # ## What the posterior adds

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.options import check_option
 from kfac_backend.sharding import local_part, local_parts, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
 from marglik.training.samples import is_too_small
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from marglik.training.state import LearnerState, Part, Problem
 
 _logger = logging.getLogger(__name__)
+
+LateFit = Literal["warn", "hold"]
 
 WEIGHT_DECAY = 5e-4
 """The initial weight decay of all groups."""
@@ -139,7 +142,7 @@ class DecayPolicy:
             (`experiments.weight_decay.late_fit`).
 
     Raises:
-        ValueError: a clip that is not above 1.
+        ValueError: a clip that is not above 1, or another ``late_fit``.
     """
 
     invariant_limit: float | None = 0.1
@@ -149,11 +152,13 @@ class DecayPolicy:
     settled: float | None = 1.5
     rest: float | None = 0.1
     fallen_evidence: float | None = 0.02
-    late_fit: Literal["warn", "hold"] | None = "warn"
+    late_fit: LateFit | None = "warn"
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 1:
             raise ValueError(f"clip must be above 1, or None for no limit, not {self.clip}.")
+        if self.late_fit is not None:
+            check_option("late_fit", self.late_fit, LateFit)
 
     @classmethod
     def off(cls) -> Self:

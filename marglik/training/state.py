@@ -17,7 +17,7 @@ from kfac_backend.engine.calls import forked_random_numbers, logits_of
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of
+from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of, loss_sum
 from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
@@ -189,7 +189,7 @@ class Problem:
     held_out: Iterable[Any] | None = None
     """Batches that the network is not trained on, where the share of wrong labels is learned."""
     first_loss: float = 0.0
-    """The loss per example, of the first batch at the start."""
+    """The loss per example, of all ranks' first batches at the start."""
     vectors: int = 1
     """Backward passes per example of a pass as the curvature's options say."""
 
@@ -287,6 +287,7 @@ class Problem:
         options = self.options
         task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
         padding: dict[str, int] = {}
+        first_loss, num_first = 0.0, 0
         device = next(self.model.parameters()).device
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
@@ -303,7 +304,7 @@ class Problem:
                     args, kwargs = arguments(self.model, x)
                     f = logits_of(self.model(*args, **kwargs))
                     task.check(f, y)
-                    self.first_loss = likelihood.loss(f, y).item() / len(y)
+                    first_loss, num_first = loss_sum(f, y, likelihood).item(), len(y)
                     fisher = options.curvature.make_fisher()
                     self.vectors = fisher.num_passes(likelihood, f)
                     if loss is not None:
@@ -312,8 +313,10 @@ class Problem:
                             warn_of_another_loss(loss(f, labels), f, y, likelihood, options)
                 if options.mean_over == "examples":
                     break
-        of_ranks = self.ranks.gather((terms, examples, self.vectors, padding, self.first_loss))
-        self.vectors, self.first_loss = max(rank[2] for rank in of_ranks), of_ranks[0][4]
+        own = terms, examples, self.vectors, padding, first_loss, num_first
+        of_ranks = self.ranks.gather(own)
+        self.vectors = max(rank[2] for rank in of_ranks)
+        self.first_loss = sum(r[4] for r in of_ranks) / max(sum(r[5] for r in of_ranks), 1)
         padding = next((rank[3] for rank in of_ranks if rank[3]), {})
         for part in self.parts:
             rows = {i: padding[name] for i, name in enumerate(part.names) if name in padding}

@@ -360,3 +360,9 @@ def test_the_running_mean_starts_at_the_first_norm_that_is_finite():
         p.grad = torch.tensor([norm, 0.0])
         mean = clip_gradients([p], mean, 2.0, torch.tensor(1.0))
         assert p.grad[0] == pytest.approx(limited)
+
+
+@pytest.mark.parametrize("wrong", [False, "holds"])
+def test_another_late_fit_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"late_fit.*{wrong}"):
+        DecayPolicy(late_fit=wrong)
