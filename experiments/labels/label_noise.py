@@ -115,7 +115,7 @@ def scores_of(model: nn.Module, held_out: Split, test: Split) -> dict[str, float
     spread = torch.zeros_like(f_held_out)[:, None]
     with torch.enable_grad():
         data = HeldOut(Classification(), f_held_out, spread, held_out[1], is_sampled=True)
-        fit = fit_sharpness(data)
+        fit = fit_sharpness(data, scale=0.0)
     p, p_held_out = (torch.softmax(g / fit.output_temperature, -1) for g in (f, f_held_out))
     q = (1 - fit.label_noise) * p_held_out + fit.label_noise / f.shape[-1]
     return {

@@ -145,8 +145,8 @@ def table(results: list[Result]) -> str:
 CONFIGS = {
     "lenet": Config("lenet", 1000, 128, 3),
     "mlp": Config("mlp", 2000, 128, 5),
-    "wrn_16_4": Config("wrn_16_4", 32, 32, 1),
-    "resnet18": Config("resnet18", 16, 16, 1),
+    "wrn_16_4": Config("wrn_16_4", 32, 32, 3),
+    "resnet18": Config("resnet18", 16, 16, 3),
 }
 
 main = study(

@@ -45,9 +45,9 @@ class KroneckerBlock:
         constants: tuple[int, int] = (0, 0),
     ) -> None:
         self.name, self.num_terms, self.constants = name, num_terms, constants
-        given = {"B": B} if A is None else {"B": B, "A": A}
+        matrices = {"B": B} if A is None else {"B": B, "A": A}
         self.factors: Mapping[str, Factor] = {
-            which: F if isinstance(F, Factor) else Factor(F) for which, F in given.items()
+            which: F if isinstance(F, Factor) else Factor(F) for which, F in matrices.items()
         }
         """B, and A if there is one, by name, which know their rows where these are few."""
         of_B, of_A = B.shape, None if A is None else A.shape

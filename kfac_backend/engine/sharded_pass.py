@@ -43,15 +43,15 @@ class ShardedPass:
             RuntimeError: the ranks' process group has ended.
             ValueError: the pass is of other ranks.
         """
-        number, size = ranks_of_model(self._driver.model), self._driver.ranks.size
         if not dist.is_initialized():
             raise RuntimeError(
-                f"The model is sharded over {number} ranks, whose process group has ended "
+                "The process group of the ranks that share the model has ended "
                 "(destroy_process_group), so that no rank can gather its parameters. Pass over the "
                 "data before, or make a whole model of it while the group is there "
                 "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
                 "full_state_dict=True)."
             )
+        number, size = ranks_of_model(self._driver.model), self._driver.ranks.size
         if number != size:
             raise ValueError(
                 f"The model is sharded over {number} ranks, and {size} of them shall pass over the "

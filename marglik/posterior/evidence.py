@@ -37,12 +37,18 @@ class EvidenceTerms:
     """Number of scalars in all targets, N·C with one loss term per example; the Gaussian's
     normaliser of regression needs it."""
     likelihood: Likelihood
+    names: Sequence[str]
+    """Of the trainable tensors."""
 
     @classmethod
     def of(
-        cls, curvature: KroneckerFactors | JacobianGGN, squared_norms: Tensor, tensors: Tensor
+        cls,
+        curvature: KroneckerFactors | JacobianGGN,
+        squared_norms: Tensor,
+        tensors: Tensor,
+        names: Sequence[str],
     ) -> "EvidenceTerms":
-        """The terms of a curvature, at parameters of these ‖θ_b‖²."""
+        """The terms of a curvature, at parameters of these ‖θ_b‖²; arguments as the fields."""
         is_ggn = isinstance(curvature, JacobianGGN)
         return cls(
             spectra=curvature if is_ggn else Spectra.of(curvature.blocks.values()),
@@ -51,6 +57,7 @@ class EvidenceTerms:
             loss=curvature.loss,
             num_targets=curvature.num_loss_terms * curvature.num_outputs,
             likelihood=curvature.likelihood,
+            names=names,
         )
 
     def sum_over_blocks(self, values: Tensor, groups: Sequence[int]) -> Tensor:
@@ -168,7 +175,8 @@ def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
     for b, largest in enumerate(terms.spectra.largest):
         if not torch.isfinite(largest + terms.squared_norms[b] + delta[b]):
             return (
-                f"The evidence is not finite: block {b} has eigenvalues up to {largest:.3g}, "
+                f"The evidence is not finite: the block of '{terms.names[int(terms.tensors[b])]}' has "
+                f"eigenvalues up to {largest:.3g}, "
                 f"‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
                 "causes: training has diverged, or the step on the hyperparameters is too large."
             )

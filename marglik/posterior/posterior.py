@@ -649,7 +649,7 @@ class Posterior:
                 for block, part in zip(blocks, parts, strict=True):
                     part[slice(*block.constants)] = 0
                 norms = torch.stack([part.sum() for part in parts])
-            self._terms = EvidenceTerms.of(curvature, norms, tensors)
+            self._terms = EvidenceTerms.of(curvature, norms, tensors, [*self._named_params()])
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:

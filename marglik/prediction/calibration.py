@@ -437,7 +437,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     )
 
 
-def fit_sharpness(held_out: HeldOut, scale: float = 0.0) -> Calibration:
+def fit_sharpness(held_out: HeldOut, scale: float) -> Calibration:
     """The τ and ε, or σ of regression, of lowest held-out NLL at a fixed s.
 
     Args:

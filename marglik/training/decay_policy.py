@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kfac_backend.options import check_option
 from kfac_backend.sharding import local_part, local_parts, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
-from marglik.training.samples import is_too_small
+from marglik.training.samples import examples_for_gamma
 
 if TYPE_CHECKING:
     from marglik.posterior.posterior import Posterior
@@ -85,6 +85,8 @@ class Measures:
     """... and how many in the whole training."""
     has_estimates: bool = False
     """Whether evidences are estimates, from samples or from random vectors."""
+    examples_for_gamma: int = 0
+    """How many examples the next sample has at least, see `samples.examples_for_gamma`."""
 
 
 @dataclass(frozen=True)
@@ -328,9 +330,14 @@ class DecayPolicy:
         Warns if the network does not fit yet.
         """
         hyper, measures = state.hyperparameters, state.measures
-        of_tensors = [*state.record["effective_parameters"].values()]
-        gamma = hyper.groups.sum_over_tensors(torch.tensor(of_tensors, dtype=torch.float64))
-        gamma = problem.ranks.gather(gamma)[0]  # all must decide alike
+        assert state.posterior is not None
+        of_tensors = state.record["effective_parameters"]
+        gamma = hyper.groups.sum_over_tensors(
+            torch.tensor([*of_tensors.values()], dtype=torch.float64)
+        )
+        needed = examples_for_gamma(state.posterior, of_tensors, problem.terms_per_example)
+        gamma, needed = problem.ranks.gather((gamma, needed))[0]  # all must decide alike
+        measures.examples_for_gamma = needed
         changes = (hyper.prior_precision / before).log()
         moves = changes.abs()
         # A group of which the data determines nothing has no decay to settle at, nor has a
@@ -341,7 +348,8 @@ class DecayPolicy:
         number = weights.sum().clamp(min=1)
         # Decays that are held, or of too small a sample, have not settled.
         is_held = measures.fits_late and self.late_fit == "hold"
-        if is_held or is_too_small(problem, state):
+        is_too_small = state.record["num_examples"] < min(needed, problem.num_data)
+        if is_held or is_too_small:
             measures.rest = measures.left_out = 0
         elif self.rest is not None and problem.may_rest(state):
             sizes = [moves]

@@ -233,5 +233,6 @@ def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:
     f, spread, y = outputs_and_labels(problem, state, batches)
     with torch.enable_grad():
         without = state.likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
-        noise = fit_sharpness(HeldOut(without, f, spread, y, is_sampled=True)).label_noise
+        data = HeldOut(without, f, spread, y, is_sampled=True)
+        noise = fit_sharpness(data, scale=0.0).label_noise
     return problem.ranks.gather(noise)[0]

@@ -3,14 +3,14 @@
 Updates see a sample, so that they cost a tenth of the steps between them. A of M examples is an
 unbiased mean and (N/M) · B an unbiased sum: the evidence of a sample is an estimate of all data's.
 Directions that M rows do not reach are lost: where a network determines nearly as many, samples are
-larger (`rows_for_gamma`). What default updates change beside exact ones of all data is measured in
-`experiments.weight_decay.sampled_updates`: decays by a factor of 1.02 to 1.64 (median over tensors;
-fewer updates count in it, too), the test NLL by -.009 to +.016, and not upwards by more than two
-standard errors.
+larger (`examples_for_gamma`). What default updates change beside exact ones of all data is measured
+in `experiments.weight_decay.sampled_updates`: decays by a factor of 1.02 to 1.64 (median over
+tensors; fewer updates count in it, too), the test NLL by -.009 to +.016, and not upwards by more
+than two standard errors.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from kfac_backend.engine.batches import length
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
+from marglik.posterior.posterior import Posterior
 from marglik.training.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
 
@@ -33,8 +34,8 @@ FEWEST = 256
 BATCH_SIZE = 256
 """Examples of its batches: large ones take a fraction of the time of many small ones."""
 LARGEST_GAMMA = 0.1
-"""Of the directions of a weight that a sample can show, M rows of inputs times d_out: γ, by which
-the data determines them, may take up this share. With 0.8 (400 rows, γ = 3,200 of a head with ten
+"""Of the directions of a weight that a sample can show: γ, the number of those that the data
+determines, may be this share of them. With 0.8 (400 rows, γ = 3,200 of a head with ten
 outputs) the head's decay was .6 of that of all data, and the NLL 0.06 higher; with 0.2 it was 0.01
 higher (4,000 images of CIFAR-10)."""
 FEW_VECTORS = 3_000
@@ -78,14 +79,8 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
             seen *= 1 - state.steps_at_update / state.steps[-1]
     number = sample_size(N, seen, 1 if estimates else V)
     if not is_last:
-        number = min(N, max(number, rows_for_gamma(problem, state)))
+        number = min(N, max(number, state.measures.examples_for_gamma))
     return CurvaturePlan(number, "random_signs" if estimates else fisher)
-
-
-def is_too_small(problem: "Problem", state: "LearnerState") -> bool:
-    """Whether the last update's sample was smaller than its own γ asks for; collective."""
-    number, N = state.record["num_examples"], problem.num_data
-    return number < N and number < rows_for_gamma(problem, state)
 
 
 def takes_all(options: "LearnerOptions") -> bool:
@@ -127,19 +122,29 @@ def sample_size(num_data: int, seen: float, vectors: int) -> int:
     return min(num_data, max(FEWEST, round(SHARE * seen * 3 / (1 + 2 * vectors))))
 
 
-def rows_for_gamma(problem: "Problem", state: "LearnerState") -> int:
-    """The M at which γ of the last update is at most `LARGEST_GAMMA` of what M rows can show.
+def examples_for_gamma(
+    posterior: Posterior, gamma: Mapping[str, float], terms_per_example: float
+) -> int:
+    """The M at which γ of each weight is at most `LARGEST_GAMMA` of what M examples can show.
 
-    A of M rows has rank M at most, and a weight's block M · d_out: where γ comes near it, samples
-    underrate γ and with it the decay. Each loss term of an example has a row of its own.
+    Of one random vector for each loss term both factors have a rank of M terms at most, and with it
+    the block has at most M · min(d_out, d_in) directions, in each group of a grouped layer. Where γ
+    comes near that, samples underrate γ and with it the decay.
+
+    Args:
+        posterior: fitted.
+        gamma: by the name of each tensor.
+        terms_per_example: loss terms of an example, each of which has a row of its own.
     """
-    shares = [
-        gamma / len(problem.named[name])
-        for name, gamma in state.record.get("effective_parameters", {}).items()
-        if problem.named[name].dim() > 1
-    ]
-    rows = max(shares, default=0.0) / (LARGEST_GAMMA * problem.terms_per_example)
-    return problem.ranks.gather(math.ceil(rows))[0]  # all must decide alike
+    if posterior.factors is None:
+        return 0
+    shares = [0.0]
+    for name, block in posterior.factors.blocks.items():
+        if "A" in block.factors:
+            of_B, of_A = block.factors["B"].shape, block.factors["A"].shape
+            directions = of_B[:-2].numel() * min(of_B[-1], of_A[-1])  # that one example can show
+            shares.append(gamma[name] / directions)
+    return math.ceil(max(shares) / (LARGEST_GAMMA * terms_per_example))
 
 
 def sampled(loader: Loader, number: int, num_data: int, ranks: Ranks, seed: int) -> Iterable[Any]:

@@ -152,7 +152,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
-        "the group has ended": "RuntimeError: The model is sharded over 2 ranks, whose process",
+        "the group has ended": "RuntimeError: The process group of the ranks that share the model",
     }.items(),
 )
 def test_what_needs_whole_models_is_refused(of_ranks, name, words):

@@ -20,7 +20,7 @@ def small_terms(likelihood="regression"):
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     spectra = Spectra.of(KroneckerBlock(f"{v}", torch.diag(v)) for v in eigenvalues)
     tensors = torch.arange(len(norms))
-    return EvidenceTerms(spectra, norms, tensors, 4.2, 10, likelihood_of(likelihood))
+    return EvidenceTerms(spectra, norms, tensors, 4.2, 10, likelihood_of(likelihood), "abc")
 
 
 def test_gradients_in_all_hyperparameters():
@@ -76,5 +76,5 @@ def test_a_fit_keeps_its_likelihood():
 def test_an_evidence_that_is_not_finite_names_the_block():
     terms = small_terms()
     terms.squared_norms[1] = torch.inf
-    with pytest.raises(FloatingPointError, match="block 1 has eigenvalues up to"):
+    with pytest.raises(FloatingPointError, match="block of 'b' has eigenvalues up to"):
         terms.log_marginal_likelihood(torch.ones(3).double(), torch.ones(()))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -309,7 +310,7 @@ def sure_outputs(wrong, n=200, C=4, seed=0):
 def test_wrong_labels_are_found_and_no_grid_point_is_better():
     """By hand: Σ log((1 − ε) p_τ(y) + ε/C), with both priors; then the temperature is the true."""
     data, true = sure_outputs(0.3, n=2000)
-    found = calibration.fit_sharpness(data)
+    found = calibration.fit_sharpness(data, scale=0.0)
     assert found.label_noise == pytest.approx(0.3 * 4 / 3, abs=0.08)
     assert found.output_temperature == pytest.approx(1, abs=0.2)
     y = data.targets[:, None]
@@ -337,7 +338,7 @@ def test_wrong_labels_are_found_and_no_grid_point_is_better():
 def fit_without_noise(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "PRIOR_OF_NOISE", 1e9)
-        return calibration.fit_sharpness(data)
+        return calibration.fit_sharpness(data, scale=0.0)
 
 
 def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
@@ -351,12 +352,12 @@ def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
     def nll(fit):
         return torch.nn.functional.cross_entropy(data.f / fit.output_temperature, data.targets)
 
-    assert nll(calibration.fit_sharpness(data)) < math.log(2) + 0.2
+    assert nll(calibration.fit_sharpness(data, scale=0.0)) < math.log(2) + 0.2
     expecting = replace(data, likelihood=likelihood_of("noisy_classification(noise=0.9)"))
-    assert calibration.fit_sharpness(expecting).label_noise > 0.85
+    assert calibration.fit_sharpness(expecting, scale=0.0).label_noise > 0.85
     with pytest.MonkeyPatch.context() as patch:  # negative control
         patch.setattr(calibration, "PRIOR_OF_MOST_NOISE", 0.0)
-        assert nll(calibration.fit_sharpness(data)) > math.log(2) + 0.5
+        assert nll(calibration.fit_sharpness(data, scale=0.0)) > math.log(2) + 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -366,7 +367,7 @@ def test_right_labels_change_nothing(seed):
     others, true = sure_outputs(0.0, n=4000, seed=seed + 100)
     nlls = [
         torch.nn.functional.cross_entropy(others.f / fit(data).output_temperature, true).item()
-        for fit in (calibration.fit_sharpness, fit_without_noise)
+        for fit in (partial(calibration.fit_sharpness, scale=0.0), fit_without_noise)
     ]
     assert nlls[0] == pytest.approx(nlls[1], abs=2e-3)
 

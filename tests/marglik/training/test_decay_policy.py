@@ -5,6 +5,7 @@ What the other rules do is in `test_learner.py`.
 
 import math
 import warnings
+from copy import deepcopy
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from kfac_backend import KroneckerBlock
 from kfac_backend.ranks import Ranks
 from marglik import DecayPolicy, Posterior, PriorLearner
 from marglik.posterior.prior import Hyperparameters, PriorGroups
@@ -172,12 +174,18 @@ def slow_data():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_decays_rise_later_where_a_network_fits_late_and_a_resumed_run_knows():
-    def trained(epochs, **rule):
+    def trained(epochs, begun=(), **rule):
+        """The learner, each update's largest factor, and whether the network fitted late then.
+
+        ``begun`` are the states of a model, its optimiser and learner, from which it goes on.
+        """
         model, prior = slow_network(), PriorLearner("classification", average=None, **rule)
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        for part, state in zip((model, optimizer, prior), deepcopy(begun), strict=False):
+            part.load_state_dict(state)
         prior.start(model, optimizer, slow_data(), 40)
         rises, late = [], []
-        for _ in range(epochs):
+        for _ in range(prior.state.epoch, epochs):
             before = prior.state.hyperparameters.prior_precision
             updates = len(prior.state.losses)
             for x, y in slow_data():
@@ -188,7 +196,7 @@ def test_decays_rise_later_where_a_network_fits_late_and_a_resumed_run_knows():
                 after = prior.state.hyperparameters.prior_precision
                 rises.append((after / before).max().item())
                 late.append(prior.state.measures.fits_late)
-        return prior, rises, late
+        return [part.state_dict() for part in (model, optimizer, prior)], rises, late
 
     _, rises, late = trained(30, late_fit="hold")
     assert any(late) and not all(late)
@@ -197,9 +205,12 @@ def test_decays_rise_later_where_a_network_fits_late_and_a_resumed_run_knows():
     held = [rise for rise, is_late in zip(free, late, strict=False) if is_late]
     assert max(held) > 1.1  # negative control: without the rule the evidence raises them
     # What the rule has measured is a part of the state.
-    half, _, _ = trained(1 + late.index(True), late_fit="hold")
-    saved = half.state.state_dict(half.problem)["measures"]
-    assert Measures(**saved) == half.state.measures and saved["first_loss"] > 1
+    stop = 1 + late.index(True)
+    begun, first, _ = trained(stop, late_fit="hold")
+    _, then, of_then = trained(30, begun, late_fit="hold")
+    assert first + then == rises and of_then == late[len(first) :]
+    begun[2]["measures"]["first_loss"] = 0.0  # negative control
+    assert trained(30, begun, late_fit="hold")[1] != then
 
 
 @pytest.mark.parametrize(
@@ -292,10 +303,14 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
     hyper = Hyperparameters(groups, 1.0)
     gamma = {name: 0.5 if name == "3.bias" else 2.0 for name in groups.names}
     record = {"effective_parameters": gamma, "num_examples": 500}
-    state = SimpleNamespace(hyperparameters=hyper, measures=measures, losses=[], record=record)
+    block = KroneckerBlock("0.weight", torch.eye(4), torch.eye(2))  # two directions per example
+    posterior = SimpleNamespace(factors=SimpleNamespace(blocks={"0.weight": block}))
+    state = SimpleNamespace(
+        hyperparameters=hyper, measures=measures, losses=[], record=record, posterior=posterior
+    )
     problem = SimpleNamespace(
         options=SimpleNamespace(schedule=Schedule(epochs=20)), may_rest=lambda _: True,
-        ranks=Ranks(None), num_data=500, named=dict(model.named_parameters()), terms_per_example=1,
+        ranks=Ranks(None), num_data=500, terms_per_example=1,
     )  # fmt: skip
     policy = DecayPolicy(settled=None, late_fit=None)
     for change in changes:

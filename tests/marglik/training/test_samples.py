@@ -16,7 +16,7 @@ from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.loaders import own_iteration
-from marglik.training.samples import curvature_plan, sample_size, sampled
+from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
 from marglik.training.schedule import Schedule
 
 ALONE = Ranks(None)
@@ -235,21 +235,52 @@ def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
     prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader)
     prior.state.steps, prior.state.epoch = [1], 0
 
-    def gamma_of(number):
+    def fit(number):
         posterior = Posterior(model, "classification", prior_precision=40.0)
         posterior.fit([(x[:number], y[:number])], stands_for=len(x))
-        return posterior.effective_parameters()[0].item()
+        return posterior, posterior.effective_parameters()[0].item()
 
     assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == M
-    prior.state.record = {"effective_parameters": {"weight": gamma_of(M), "bias": 3.0}}
-    larger = curvature_plan(prior.problem, prior.state, is_last=False).num_examples
-    assert larger == math.ceil(gamma_of(M) / (0.1 * 3)) > 2 * M
-    of_all = gamma_of(len(x))
-    assert gamma_of(M) < 0.8 * of_all and 0.95 * of_all < gamma_of(larger) < 1.05 * of_all
+    posterior, gamma = fit(M)
+    needed = examples_for_gamma(posterior, {"weight": gamma, "bias": 3.0}, 1.0)
+    assert needed == math.ceil(gamma / (0.1 * 3)) > 2 * M
+    prior.state.measures.examples_for_gamma = needed
+    assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == needed
+    of_all = fit(len(x))[1]
+    assert gamma < 0.8 * of_all and 0.95 * of_all < fit(needed)[1] < 1.05 * of_all
     # There are no more than N examples.
-    prior.state.record["effective_parameters"]["weight"] = 1e6
+    prior.state.measures.examples_for_gamma = 10**6
     assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == len(x)
     prior.detach()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "directions", "groups"),
+    [
+        (nn.Linear(7, 3, bias=False), (7,), 3, 1),
+        (nn.Linear(3, 7, bias=False), (3,), 3, 1),
+        (nn.Conv2d(8, 12, 3, groups=4, bias=False), (8, 4, 4), 3, 4),
+        (nn.ConvTranspose2d(2, 5, 3, bias=False), (2, 4, 4), 2, 1),  # stored inputs first
+        (nn.Embedding(50, 6), None, 6, 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_an_example_shows_a_direction_for_each_row_of_the_smaller_factor(
+    layer, shape, directions, groups
+):
+    """The oracle is the rank of the block, dense, of as many examples as that factor has rows."""
+    torch.manual_seed(0)
+    M = directions
+    x = torch.arange(M)[:, None] if shape is None else torch.randn(M, *shape).double()
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(20)).double()
+    model(x)
+    posterior = Posterior(model, "classification", fisher="random_signs", kfac_approx="reduce")
+    posterior.fit([(x, torch.arange(M))])
+    gamma = {name: 0.0 for name, _ in model.named_parameters()} | {"0.weight": 1_000.0}
+    expected = 1_000 / (0.1 * directions * groups)
+    assert examples_for_gamma(posterior, gamma, 1.0) == math.ceil(expected)
+    block = posterior.factors.blocks["0.weight"].to_dense()
+    assert torch.linalg.matrix_rank(block) == M * directions * groups
 
 
 def test_a_last_update_that_is_an_estimate_says_so():
