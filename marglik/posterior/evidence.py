@@ -174,10 +174,10 @@ def _in_basis(Q: Tensor, diagonal: Tensor) -> Tensor:
 def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
     for b, largest in enumerate(terms.spectra.largest):
         if not torch.isfinite(largest + terms.squared_norms[b] + delta[b]):
+            name = terms.names[int(terms.tensors[b])]
             return (
-                f"The evidence is not finite: the block of '{terms.names[int(terms.tensors[b])]}' has "
-                f"eigenvalues up to {largest:.3g}, "
-                f"‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
+                f"The evidence is not finite: the block of '{name}' has eigenvalues up to "
+                f"{largest:.3g}, ‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
                 "causes: training has diverged, or the step on the hyperparameters is too large."
             )
     return f"The evidence is not finite: the loss is {terms.loss}. Training has diverged."
