@@ -177,7 +177,8 @@ def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
             name = terms.names[int(terms.tensors[b])]
             return (
                 f"The evidence is not finite: the block of '{name}' has eigenvalues up to "
-                f"{largest:.3g}, ‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision {delta[b]:.3g}. Likely "
-                "causes: training has diverged, or the step on the hyperparameters is too large."
+                f"{largest:.3g}, ‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision "
+                f"{delta[b]:.3g}. Likely causes: training has diverged, or the step on the "
+                "hyperparameters is too large."
             )
     return f"The evidence is not finite: the loss is {terms.loss}. Training has diverged."
