@@ -9,7 +9,7 @@ log(1 + eˢ) is analytic where |Im s| < π, so that a step of 1/8 and 16 nodes i
 1e-14.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,15 +48,33 @@ class Spectra:
         """The spectra of blocks, from their factors' eigenvalues alone."""
         blocks = list(blocks)
         compute_eigenvalues(blocks)
-        grids = [_of_block(block) for block in blocks]
-        M = max(len(weights) for _, weights, _ in grids)
-        device = grids[0][1].device
-        start = torch.tensor([start for start, _, _ in grids], device=device)
+        # Those of small blocks one by one; of large ones each factor's.
+        values = [
+            (products_of(B, A),) if A is None or B.dim() > 1 or block.numel <= DIRECT else (B, A)
+            for block in blocks
+            for B, A in [block.factor_eigenvalues()]
+        ]
+        grids = iter(_spread([own for of_block in values for own in of_block]))
+        starts, of_blocks = [], []
+        for of_block in values:
+            start, weights = next(grids)
+            if len(of_block) == 2:
+                # log β_i + log α_j lies on the sum of both grids: the weights are convolved, in the
+                # time of the grids' lengths and not of the d_out · d_in products. conv1d
+                # correlates, so one is flipped.
+                start_A, of_A = next(grids)
+                padded = F.pad(weights, (len(of_A) - 1,) * 2)
+                start += start_A
+                weights = F.conv1d(padded[None, None], of_A.flip(0)[None, None]).flatten()
+            starts.append(start)
+            of_blocks.append(weights)
+        M = max(map(len, of_blocks))
+        device = of_blocks[0].device
         steps = torch.arange(M, device=device)
         return cls(
-            (start[:, None] + steps) * STEP,
-            torch.stack([F.pad(weights, (0, M - len(weights))) for _, weights, _ in grids]),
-            torch.stack([largest for _, _, largest in grids]),
+            (torch.tensor(starts, device=device)[:, None] + steps) * STEP,
+            torch.stack([F.pad(weights, (0, M - len(weights))) for weights in of_blocks]),
+            torch.stack([torch.stack([own.max() for own in part]).prod() for part in values]),
         )
 
     def log_det_ratio(self, ratio: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -69,39 +87,42 @@ class Spectra:
         return (self.weights * torch.sigmoid(self.nodes + ratio.log()[:, None])).sum(-1)
 
 
-def _of_block(block: KroneckerBlock) -> tuple[int, Tensor, Tensor]:
-    """The first node of a block's grid, its weights, and the largest eigenvalue."""
-    B, A = block.factor_eigenvalues()
-    if A is None or B.dim() > 1 or block.numel <= DIRECT:
-        values = products_of(B, A)
-        return *_spread(values), values.max()
-    # log β_i + log α_j lies on the sum of both grids: the weights are convolved, in the time of the
-    # grids' lengths and not of the d_out · d_in products. conv1d correlates, so one is flipped.
-    start_B, weights_B = _spread(B)
-    start_A, weights_A = _spread(A)
-    product = F.conv1d(
-        F.pad(weights_B, (len(weights_A) - 1,) * 2)[None, None], weights_A.flip(0)[None, None]
-    )
-    return start_B + start_A, product.flatten(), B.max() * A.max()
+def _spread(vectors: Sequence[Float[Tensor, "n"]]) -> list[tuple[int, Float[Tensor, "m"]]]:
+    """Of each vector of eigenvalues the first node of its grid, and the weights of its nodes.
 
-
-def _spread(values: Float[Tensor, "n"]) -> tuple[int, Float[Tensor, "m"]]:
-    """The first node of a grid, and the weights that eigenvalues distribute to its nodes."""
-    values = values[values > SMALLEST * values.max()]
-    if not len(values):
-        return 0, values.new_zeros(NODES)
+    All vectors are distributed at once, since many of them are small.
+    """
+    numbers = torch.arange(len(vectors), device=vectors[0].device)
+    sizes = torch.tensor([len(values) for values in vectors], device=numbers.device)
+    owners, values = numbers.repeat_interleave(sizes), torch.cat(tuple(vectors))
+    largest = values.new_zeros(len(vectors)).scatter_reduce(0, owners, values, "amax")
+    is_seen = values > SMALLEST * largest[owners]
+    owners, values = owners[is_seen], values[is_seen]
     # Where each eigenvalue lies on the grid, and the nodes around it, half of them on either side.
     position = values.log() / STEP
-    offsets = torch.arange(1 - NODES // 2, NODES // 2 + 1, device=values.device)
-    first, last = int(position.min().floor()), int(position.max().floor())
-    start = first + int(offsets[0])
-    weights = values.new_zeros(last - first + NODES)
-    for part in position.split(CHUNK):
-        below = part.floor()
+    below = position.floor()
+    offsets = torch.arange(1 - NODES // 2, NODES // 2 + 1, device=numbers.device)
+    zeros = torch.zeros(len(vectors), device=numbers.device, dtype=torch.double)
+    ends = [
+        zeros.scatter_reduce(0, owners, below, reduce, include_self=False).long()
+        for reduce in ("amin", "amax")
+    ]
+    first = ends[0] + offsets[0]
+    lengths = ends[1] - ends[0] + NODES
+    M = int(lengths.max())
+    weights = values.new_zeros(len(vectors) * M)
+    in_row = numbers * M - first  # a node's place in all weights is its own number and this
+    for part, low, of_part in zip(
+        *(x.split(CHUNK) for x in (position, below, owners)), strict=True
+    ):
         # Many eigenvalues share a node, so that their weights are added to it by index.
-        index = below.long()[:, None] + offsets - start
-        weights.index_add_(0, index.flatten(), _lagrange(part - below, offsets).flatten())
-    return start, weights
+        index = (low.long() + in_row[of_part])[:, None] + offsets
+        weights.index_add_(0, index.flatten(), _lagrange(part - low, offsets).flatten())
+    rows = weights.view(len(vectors), M)
+    return [
+        (start, row[:length])
+        for start, length, row in zip(first.tolist(), lengths.tolist(), rows, strict=True)
+    ]
 
 
 def _lagrange(u: Float[Tensor, "n"], offsets: Float[Tensor, "k"]) -> Float[Tensor, "n k"]:
