@@ -12,10 +12,10 @@ the gradient of each run that a vector reaches. Meanwhile `Sources` know where t
 a `RunRecord` which runs there were and which of them a vector has reached. Last,
 `RunRecord.check_reached` compares these with the runs of the proof.
 
-A step of training shows its own forward pass instead (``in_training``). `begin` takes the place of
-`forward`: the training runs the model after it, the hooks are removed then, and the graph stays
-until `forget`, because the backward passes come later. Parameters keep their graph
-there, which the training needs. The curvature's backward passes end at the same sources, so that
+A step of training shows its own forward pass instead (`Sink.in_training`). `begin` takes the place
+of `forward`: the training runs the model after it, the hooks are removed then, and the graph stays
+until `forget`, because the backward passes come later. Parameters keep their graph there, which the
+training needs. The curvature's backward passes end at the same sources, so that
 autograd leaves the weights' gradients out.
 """
 
@@ -53,6 +53,9 @@ class Sink:
 
     needs_inputs: ClassVar[bool] = False
     """Whether gradients come with their layer's input, also where its rule does not need it."""
+    in_training: bool = False
+    """Whether it is told of a step of training: `Capture.begin` is called, and the training makes
+    the forward pass, whose graph stays for its backward pass."""
     differentiable: bool = False
     """Whether inputs, gradients and outputs keep their graphs in the model's input, which must
     require a gradient."""
@@ -251,8 +254,6 @@ class Capture:
         sink: receives them.
         constants: name -> what takes a parameter's place, such as its weight in another memory
             format, unless the parameter is followed.
-        in_training: report the forward pass of a step of training, which follows on `begin`,
-            instead of one that `forward` makes.
         arithmetic: makes the context in which the sink works.
         follower: makes the context that sees operations on parameters, from the arguments of
             `Follower`, which is the default. The proof passes other followers, which find out
@@ -272,7 +273,6 @@ class Capture:
         sink: Sink | None = None,
         *,
         constants: Mapping[str, Tensor] | None = None,
-        in_training: bool = False,
         arithmetic: Callable[[], AbstractContextManager[object]] = nullcontext,
         follower: "Callable[..., Follower] | None" = None,
     ) -> None:
@@ -282,7 +282,7 @@ class Capture:
         self.arithmetic = arithmetic
         """The context in which the sink works."""
         self._constants = dict(constants or {})
-        self._in_training = in_training
+        self._in_training = self.sink.in_training
         self._follows = bool(assignment.operations.names) or any(
             "followed" in kinds for kinds in assignment.runs.values()
         )

@@ -274,20 +274,19 @@ class Driver:
 
     # ---- One part of a batch, step by step.
 
-    def capture(self, *, in_training: bool = False) -> Capture:
+    def capture(self) -> Capture:
         """A context that hands the sink what the layers see of one part of a batch.
 
         The sink starts with the first part of a pass.
         """
-        proof = self.proof
+        proof, in_training = self.proof, self.sink.in_training
         if self.state.weights is None:
             self.sink.start(proof.assignment, self.kfac_approx)
             in_format = proof.plan.channels_last and not in_training
             self.state.weights = in_channels_last(self.model) if in_format else {}
         return Capture(
             self.model, proof.assignment, self.sink,
-            constants=self.state.weights, in_training=in_training,
-            arithmetic=partial(self.arithmetic.of_sums, in_training),
+            constants=self.state.weights, arithmetic=partial(self.arithmetic.of_sums, in_training),
         )  # fmt: skip
 
     def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:

@@ -33,12 +33,13 @@ class FactorSums(Sink):
 
     Args:
         options: of the pass.
+        in_training: see `Sink.in_training`.
     """
 
     takes_example_gradients = True
 
-    def __init__(self, options: PassOptions) -> None:
-        self.options = options
+    def __init__(self, options: PassOptions, in_training: bool = False) -> None:
+        self.options, self.in_training = options, in_training
         self.rules: dict[TrackedLayer, Rule] = {}
         """The layers' rules, which hold the sums."""
         self._diagonal: dict[str, Tensor] = {}

@@ -113,7 +113,7 @@ class TrainingPass:
             generator=generator,
             process_group=process_group,
             assignment=self.trained.assign(),
-            sink=FactorSums(options),
+            sink=FactorSums(options, in_training=True),
         )
         self.driver.task.may_ignore = True  # which ones do not count, gradients will show
         check_memory(self.driver.proof.assignment, options, self.driver.device)
@@ -141,7 +141,7 @@ class TrainingPass:
     def reset(self) -> None:
         """Forget the forward passes seen so far."""
         self._forget_forward()
-        self.driver.start(FactorSums(self.driver.options))
+        self.driver.start(FactorSums(self.driver.options, in_training=True))
 
     def _forget_forward(self) -> None:
         self._end_runs_again()
@@ -246,7 +246,7 @@ class TrainingPass:
             # One vector has a column of each example's root. Behind statistics of the batch the
             # products of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
-        forward = _Forward(driver.capture(in_training=True), mask, x)
+        forward = _Forward(driver.capture(), mask, x)
         stack.enter_context(explicit_forwards(driver.proof.assignment))
         stack.enter_context(counted_positions(forward.mask))
         stack.enter_context(forward.capture)
