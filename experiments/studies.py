@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfac_backend.files import write_file
+from kfac_backend.atomic_files import write_file
 from marglik.runs.printing import progress_lines
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import write_json

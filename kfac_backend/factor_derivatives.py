@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.calls import plain_attention
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums
+from kfac_backend.engine.model_calls import plain_attention
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rule import BlockSums

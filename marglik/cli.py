@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(f"error: {said}. See marglik {see}.")
         return 2
     except Exception as error:
-        from kfac_backend.files import DiskFullError  # late: imports torch
+        from kfac_backend.atomic_files import DiskFullError  # late: imports torch
         from kfac_backend.ranks import RankError
 
         # Errors with a message that is written for users, who can act on it.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from kfac_backend.engine.calls import preserve_state, state_restorer
+from kfac_backend.engine.model_calls import preserve_state, state_restorer
 
 
 @contextmanager

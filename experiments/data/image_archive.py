@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from experiments.data.archives import members
-from kfac_backend.files import read_tensors, sha256, write_tensors
+from kfac_backend.atomic_files import read_tensors, sha256, write_tensors
 from marglik.data.images import MEAN, STD, Part, TwoPartData, decode_images
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from experiments.models import GPT
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.curvature import CurvaturePass
-from kfac_backend.engine.calls import logits_of
+from kfac_backend.engine.model_calls import logits_of
 from kfac_backend.laplace_torch.interface import KfacGGN
 from marglik.models import WideResNetFixup
 

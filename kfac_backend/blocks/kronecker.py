@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kfac_backend.atomic_files import parse_json, read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.blocks.block import (
     CorrectedBlock,
     EigenBlock,
@@ -20,7 +21,6 @@ from kfac_backend.blocks.block import (
     gathered_blocks,
     kept_elsewhere,
 )
-from kfac_backend.files import parse_json, read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive

@@ -24,7 +24,7 @@ from kfac_backend.covariance.output_covariance import (
     default_memory,
 )
 from kfac_backend.engine.batches import detached
-from kfac_backend.engine.calls import call_with, close, preserve_state
+from kfac_backend.engine.model_calls import call_with, close, preserve_state
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import detached_parameters, is_sharded

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from kfac_backend.engine.batches import detached, examples, num_examples
-from kfac_backend.engine.calls import call_with, make_plan, plain_attention
+from kfac_backend.engine.model_calls import call_with, make_plan, plain_attention
 from kfac_backend.engine.operations.padding import NoTangentOfPadding
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import check_whole

@@ -45,7 +45,9 @@ from kfac_backend.engine.batches import (
     first_and_last,
     num_examples,
 )
-from kfac_backend.engine.calls import (
+from kfac_backend.engine.capture import Capture, Sink, unknown_examples
+from kfac_backend.engine.factor_sums import total_memory
+from kfac_backend.engine.model_calls import (
     Plan,
     call_with,
     in_channels_last,
@@ -53,8 +55,6 @@ from kfac_backend.engine.calls import (
     plain_attention,
     preserve_state,
 )
-from kfac_backend.engine.capture import Capture, Sink, unknown_examples
-from kfac_backend.engine.factor_sums import total_memory
 from kfac_backend.engine.operations.example_gradients import gradients_of_examples
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import TrackedLayer, assignment_of_blocks

@@ -25,8 +25,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples
-from kfac_backend.engine.calls import forked_random_numbers
 from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule

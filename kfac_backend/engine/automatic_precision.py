@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.batches import detached, examples
-from kfac_backend.engine.calls import forked_random_numbers, is_out_of_memory
 from kfac_backend.engine.factor_sums import FactorSums, total_memory
+from kfac_backend.engine.model_calls import forked_random_numbers, is_out_of_memory
 from kfac_backend.precision import BackwardPrecision, full_float32
 
 if TYPE_CHECKING:

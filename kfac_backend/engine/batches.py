@@ -2,7 +2,7 @@
 
 A batch is a pair, a mapping, or what ``batch=`` reads (`split_batch`). An input is a tensor, an
 object, a mapping, or `Arguments`. What the targets mean is in `engine.task`, and the model is
-called in `engine.calls`.
+called in `engine.model_calls`.
 """
 
 import inspect

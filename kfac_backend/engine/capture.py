@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from kfac_backend.engine.batches import num_examples
-from kfac_backend.engine.calls import call_with, explicit_forwards
+from kfac_backend.engine.model_calls import call_with, explicit_forwards
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows

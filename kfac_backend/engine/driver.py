@@ -32,8 +32,8 @@ from kfac_backend.engine.batches import (
     split_batch,
     splits_by_example,
 )
-from kfac_backend.engine.calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.model_calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.sharded_pass import ShardedPass

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples, num_examples
-from kfac_backend.engine.calls import (
+from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks, rows_of
+from kfac_backend.engine.model_calls import (
     DtypesInUse,
     Plan,
     attempt,
@@ -45,7 +46,6 @@ from kfac_backend.engine.calls import (
     noise_like,
     preserve_state,
 )
-from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks, rows_of
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import check_inputs
 from kfac_backend.layers import Rule, Use

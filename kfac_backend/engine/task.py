@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import detached, examples, splits_by_example
-from kfac_backend.engine.calls import (
+from kfac_backend.engine.model_calls import (
     attempt,
     call_with,
     forked_random_numbers,

@@ -31,16 +31,16 @@ from torch.utils.hooks import RemovableHandle
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.engine.automatic_mode import automatic_mode
 from kfac_backend.engine.batches import detached, num_examples
-from kfac_backend.engine.calls import (
+from kfac_backend.engine.capture import Capture
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
+from kfac_backend.engine.model_calls import (
     check_output,
     explicit_forwards,
     logits_of,
     preserve_state,
     uncompiled,
 )
-from kfac_backend.engine.capture import Capture
-from kfac_backend.engine.driver import Driver
-from kfac_backend.engine.factor_sums import FactorSums, assemble_blocks, check_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import (
     Operations,

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
+from kfac_backend.atomic_files import sha256_of_tensors
 from kfac_backend.engine.batches import split_batch, to_device
-from kfac_backend.engine.calls import forked_random_numbers, logits_of
+from kfac_backend.engine.model_calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.files import sha256_of_tensors
 from kfac_backend.likelihoods import Likelihood, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kfac_backend.files import sha256_of_tensors
+from kfac_backend.atomic_files import sha256_of_tensors
 from marglik.data.splits import DataSource, Pair, SplitError, Splits, described, take, tensors_in
 from marglik.graphs import Graphs
 

@@ -18,7 +18,7 @@ from kfac_backend.engine.batches import (
     split_batch,
     to_device,
 )
-from kfac_backend.engine.calls import call_with, plain_attention
+from kfac_backend.engine.model_calls import call_with, plain_attention
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.task import Task, check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of, loss_sum, num_counted_terms

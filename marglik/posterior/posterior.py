@@ -29,7 +29,7 @@ from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.engine.batches import check_read_twice, to_device
-from kfac_backend.engine.calls import call_with
+from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of

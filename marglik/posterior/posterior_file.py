@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.atomic_files import read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.rule_assignment import check_module
-from kfac_backend.files import read_tensors, sha256_of_tensors, write_tensors
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.sharding import check_whole
 from marglik.posterior.posterior import Posterior

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.atomic_files import read_tensors, write_tensors
 from kfac_backend.engine.rule_assignment import check_module
-from kfac_backend.files import read_tensors, write_tensors
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks

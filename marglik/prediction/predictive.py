@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
 from kfac_backend.engine.batches import each_batch, examples, num_examples, split_batch, to_device
-from kfac_backend.engine.calls import call_with
+from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task, check_finite
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of

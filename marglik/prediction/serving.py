@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kfac_backend.covariance.contraction import bases
 from kfac_backend.covariance.gradients import PosteriorPrecision
 from kfac_backend.engine.batches import arguments, detached
-from kfac_backend.engine.calls import close, logits_of
+from kfac_backend.engine.model_calls import close, logits_of
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.precision import at_least_float32
 from marglik.posterior.posterior import Layers, Posterior, last_layer, trainable_layers

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
+from kfac_backend.atomic_files import write_file
 from kfac_backend.extras import extra
-from kfac_backend.files import write_file
 from marglik.report.contents import Run, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from kfac_backend.atomic_files import write_file
 from kfac_backend.extras import extra
-from kfac_backend.files import write_file
 from kfac_backend.likelihoods import Likelihood
 from marglik.data.encoding import TableEncoding
 from marglik.data.splits import check_values

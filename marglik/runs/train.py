@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from kfac_backend.files import sha256_of_tensors
+from kfac_backend.atomic_files import sha256_of_tensors
 from kfac_backend.likelihoods import Classification, Likelihood, likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.augmentation import LearnedAugmentation

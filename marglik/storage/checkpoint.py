@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kfac_backend.files import write_file
+from kfac_backend.atomic_files import write_file
 from kfac_backend.ranks import Ranks
 
 STATE = "state.pt"

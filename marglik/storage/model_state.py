@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.files import read_tensors
+from kfac_backend.atomic_files import read_tensors
 
 NESTED = ("state_dict", "model_state_dict", "model")
 """Where a checkpoint has its state dict."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kfac_backend.files import file_sum, parse_json, remove_leftovers, sha256, write_file
+from kfac_backend.atomic_files import file_sum, parse_json, remove_leftovers, sha256, write_file
 from marglik.records import Evaluation, Results, from_json, to_json
 from marglik.storage.checkpoint import STATE
 

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from kfac_backend.sharding import is_sharded
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import Hyperparameters, update_prior
+from marglik.posterior.prior import Hyperparameters, add_penalty, update_prior
+from marglik.training.average import take_average
 from marglik.training.learned_numbers import (
     check_learned_numbers,
     learn_label_noise,
@@ -44,7 +45,6 @@ from marglik.training.learned_numbers import (
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
 from marglik.training.samples import curvature_plan, pass_of_update
 from marglik.training.state import LearnerState, Problem
-from marglik.training.steps import add_penalty, take_average
 
 
 def start(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.batches import check_read_twice
-from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole

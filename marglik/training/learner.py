@@ -18,12 +18,12 @@ from marglik.augmentation.ranges import ranges_of, set_ranges
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_weight_decay
 from marglik.training import algorithm
+from marglik.training.average import averaged
 from marglik.training.decay_policy import DecayPolicy
 from marglik.training.hooks import StepHooks, remove_hooks
 from marglik.training.loaders import Loader, steps_in_epoch
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
-from marglik.training.steps import averaged
 
 
 class PriorLearner:

@@ -40,7 +40,7 @@ from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
 from kfac_backend.engine.batches import arguments, each_batch, split_batch, to_device
-from kfac_backend.engine.calls import check_output, logits_of
+from kfac_backend.engine.model_calls import check_output, logits_of
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import counted_terms, loss_sum

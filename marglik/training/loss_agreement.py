@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.calls import logits_of
+from kfac_backend.engine.model_calls import logits_of
 from kfac_backend.likelihoods import Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
 

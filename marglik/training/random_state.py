@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.ranks import Ranks
 from marglik.training.loaders import generators_of
 

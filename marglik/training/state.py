@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import arguments, split_batch, to_device
-from kfac_backend.engine.calls import forked_random_numbers, logits_of
+from kfac_backend.engine.model_calls import forked_random_numbers, logits_of
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
@@ -34,11 +34,11 @@ from marglik.posterior.prior import (
     UpdateMethod,
     weight_decay_to_precision,
 )
+from marglik.training.average import WeightAverage
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
 from marglik.training.loaders import Loader, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
-from marglik.training.steps import WeightAverage
 
 _logger = logging.getLogger(__name__)
 

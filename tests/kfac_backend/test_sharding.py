@@ -34,7 +34,7 @@ from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, local_part
 from marglik import Posterior, PriorLearner
-from marglik.training.steps import renew_batch_norm
+from marglik.training.average import renew_batch_norm
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.test_ranks import error_of, tensors
 from tests.random_numbers import normal

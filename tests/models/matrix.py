@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend import kronecker_factors
-from kfac_backend.engine.calls import DtypesInUse
+from kfac_backend.engine.model_calls import DtypesInUse
 from kfac_backend.layers.gram import LARGEST_DENSE
 from tests.models.brute_force import Reference, reference
 from tests.models.families import FAMILIES, Case

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples
-from kfac_backend.engine.calls import (
+from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.model_calls import (
     DtypesInUse,
     attempt,
     close,
     forked_random_numbers,
     is_out_of_memory,
 )
-from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.operations.follower import (
     PRODUCTS,
     Call,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples, num_examples
-from kfac_backend.engine.calls import attempt, call_with, close, forked_random_numbers
+from kfac_backend.engine.model_calls import attempt, call_with, close, forked_random_numbers
 
 if TYPE_CHECKING:
     from kfac_backend.engine.driver import Driver

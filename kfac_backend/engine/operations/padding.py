@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.batches import to_device
-from kfac_backend.engine.calls import call_with
+from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.operations.follower import tensors_in
 from kfac_backend.sharding import detached_parameters
 

@@ -10,9 +10,9 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from kfac_backend import KroneckerBlock, KroneckerFactors, corrected_factors, kronecker_factors
+from kfac_backend.atomic_files import write_tensors
 from kfac_backend.blocks import block
 from kfac_backend.blocks.block import CorrectedBlock
-from kfac_backend.files import write_tensors
 from kfac_backend.layers import gram as gram_of_rows
 from kfac_backend.layers.gram import Factor
 from tests.kfac_backend.networks import random_model

@@ -1,12 +1,11 @@
-"""What the learner does to gradients and parameters around the steps of the network's optimiser.
+"""The average θ̄ of the parameters over the steps of a training, and BatchNorm's statistics at it.
 
-The prior adds its gradient, that of ½ Σ_g wd_g ‖θ_g‖². The average θ̄ of the parameters is that of
-Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_utils does the sums.
+That of Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_utils does the sums.
 """
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from kfac_backend.engine.batches import arguments, split_batch, to_device
-from kfac_backend.engine.calls import forked_random_numbers
+from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import (
@@ -25,10 +24,8 @@ from kfac_backend.sharding import (
     is_sharded,
     local_part,
     local_parts,
-    norms_over_parts,
     part_of_whole,
     with_local_parts,
-    without_row,
 )
 from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader, own_iteration
@@ -38,55 +35,6 @@ if TYPE_CHECKING:
     from marglik.training.state import LearnerState, Problem
 
 _logger = logging.getLogger(__name__)
-
-
-def add_penalty(
-    parameters: list[nn.Parameter],
-    weight_decays: Sequence[float],
-    scale: Tensor | float,
-    padding: Mapping[int, int],
-    *,
-    with_value: bool = False,
-) -> Tensor | float | None:
-    """Add scale · wd · θ to the gradients, which autograd would take many operations for.
-
-    ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
-    Returns ½ Σ wd ‖θ‖² if asked, of a GPU as a tensor: the gradients do not need it.
-    """
-    values = local_parts(parameters)
-    for i, row in padding.items():
-        values[i] = without_row(parameters[i], row)
-    own = iter(local_parts(p.grad for p in parameters if p.grad is not None))
-    present = [None if p.grad is None else next(own) for p in parameters]
-    if values[0].device.type == "cpu":
-        # As torch's SGD adds a weight decay: a quarter of the time of its foreach functions, which
-        # are loops here. In place unless two parameters share a gradient, as after a compiled
-        # backward pass.
-        addresses = [g.data_ptr() for g in present if g is not None and not g.is_sparse]
-        out = torch.Tensor.add_ if len({*addresses}) == len(addresses) else torch.Tensor.add
-        pulls, scale = [], float(scale)
-        for g, value, wd in zip(present, values, weight_decays, strict=True):
-            if g is None or g.is_sparse:  # an embedding's, which the prior makes dense
-                pull = value * (wd * scale)
-                pulls.append(pull if g is None else pull + g)
-            else:
-                pulls.append(out(g, value, alpha=wd * scale))
-    else:
-        pulls = torch._foreach_mul(values, list(weight_decays))
-        torch._foreach_mul_(pulls, scale)
-        summed = [(pull, g) for pull, g in zip(pulls, present, strict=True) if g is not None]
-        if summed:
-            torch._foreach_add_(*map(list, zip(*summed, strict=True)))
-    # A parameter that the loss does not depend on still has its prior.
-    for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
-        p.grad = gradient
-    if not with_value:
-        return None
-    norms = norms_over_parts(torch._foreach_norm(values), parameters)
-    if norms[0].device.type == "cpu":
-        return 0.5 * sum(wd * float(n) ** 2 for n, wd in zip(norms, weight_decays, strict=True))
-    weighted = torch._foreach_mul(norms, [wd**0.5 for wd in weight_decays])
-    return 0.5 * torch.stack(weighted).square().sum()
 
 
 _update_means: Any = get_swa_multi_avg_fn()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kfac_backend.files import (
+from kfac_backend.atomic_files import (
     DiskFullError,
     file_sum,
     read_tensors,

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.engine.calls import attempt, call_with
+from kfac_backend.engine.model_calls import attempt, call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model, OwnNorm
