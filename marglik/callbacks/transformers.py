@@ -36,7 +36,8 @@ from kfac_backend.sharding import (
     reshard,
 )
 from marglik.eval_mode import eval_mode
-from marglik.posterior.posterior import Posterior, running_statistics
+from marglik.posterior.fitted_weights import running_statistics
+from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner

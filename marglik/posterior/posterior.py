@@ -36,16 +36,10 @@ from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
-from kfac_backend.sharding import (
-    check_whole,
-    is_part,
-    is_sharded,
-    local_part,
-    reshard,
-    squared_norms,
-)
+from kfac_backend.sharding import check_whole, is_sharded, local_part, squared_norms
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.fitted_weights import FittedWeights, trainable_parameters
 from marglik.posterior.jacobian_ggn import (
     JacobianGGN,
     Structure,
@@ -56,7 +50,6 @@ from marglik.posterior.jacobian_ggn import (
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
-STATISTICS = "running_mean", "running_var"
 NOT_FITTED = "The Laplace approximation is not fitted; call fit() first."
 Layers = Literal["all", "last"]
 """Whose uncertainty counts: "last" treats all other layers as constants."""
@@ -142,7 +135,7 @@ class Posterior:
         self.options = options
         self.likelihood = likelihood
         self.generator = generator
-        named = self._named_params()
+        named = trainable_parameters(self.model)
         self._sizes = [p.numel() for p in named.values()]
         number = sum(self._sizes)
         self.indices = torch.arange(number) if indices is None else _checked(indices, number)
@@ -159,11 +152,10 @@ class Posterior:
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=dtype)
         self.temperature = temperature
         self._forget()
-        self._fitted: dict[str, Tensor] = {}
+        self._fitted: FittedWeights | None = None
         self.prior_mean = prior_mean
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
-        self._compared: tuple[list[Any], list[Tensor]] = [], []
         self.n_data, self.n_outputs = 0, 0
         self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
         self.sample_size: int | None = None
@@ -184,11 +176,7 @@ class Posterior:
     @property
     def params(self) -> list[nn.Parameter]:
         """The network's trainable parameters, in ``parameters()`` order."""
-        return [*self._named_params().values()]
-
-    def _named_params(self) -> dict[str, nn.Parameter]:
-        reshard(self.model)
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return [*trainable_parameters(self.model).values()]
 
     @property
     def n_params(self) -> int:
@@ -499,9 +487,7 @@ class Posterior:
         self.model.to(device, dtype)
         self.mean = self.mean.to(self._device, dtype)
         if self._fitted:
-            here = self._weights()
-            moved = {name: value.to(here[name]) for name, value in self._fitted.items()}
-            self._fitted = moved | self.named(self.mean)
+            self._fitted = self._fitted.moved(self.named(self.mean))
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
         self._prior_mean = self._prior_mean.to(self.mean)
@@ -518,18 +504,15 @@ class Posterior:
 
         Of a network under `fully_shard` that is this rank's part of them; collective.
         """
-        statistics = running_statistics(self.model)
-        self._fitted = {name: value.clone() for name, value in statistics.items()}
-        named = self._named_params()
+        named = trainable_parameters(self.model)
         if not is_sharded(self.model):
             self.mean = parameter_vector(named.values()).detach()
-            parts = zip(named.items(), self.mean.split(self._sizes), strict=True)
-            self._fitted |= {name: part.view(p.shape) for (name, p), part in parts}
+            self._fitted = FittedWeights(self.model, self.named(self.mean))
             return
         assert isinstance(curvature, KroneckerFactors)
         parts = {name: local_part(p).clone() for name, p in named.items()}
         self.mean = parameter_vector(parts.values())
-        self._fitted |= parts
+        self._fitted = FittedWeights(self.model, parts)
         rows = {
             i: block.constants[0] // named[name].shape[1:].numel()
             for i, (name, block) in enumerate(curvature.blocks.items())
@@ -540,19 +523,12 @@ class Posterior:
             list(named.values()), rows, float(self._prior_mean.mean())
         )
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The network's trainable parameters and running statistics, by name."""
-        trainable = {
-            name: local_part(p) if is_part(p) else p for name, p in self._named_params().items()
-        }
-        return running_statistics(self.model) | trainable
-
     def fitted_weights(self) -> dict[str, Tensor]:
         """Name -> the trainable parameters, and running statistics, at which it was fitted.
 
         ``model.load_state_dict(posterior.fitted_weights(), strict=False)`` goes back to them.
         """
-        return dict(self._fitted)
+        return {} if self._fitted is None else dict(self._fitted.values)
 
     def check_weights(self, *, by_value: bool = True) -> None:
         """Raise a ValueError unless the network has the weights that the posterior was fitted at.
@@ -569,23 +545,9 @@ class Posterior:
             AttributeError: the posterior is not fitted.
             ValueError: other weights; it names the first one.
         """
-        if not self._fitted:
+        if self._fitted is None:
             raise AttributeError(NOT_FITTED)
-        here = self._weights()
-        seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in here.values()]
-        is_same = not by_value and seen == self._compared[0]
-        for name in dict.fromkeys([*here, *self._fitted]):
-            if is_same and not name.endswith(STATISTICS):  # of which BatchNorm counts no version
-                continue
-            now, fitted = here.get(name), self._fitted.get(name)
-            if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
-                raise ValueError(
-                    f"{type(self.model).__name__} no longer has the weights that the posterior was "
-                    f"fitted at: '{name}' has other values, or was frozen or unfrozen. Fit again, "
-                    "or go back with model.load_state_dict(posterior.fitted_weights(), "
-                    "strict=False)."
-                )
-        self._compared = seen, list(here.values())  # kept, so that no other tensor gets their ids
+        self._fitted.check(by_value=by_value)
 
     def _forget(self) -> None:
         """Drop everything that was computed from the curvature; it is another, or elsewhere."""
@@ -649,7 +611,9 @@ class Posterior:
                 for block, part in zip(blocks, parts, strict=True):
                     part[slice(*block.constants)] = 0
                 norms = torch.stack([part.sum() for part in parts])
-            self._terms = EvidenceTerms.of(curvature, norms, tensors, [*self._named_params()])
+            self._terms = EvidenceTerms.of(
+                curvature, norms, tensors, [*trainable_parameters(self.model)]
+            )
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:
@@ -860,7 +824,7 @@ class Posterior:
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Parameter vectors as tensors in the shapes of the parameters, by name."""
-        named = self._named_params()
+        named = trainable_parameters(self.model)
         parts = vectors.split([p.numel() for p in named.values()], -1)
         return {
             name: part.reshape(*part.shape[:-1], *p.shape)
@@ -1039,11 +1003,6 @@ def check_structure(options: CurvatureOptions, structure: str, name: str = "stru
                 f"{option}={value!r} is for {name} 'kron'; {structure!r} computes the GGN from "
                 "Jacobians."
             )
-
-
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> running mean or variance of BatchNorm, and of other layers that have such."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(STATISTICS)}
 
 
 def trainable_layers(model: nn.Module) -> list[str]:
