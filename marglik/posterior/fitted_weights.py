@@ -1,0 +1,78 @@
+"""The weights that a posterior was fitted at, and whether its network still has them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.sharding import is_part, local_part, reshard
+
+STATISTICS = "running_mean", "running_var"
+
+
+class FittedWeights:
+    """A network's trainable parameters and running statistics, as they were at a fit.
+
+    Not its frozen parameters, nor other buffers. Of a network under `fully_shard` this rank's part.
+
+    Args:
+        model: the network.
+        values: of its parameters then, by name; of its running statistics these are copies of the
+            present ones, unless they are among the values.
+    """
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+        self._model = model
+        statistics = running_statistics(model)
+        copies = {name: value.clone() for name, value in statistics.items() if name not in values}
+        self.values: dict[str, Tensor] = copies | dict(values)
+        """By name."""
+        # What torch knew of the network's tensors when they were last compared. The tensors are
+        # kept, so that no other one gets their ids.
+        self._compared: tuple[list[Any], list[Tensor]] = [], []
+
+    def moved(self, parameters: Mapping[str, Tensor]) -> "FittedWeights":
+        """The same, with the dtypes and devices that the network has now.
+
+        ``parameters`` are the values, converted already.
+        """
+        here = weights_of(self._model)
+        moved = {name: value.to(here[name]) for name, value in self.values.items()}
+        return FittedWeights(self._model, moved | dict(parameters))
+
+    def check(self, *, by_value: bool) -> None:
+        """Raise a ValueError that names the first weight that is another; see `check_weights`."""
+        here = weights_of(self._model)
+        seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in here.values()]
+        is_same = not by_value and seen == self._compared[0]
+        for name in dict.fromkeys([*here, *self.values]):
+            if is_same and not name.endswith(STATISTICS):  # of which BatchNorm counts no version
+                continue
+            now, fitted = here.get(name), self.values.get(name)
+            if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
+                raise ValueError(
+                    f"{type(self._model).__name__} no longer has the weights that the posterior "
+                    f"was fitted at: '{name}' has other values, or was frozen or unfrozen. Fit "
+                    "again, or go back with model.load_state_dict(posterior.fitted_weights(), "
+                    "strict=False)."
+                )
+        self._compared = seen, list(here.values())
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name; under `fully_shard` the parts that ranks have."""
+    reshard(model)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters and running statistics, by name; of a sharded model local parts."""
+    named = trainable_parameters(model)
+    here = {name: local_part(p) if is_part(p) else p for name, p in named.items()}
+    return running_statistics(model) | here
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> running mean or variance of BatchNorm, and of other layers that have such."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(STATISTICS)}
