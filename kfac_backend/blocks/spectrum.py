@@ -25,9 +25,6 @@ SMALLEST = 1e-40
 """Eigenvalues below this share of the largest count as zero."""
 CHUNK = 2**16
 """Eigenvalues that are distributed at once, which takes a kilobyte each."""
-DIRECT = 2**12
-"""Number of eigenvalues up to which a block's products are distributed one by one, without a
-convolution."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,10 @@ class Spectra:
         """The spectra of blocks, from their factors' eigenvalues alone."""
         blocks = list(blocks)
         compute_eigenvalues(blocks)
-        # Those of small blocks one by one; of large ones each factor's.
+        of_factors = (block.factor_eigenvalues() for block in blocks)
+        # Groups have factors of their own each: their products are distributed one by one.
         values = [
-            (products_of(B, A),) if A is None or B.dim() > 1 or block.numel <= DIRECT else (B, A)
-            for block in blocks
-            for B, A in [block.factor_eigenvalues()]
+            (products_of(B, A),) if A is None or B.dim() > 1 else (B, A) for B, A in of_factors
         ]
         grids = iter(_spread([own for of_block in values for own in of_block]))
         starts, of_blocks = [], []
