@@ -123,7 +123,7 @@ class Batches:
         finally:
             self.generator = own
         moved = tuple(d.to(order.device) for d in distortions)
-        slices = [slice(i, i + batch_size) for i in places]
+        slices = [slice(i, i + len(part)) for i, part in zip(places, parts, strict=True)]
         return self._selected(parts, slices, moved)
 
     def _draw_distortions(self) -> tuple[Tensor, Tensor, Tensor]:

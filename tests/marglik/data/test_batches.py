@@ -95,6 +95,29 @@ def test_iterations_differ_and_seeds_repeat_them():
     assert not torch.equal(x[y.argsort()], x2[y2.argsort()])  # the distortions differ, too
 
 
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize(("number", "sizes"), [(10, [4, 4, 2]), (8, [4, 4]), (30, [4] * 7 + [2])])
+def test_a_sample_is_of_random_images_augmented_as_a_batch_is(number, sizes, augment):
+    """Its last batch may be smaller than the others; the next iteration is not changed by it."""
+    images, labels = numbered(30)
+    loader, same = (Batches(images, labels, 16, augment=augment, seed=0) for _ in range(2))
+    batches = list(loader.sample(number, 4, torch.Generator().manual_seed(1)))
+    assert [len(y) for _, y in batches] == sizes
+    x, y = concatenated(batches)
+    assert len(set(y.tolist())) == number
+    generator = torch.Generator().manual_seed(1)
+    assert torch.equal(y, torch.randperm(30, generator=generator)[:number])
+    expected = images[y]
+    if augment:
+        same.generator = generator
+        top, left, flip = (d[:number] for d in same._draw_distortions())
+        expected = crop_and_flip_one_by_one(expected, top, left, flip, 4)
+        assert not torch.equal(expected, images[y])
+        same.generator = torch.Generator().manual_seed(0)
+    assert torch.equal(x, expected)
+    assert torch.equal(concatenated(loader)[0], concatenated(same)[0])
+
+
 SPLITS = Splits(numbered(10), None, numbered(5), "pets", tuple("0123456789"), mean=MEAN, std=STD)
 X = torch.arange(22.0).view(11, 2)
 TENSORS = Splits((X, X[:, :1]), None, (X[:3], X[:3, :1]), "waves")
