@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
-from kfac_backend.engine import calls as calls_module
+from kfac_backend.engine import model_calls
 from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import (
@@ -192,12 +192,12 @@ def loaders_are_lists(case: Case) -> None:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Memory for the activations of one example at a time."""
-    before = calls_module.LARGEST_ACTIVATION
-    calls_module.LARGEST_ACTIVATION = 1
+    before = model_calls.LARGEST_ACTIVATION
+    model_calls.LARGEST_ACTIVATION = 1
     try:
         yield
     finally:
-        calls_module.LARGEST_ACTIVATION = before
+        model_calls.LARGEST_ACTIVATION = before
 
 
 @relation(25, batches=TWO)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
-from kfac_backend.engine import calls
+from kfac_backend.engine import model_calls
 from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.networks import Model, data, network, random_model
 from tests.random_numbers import normal
@@ -18,7 +18,7 @@ def test_parts_of_a_batch_give_what_the_batch_gives(kfac_approx, monkeypatch):
     model, (x, y) = network(), data()
     whole = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
     # The largest activation has 4·4·4 entries of 8 bytes an example.
-    monkeypatch.setattr(calls, "LARGEST_ACTIVATION", 3 * 512)
+    monkeypatch.setattr(model_calls, "LARGEST_ACTIVATION", 3 * 512)
     sizes, whole_sizes = [], []
 
     def see(module, args):
@@ -53,7 +53,7 @@ def sequences(lengths, T=6):
 
 def test_a_mapping_stays_whole(monkeypatch):
     """Its masks and lengths may mean the batch."""
-    monkeypatch.setattr(calls, "LARGEST_ACTIVATION", 1)
+    monkeypatch.setattr(model_calls, "LARGEST_ACTIVATION", 1)
     model = random_model(lambda m, batch: m.fc(batch["x"]), fc=nn.Linear(3, 2))
     sizes = []
     model.fc.register_forward_pre_hook(lambda layer, args: sizes.append(len(args[0])))
@@ -67,7 +67,8 @@ def test_parts_with_other_rows_than_the_first_batch_are_an_error(monkeypatch):
     model = random_model(trimmed, first=nn.Linear(3, 4), head=nn.Linear(4, 3))
     (x, y), (x_2, y_2) = sequences([6] * 4), sequences([6, 6, 3, 3])
     x_2[-1, 0, 0] = x_2[0, 0, 0] = 0.3
-    monkeypatch.setattr(calls, "LARGEST_ACTIVATION", 2 * 8 * 6 * 4)  # two of `first`'s outputs
+    # Two of `first`'s outputs.
+    monkeypatch.setattr(model_calls, "LARGEST_ACTIVATION", 2 * 8 * 6 * 4)
     data = [(x, y), (x_2, y_2)]
     with pytest.raises(NotImplementedError, match="Pass batches of 2 examples or fewer"):
         kronecker_factors(model, data, "classification")
@@ -88,7 +89,7 @@ def test_a_model_that_takes_whole_batches_only_is_not_split(monkeypatch):
         assert len(x) == 6
         return m.fc(x.reshape(6, 4))
 
-    monkeypatch.setattr(calls, "LARGEST_ACTIVATION", 1)
+    monkeypatch.setattr(model_calls, "LARGEST_ACTIVATION", 1)
     model = Model(forward, fc=nn.Linear(4, 3))
     x, y = torch.randn(6, 2, 2), torch.zeros(6, dtype=torch.long)
     assert kronecker_factors(model, [(x, y)] * 3, "classification").num_data == 18

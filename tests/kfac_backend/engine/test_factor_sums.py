@@ -42,9 +42,9 @@ def test_out_of_memory_names_a_batch_size_that_fits():
 import re, resource, torch
 from torch import nn
 from kfac_backend import kronecker_factors
-from kfac_backend.engine import calls
+from kfac_backend.engine import model_calls
 
-calls.LARGEST_ACTIVATION = 2**40  # no parts: they would fit
+model_calls.LARGEST_ACTIVATION = 2**40  # no parts: they would fit
 model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32768, 2))
 x, y = torch.randn(512, 3, 32, 32), torch.zeros(512, dtype=torch.long)
 kronecker_factors(model[:1].append(nn.Flatten()), [(x[:2], torch.zeros(2, dtype=torch.long))],
