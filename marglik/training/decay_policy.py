@@ -139,7 +139,7 @@ class DecayPolicy:
             second half of the epochs; "hold" also lets no decay rise meanwhile, and takes a raised
             start back. Decays that are large because the data determines little keep the network
             from fitting: convolutions with GroupNorm lose 0.07 (0.05 with wrong labels) to no decay
-            in batches of 128, and 0.02 with "hold". It is not the default, since it costs 0.02
+            in batches of 128, and 0.03 with "hold". It is not the default, since it costs 0.01
             with BatchNorm and wrong labels, where learning wins
             (`experiments.weight_decay.late_fit`).
 
