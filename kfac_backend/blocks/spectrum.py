@@ -9,7 +9,7 @@ log(1 + eˢ) is analytic where |Im s| < π, so that a step of 1/8 and 16 nodes i
 1e-14.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ NODES = 16
 SMALLEST = 1e-40
 """Eigenvalues below this share of the largest count as zero."""
 CHUNK = 2**16
-"""Eigenvalues that are distributed at once, which takes a kilobyte each."""
+"""Eigenvalues that are distributed at once, at most, which takes a kilobyte each."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Spectra:
         blocks = list(blocks)
         compute_eigenvalues(blocks)
         of_factors = (block.factor_eigenvalues() for block in blocks)
-        # Groups have factors of their own each: their products are distributed one by one.
+        # Of groups, of B alone and of corrected blocks all P eigenvalues are distributed.
         values = [
             (products_of(B, A),) if A is None or B.dim() > 1 else (B, A) for B, A in of_factors
         ]
-        grids = iter(_spread([own for of_block in values for own in of_block]))
+        grids = _spread_all([own for of_block in values for own in of_block])
         starts, of_blocks = [], []
         for of_block in values:
             start, weights = next(grids)
@@ -83,11 +83,22 @@ class Spectra:
         return (self.weights * torch.sigmoid(self.nodes + ratio.log()[:, None])).sum(-1)
 
 
-def _spread(vectors: Sequence[Float[Tensor, "n"]]) -> list[tuple[int, Float[Tensor, "m"]]]:
-    """Of each vector of eigenvalues the first node of its grid, and the weights of its nodes.
+def _spread_all(
+    vectors: Iterable[Float[Tensor, "n"]],
+) -> Iterator[tuple[int, Float[Tensor, "m"]]]:
+    """`_spread` of many small vectors at once, and of large ones one after the other."""
+    together, number = [], 0
+    for values in vectors:
+        if together and number + len(values) > CHUNK:
+            yield from _spread(together)
+            together, number = [], 0
+        together.append(values)
+        number += len(values)
+    yield from _spread(together)
 
-    All vectors are distributed at once, since many of them are small.
-    """
+
+def _spread(vectors: Sequence[Float[Tensor, "n"]]) -> list[tuple[int, Float[Tensor, "m"]]]:
+    """Of each vector of eigenvalues the first node of its grid, and the weights of its nodes."""
     numbers = torch.arange(len(vectors), device=vectors[0].device)
     sizes = torch.tensor([len(values) for values in vectors], device=numbers.device)
     owners, values = numbers.repeat_interleave(sizes), torch.cat(tuple(vectors))

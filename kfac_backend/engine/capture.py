@@ -282,7 +282,6 @@ class Capture:
         self.arithmetic = arithmetic
         """The context in which the sink works."""
         self._constants = dict(constants or {})
-        self._in_training = self.sink.in_training
         self._follows = bool(assignment.operations.names) or any(
             "followed" in kinds for kinds in assignment.runs.values()
         )
@@ -303,7 +302,7 @@ class Capture:
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
-        if not self._in_training:  # there the backward passes are still to come
+        if not self.sink.in_training:  # there the backward passes are still to come
             self.forget()
 
     def forget(self) -> None:
@@ -355,7 +354,7 @@ class Capture:
                 )
             layer: Any = tracked.layer
             (name,) = tracked.parameters.values()
-            copy = layer.copies(layer.value if self._in_training else layer.value.detach(), N)
+            copy = layer.copies(layer.value if self.sink.in_training else layer.value.detach(), N)
             use = Use(copy.new_zeros(N, 0))  # there is no input, only a number of examples
             self.report_input(tracked, use)
             copies[name] = self._with_hook(copy, tracked, use)
@@ -364,7 +363,8 @@ class Capture:
     def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
         """Propagate each vector (in the shape of f) back from f."""
         self.listens = True
-        if not (self._runs_backward or self._in_training):  # in training all hooks are removed now
+        # In training all hooks are removed now.
+        if not (self._runs_backward or self.sink.in_training):
             self._hooks.enter_context(layer_hooks(self.assignment, before=_refuse_another_run))
             self._runs_backward = True
         if not f.requires_grad:
@@ -470,7 +470,7 @@ class Capture:
         ``number`` is that of the layer's run; own parameters, which do not run, have none.
         """
         # A first layer's output becomes a source; later ones are reached through the graph.
-        keeps_graph = self._in_training or (self.sink.differentiable and output.requires_grad)
+        keeps_graph = self.sink.in_training or (self.sink.differentiable and output.requires_grad)
         output = self.sources.reach(output, keeps_graph=keeps_graph)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.
@@ -479,7 +479,7 @@ class Capture:
         def on_gradient(b: Tensor) -> None:
             if not self.listens:  # the training's own backward pass
                 return
-            if self._in_training:  # whose gradients may have a graph
+            if self.sink.in_training:  # whose gradients may have a graph
                 b = b.detach()
             if is_constant:
                 raise _other_runs(tracked, f"without a constant output in run {(number or 0) + 1}")

@@ -38,7 +38,7 @@ class FactorSums(Sink):
 
     takes_example_gradients = True
 
-    def __init__(self, options: PassOptions, in_training: bool = False) -> None:
+    def __init__(self, options: PassOptions, *, in_training: bool = False) -> None:
         self.options, self.in_training = options, in_training
         self.rules: dict[TrackedLayer, Rule] = {}
         """The layers' rules, which hold the sums."""

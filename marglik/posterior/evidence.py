@@ -89,7 +89,7 @@ class EvidenceTerms:
             temperature: T > 0.
 
         Raises:
-            FloatingPointError: the evidence is not finite; the error names the block.
+            FloatingPointError: the evidence is not finite; the error names the tensor.
         """
         sigma = sigma_noise.to(self.squared_norms)
         # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.

@@ -18,32 +18,35 @@ class FittedWeights:
 
     Args:
         model: the network.
-        values: of its parameters then, by name; of its running statistics these are copies of the
-            present ones, unless they are among the values.
+        parameters: the values of its trainable parameters, by name; its running statistics are
+            copied.
     """
 
-    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-        self._model = model
-        statistics = running_statistics(model)
-        copies = {name: value.clone() for name, value in statistics.items() if name not in values}
-        self.values: dict[str, Tensor] = copies | dict(values)
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        statistics = {name: value.clone() for name, value in running_statistics(model).items()}
+        self.values: dict[str, Tensor] = statistics | dict(parameters)
         """By name."""
         # What torch knew of the network's tensors when they were last compared. The tensors are
         # kept, so that no other one gets their ids.
         self._compared: tuple[list[Any], list[Tensor]] = [], []
 
-    def moved(self, parameters: Mapping[str, Tensor]) -> "FittedWeights":
-        """The same, with the dtypes and devices that the network has now.
+    def move(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        """Take the dtypes and devices that the network has now.
 
-        ``parameters`` are the values, converted already.
+        ``parameters`` are the values of the trainable ones, converted already.
         """
-        here = weights_of(self._model)
+        here = weights_of(model)
         moved = {name: value.to(here[name]) for name, value in self.values.items()}
-        return FittedWeights(self._model, moved | dict(parameters))
+        self.values = moved | dict(parameters)
 
-    def check(self, *, by_value: bool) -> None:
-        """Raise a ValueError that names the first weight that is another; see `check_weights`."""
-        here = weights_of(self._model)
+    def check(self, model: nn.Module, *, by_value: bool) -> None:
+        """Raise a ValueError that names the first weight that the network has no longer.
+
+        Args:
+            model: the network.
+            by_value: see `Posterior.check_weights`.
+        """
+        here = weights_of(model)
         seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in here.values()]
         is_same = not by_value and seen == self._compared[0]
         for name in dict.fromkeys([*here, *self.values]):
@@ -52,9 +55,9 @@ class FittedWeights:
             now, fitted = here.get(name), self.values.get(name)
             if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
                 raise ValueError(
-                    f"{type(self._model).__name__} no longer has the weights that the posterior "
-                    f"was fitted at: '{name}' has other values, or was frozen or unfrozen. Fit "
-                    "again, or go back with model.load_state_dict(posterior.fitted_weights(), "
+                    f"{type(model).__name__} no longer has the weights that the posterior was "
+                    f"fitted at: '{name}' has other values, or was frozen or unfrozen. Fit again, "
+                    "or go back with model.load_state_dict(posterior.fitted_weights(), "
                     "strict=False)."
                 )
         self._compared = seen, list(here.values())

@@ -487,7 +487,7 @@ class Posterior:
         self.model.to(device, dtype)
         self.mean = self.mean.to(self._device, dtype)
         if self._fitted:
-            self._fitted = self._fitted.moved(self.named(self.mean))
+            self._fitted.move(self.model, self.named(self.mean))
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
         self._prior_mean = self._prior_mean.to(self.mean)
@@ -547,7 +547,7 @@ class Posterior:
         """
         if self._fitted is None:
             raise AttributeError(NOT_FITTED)
-        self._fitted.check(by_value=by_value)
+        self._fitted.check(self.model, by_value=by_value)
 
     def _forget(self) -> None:
         """Drop everything that was computed from the curvature; it is another, or elsewhere."""
@@ -653,7 +653,7 @@ class Posterior:
         Raises:
             AttributeError: the posterior is not fitted.
             ValueError: a noise other than 1, but the likelihood is not regression.
-            FloatingPointError: the evidence is not finite; the error names the block.
+            FloatingPointError: the evidence is not finite; the error names the tensor.
         """
         terms = self.evidence_terms
         if prior_precision is not None:

@@ -1,5 +1,7 @@
 """The prior: groups of parameters with one precision each, and how the evidence learns them.
 
+And its gradient in a step, that of ½ Σ_g wd_g ‖θ_g‖² (`add_penalty`).
+
 The prior is θ ~ N(0, P₀⁻¹) with one precision δ per group on the diagonal of P₀. In the training
 loss, a mean over N examples with likelihood temperature T, precision δ acts as the weight decay
 T·δ/N.
@@ -374,7 +376,7 @@ def update_prior(
 
     likelihood, factors = posterior.likelihood, posterior.factors
     weight_decay = precision_to_weight_decay(delta, num_data, T)
-    names = [n for n, p in posterior.model.named_parameters() if p.requires_grad]
+    names = terms.names
     of_blocks = posterior.prior_precision.double()[terms.tensors]
     gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
     gamma = terms.sum_over_blocks(gamma, range(len(names)))

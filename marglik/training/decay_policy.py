@@ -327,6 +327,8 @@ class DecayPolicy:
     def look_at_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
         """Note which decays an update has moved, and whether the next one is worth its time.
 
+        And how many examples that one needs at least.
+
         Warns if the network does not fit yet.
         """
         hyper, measures = state.hyperparameters, state.measures
@@ -335,7 +337,7 @@ class DecayPolicy:
         gamma = hyper.groups.sum_over_tensors(
             torch.tensor([*of_tensors.values()], dtype=torch.float64)
         )
-        needed = examples_for_gamma(state.posterior, of_tensors, problem.terms_per_example)
+        needed = examples_for_gamma(state.posterior, of_tensors)
         gamma, needed = problem.ranks.gather((gamma, needed))[0]  # all must decide alike
         measures.examples_for_gamma = needed
         changes = (hyper.prior_precision / before).log()

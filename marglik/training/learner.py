@@ -128,7 +128,7 @@ class PriorLearner:
             self._hooks = None
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        """A context with the network as `finish` would leave it, see `steps.averaged`."""
+        """A context with the network as `finish` would leave it, see `average.averaged`."""
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet; call start before averaged.")
         return averaged(self.problem, self.state)

@@ -122,28 +122,28 @@ def sample_size(num_data: int, seen: float, vectors: int) -> int:
     return min(num_data, max(FEWEST, round(SHARE * seen * 3 / (1 + 2 * vectors))))
 
 
-def examples_for_gamma(
-    posterior: Posterior, gamma: Mapping[str, float], terms_per_example: float
-) -> int:
+def examples_for_gamma(posterior: Posterior, gamma: Mapping[str, float]) -> int:
     """The M at which γ of each weight is at most `LARGEST_GAMMA` of what M examples can show.
 
-    Of one random vector for each loss term both factors have a rank of M terms at most, and with it
-    the block has at most M · min(d_out, d_in) directions, in each group of a grouped layer. Where γ
-    comes near that, samples underrate γ and with it the decay.
+    Under reduce with one vector for each loss term both factors have a rank of M terms at most, and
+    with it the block has at most M · min(d_out, d_in) directions, in each group of a grouped layer.
+    Where γ comes near that, samples underrate γ and with it the decay. Under expand, or with more
+    vectors, an example shows more, and M is larger than it need be.
 
     Args:
         posterior: fitted.
         gamma: by the name of each tensor.
-        terms_per_example: loss terms of an example, each of which has a row of its own.
     """
-    if posterior.factors is None:
+    factors = posterior.factors
+    if factors is None:
         return 0
     shares = [0.0]
-    for name, block in posterior.factors.blocks.items():
+    for name, block in factors.blocks.items():
         if "A" in block.factors:
             of_B, of_A = block.factors["B"].shape, block.factors["A"].shape
-            directions = of_B[:-2].numel() * min(of_B[-1], of_A[-1])  # that one example can show
+            directions = of_B[:-2].numel() * min(of_B[-1], of_A[-1])  # of one loss term
             shares.append(gamma[name] / directions)
+    terms_per_example = factors.num_loss_terms / factors.num_data
     return math.ceil(max(shares) / (LARGEST_GAMMA * terms_per_example))
 
 

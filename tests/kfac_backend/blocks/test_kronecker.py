@@ -270,7 +270,7 @@ def test_corrected_factors_have_weights_but_no_sums(model):
 
 
 def test_files_of_others_are_one_clear_error(model, tmp_path):
-    """That every damaged byte is noticed is a property of all files of tensors (`test_files`)."""
+    """That every damaged byte is noticed is a property of all files, see `test_atomic_files`."""
     path = tmp_path / "factors.safetensors"
     write_tensors(path, {"x": torch.zeros(1)})
     with pytest.raises(ValueError, match="holds no Kronecker factors.*format is None"):

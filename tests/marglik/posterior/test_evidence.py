@@ -1,5 +1,7 @@
 """The evidence's gradients, and what it refuses; `test_precision` has its value."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -19,8 +21,8 @@ def small_terms(likelihood="regression"):
     eigenvalues[0][0] = 0.0
     norms = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     spectra = Spectra.of(KroneckerBlock(f"{v}", torch.diag(v)) for v in eigenvalues)
-    tensors = torch.arange(len(norms))
-    return EvidenceTerms(spectra, norms, tensors, 4.2, 10, likelihood_of(likelihood), "abc")
+    tensors, names = torch.arange(len(norms)), ["a", "b", "c"]
+    return EvidenceTerms(spectra, norms, tensors, 4.2, 10, likelihood_of(likelihood), names)
 
 
 def test_gradients_in_all_hyperparameters():
@@ -73,8 +75,8 @@ def test_a_fit_keeps_its_likelihood():
         Posterior(model, "regression").restore(posterior.factors)
 
 
-def test_an_evidence_that_is_not_finite_names_the_block():
-    terms = small_terms()
+def test_an_evidence_that_is_not_finite_names_the_tensor():
+    terms = replace(small_terms(), tensors=torch.tensor([2, 0, 1]))
     terms.squared_norms[1] = torch.inf
-    with pytest.raises(FloatingPointError, match="block of 'b' has eigenvalues up to"):
+    with pytest.raises(FloatingPointError, match="block of 'a' has eigenvalues up to"):
         terms.log_marginal_likelihood(torch.ones(3).double(), torch.ones(()))

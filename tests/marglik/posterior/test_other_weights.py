@@ -54,6 +54,7 @@ CHANGES = {
     "another checkpoint, assigned": (
         lambda p: p.model.load_state_dict(network(1).state_dict(), assign=True), "0.weight",
     ),
+    "another model": (lambda p: setattr(p, "model", network(1)), "0.weight"),
     "more training": (lambda p: step(p, torch.optim.SGD), "0.weight"),
     "a vector": (assign, "0.weight"),
     "statistics": (lambda p: p.model.train()(3 * batch()[0]), "1.running_mean"),

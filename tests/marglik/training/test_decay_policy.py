@@ -304,13 +304,15 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
     gamma = {name: 0.5 if name == "3.bias" else 2.0 for name in groups.names}
     record = {"effective_parameters": gamma, "num_examples": 500}
     block = KroneckerBlock("0.weight", torch.eye(4), torch.eye(2))  # two directions per example
-    posterior = SimpleNamespace(factors=SimpleNamespace(blocks={"0.weight": block}))
+    posterior = SimpleNamespace(
+        factors=SimpleNamespace(blocks={"0.weight": block}, num_loss_terms=500, num_data=500)
+    )
     state = SimpleNamespace(
         hyperparameters=hyper, measures=measures, losses=[], record=record, posterior=posterior
     )
     problem = SimpleNamespace(
         options=SimpleNamespace(schedule=Schedule(epochs=20)), may_rest=lambda _: True,
-        ranks=Ranks(None), num_data=500, terms_per_example=1,
+        ranks=Ranks(None), num_data=500,
     )  # fmt: skip
     policy = DecayPolicy(settled=None, late_fit=None)
     for change in changes:

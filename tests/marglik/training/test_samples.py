@@ -242,7 +242,7 @@ def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
 
     assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == M
     posterior, gamma = fit(M)
-    needed = examples_for_gamma(posterior, {"weight": gamma, "bias": 3.0}, 1.0)
+    needed = examples_for_gamma(posterior, {"weight": gamma, "bias": 3.0})
     assert needed == math.ceil(gamma / (0.1 * 3)) > 2 * M
     prior.state.measures.examples_for_gamma = needed
     assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == needed
@@ -278,9 +278,31 @@ def test_an_example_shows_a_direction_for_each_row_of_the_smaller_factor(
     posterior.fit([(x, torch.arange(M))])
     gamma = {name: 0.0 for name, _ in model.named_parameters()} | {"0.weight": 1_000.0}
     expected = 1_000 / (0.1 * directions * groups)
-    assert examples_for_gamma(posterior, gamma, 1.0) == math.ceil(expected)
+    assert examples_for_gamma(posterior, gamma) == math.ceil(expected)
     block = posterior.factors.blocks["0.weight"].to_dense()
     assert torch.linalg.matrix_rank(block) == M * directions * groups
+
+
+def test_each_loss_term_shows_directions_of_its_own():
+    """Of 20 tokens an example, whatever the loss divides by: a twentieth of the examples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 6), nn.Linear(6, 8)).double()
+    x = torch.randint(50, (40, 20))
+    posterior = Posterior(model, "classification", fisher="random_signs", kfac_approx="expand")
+    posterior.fit([(x, x % 8)])
+    gamma = {name: 0.0 for name, _ in model.named_parameters()} | {"1.weight": 100.0}
+    assert examples_for_gamma(posterior, gamma) == math.ceil(100 / (0.1 * 6 * 20))
+
+
+def test_under_expand_an_example_shows_more():
+    """As many rows as positions, of which there may be more than loss terms."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Flatten(), nn.LazyLinear(20)).double()
+    x = torch.randn(1, 2, 6, 6).double()
+    model(x)
+    posterior = Posterior(model, "classification", fisher="random_signs", kfac_approx="expand")
+    posterior.fit([(x, torch.tensor([1]))])
+    assert torch.linalg.matrix_rank(posterior.factors.blocks["0.weight"].to_dense()) > 3
 
 
 def test_a_last_update_that_is_an_estimate_says_so():
