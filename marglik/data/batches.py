@@ -114,15 +114,16 @@ class Batches:
         """
         own = self.generator
         self.generator = generator
+        shard = slice(self._ranks.rank, None, self._ranks.size)
         try:
             order = torch.randperm(len(self._y), generator=generator)[:number]
-            order = order[self._ranks.rank :: self._ranks.size].to(self._y.device)
+            order = order[shard].to(self._y.device)
             places = range(0, len(order), batch_size)
             parts = [order[i : i + batch_size] for i in places]
             distortions = self._draw_distortions() if self._augment else ()
         finally:
             self.generator = own
-        moved = tuple(d.to(order.device) for d in distortions)
+        moved = tuple(d[shard].to(order.device) for d in distortions)
         slices = [slice(i, i + len(part)) for i, part in zip(places, parts, strict=True)]
         return self._selected(parts, slices, moved)
 

@@ -116,6 +116,14 @@ def test_a_sample_is_of_random_images_augmented_as_a_batch_is(number, sizes, aug
         same.generator = torch.Generator().manual_seed(0)
     assert torch.equal(x, expected)
     assert torch.equal(concatenated(loader)[0], concatenated(same)[0])
+    # Three ranks' parts together are the sample of one process.
+    parts = []
+    for rank in range(3):
+        shard = SimpleNamespace(rank=rank, size=3)
+        loader = Batches(images, labels, 16, augment=augment, seed=0, ranks=shard)
+        parts.append(concatenated(loader.sample(number, 4, torch.Generator().manual_seed(1))))
+    of_ranks, numbers = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    assert torch.equal(of_ranks[numbers.argsort()], x[y.argsort()])
 
 
 SPLITS = Splits(numbered(10), None, numbered(5), "pets", tuple("0123456789"), mean=MEAN, std=STD)
