@@ -15,8 +15,8 @@ a `RunRecord` which runs there were and which of them a vector has reached. Last
 A step of training shows its own forward pass instead (`Sink.in_training`). `begin` takes the place
 of `forward`: the training runs the model after it, the hooks are removed then, and the graph stays
 until `forget`, because the backward passes come later. Parameters keep their graph there, which the
-training needs. The curvature's backward passes end at the same sources, so that
-autograd leaves the weights' gradients out.
+training needs. The curvature's backward passes end at the same sources, so that autograd leaves the
+weights' gradients out.
 """
 
 import math
