@@ -22,8 +22,10 @@ from kfac_backend.engine.batches import detached, split_batch
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
+from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import eval_mode
-from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, parameter_vector
+from marglik.posterior.jacobian_ggn import JacobianGGN, Structure
+from marglik.posterior.jacobians import jacobians, parameter_vector
 from marglik.posterior.posterior import Posterior, last_layer, trainable_layers
 from marglik.posterior.precision import (
     DiagonalPrecision,
@@ -429,8 +431,8 @@ class ParametricLaplace(Posterior):
     def jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
         """Jacobians J (N, C, P) in the parameters that have a posterior, and outputs f (N, C)."""
         with eval_mode(self.model):
-            f, J, _ = self._linearised(x)
-        return J, f
+            f, J = jacobians(self.model, self._ggn_indices(), x, self.enable_backprop)
+        return at_least_float32(J), f
 
     last_layer_jacobians = jacobians
 
@@ -613,9 +615,8 @@ class ParametricLaplace(Posterior):
             samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
             return (samples.mean(0), samples.var(0)) if numbers else samples.softmax(-1).mean(0)
         if joint and numbers:
-            with eval_mode(self.model):
-                f, J, precision = self._linearised(x)
-            return f.flatten(), precision.square_form(J.flatten(0, -2))
+            J, f = self.jacobians(x)
+            return f.flatten(), self.functional_covariance(J.flatten(1, -2))
         f, covariance = self.output_distribution(x)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         if numbers:

@@ -9,21 +9,14 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import jacrev
 
-from kfac_backend.engine.batches import (
-    detached,
-    each_batch,
-    has_no_examples,
-    split_batch,
-    to_device,
-)
-from kfac_backend.engine.model_calls import call_with, plain_attention
+from kfac_backend.engine.batches import detached, each_batch, has_no_examples, split_batch
 from kfac_backend.engine.operations.padding import padding_rows
-from kfac_backend.engine.task import Task, check_finite
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, likelihood_of, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
+from marglik.posterior.jacobians import jacobians, parameter_vector
 from marglik.posterior.precision import (
     DensePrecision,
     DiagonalPrecision,
@@ -34,14 +27,6 @@ from marglik.posterior.precision import (
 Structure = Literal["kron", "diag", "full", "lowrank"]
 """Of the posterior's precision; all but "kron" are from Jacobians."""
 OPERATORS = {"full": DensePrecision, "diag": DiagonalPrecision, "lowrank": LowRankPrecision}
-
-
-def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All parameters concatenated, (P,), each in row-major order whatever its memory format.
-
-    `torch.nn.utils.parameters_to_vector` of torch 2.11 raises on weights in channels_last.
-    """
-    return torch.cat([p.reshape(-1) for p in parameters])
 
 
 @dataclass(frozen=True)
@@ -157,50 +142,6 @@ def _sum(structure: str, rank: int, H: Tensor, other: Tensor) -> Tensor:
         return H + other
     rows = torch.cat([H, other])
     return torch.linalg.eigh(rows @ rows.mT)[1].mT[-rank:] @ rows
-
-
-_CHECKPOINT = "as of torch.utils.checkpoint. Checkpoint in train mode alone (if self.training)."
-NO_JACOBIAN = {
-    "doesn't have storage": "as of packed sequences. Use structure 'kron', or pad the sequences.",
-    "saved tensor hooks": _CHECKPOINT,
-    "setup_context": _CHECKPOINT,
-}
-"""A part of torch's error -> what the network does, and the way out."""
-
-
-def jacobians(
-    model: nn.Module, indices: Int[Tensor, "P"], x: Any, differentiable: bool = False
-) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "N *R C P"]]:
-    """Outputs f and their Jacobians J in some of the trainable parameters.
-
-    Args:
-        model: in the mode that it is to run in.
-        indices: of the parameters, in the vector of all trainable ones.
-        x: inputs, moved to the model's device.
-        differentiable: whether both keep their graph in x.
-    """
-    trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    device = next(model.parameters()).device
-    x = to_device(x, device) if differentiable else detached(x, device)
-    sizes = [p.numel() for p in trainable.values()]
-
-    def outputs(vector: Tensor) -> tuple[Tensor, Tensor]:
-        parts = zip(trainable.items(), vector.split(sizes), strict=True)
-        f = call_with(model, {n: part.view(p.shape).to(p) for (n, p), part in parts}, x)
-        return f, f
-
-    with plain_attention():
-        try:
-            J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
-        except RuntimeError as error:
-            way_out = next((out for sign, out in NO_JACOBIAN.items() if sign in str(error)), None)
-            if way_out is None:
-                raise
-            raise NotImplementedError(
-                f"torch cannot compute the model's Jacobian by vmap, {way_out}"
-            ) from error
-    check_finite(model, f, x)
-    return (f, J[..., indices]) if differentiable else (f.detach(), J.detach()[..., indices])
 
 
 def jacobian_ggn(

@@ -40,13 +40,8 @@ from kfac_backend.sharding import check_whole, is_sharded, local_part, squared_n
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.fitted_weights import FittedWeights, trainable_parameters
-from marglik.posterior.jacobian_ggn import (
-    JacobianGGN,
-    Structure,
-    jacobian_ggn,
-    jacobians,
-    parameter_vector,
-)
+from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, jacobian_ggn
+from marglik.posterior.jacobians import JacobianCovariance, parameter_vector
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
@@ -867,19 +862,10 @@ class Posterior:
         self.check_weights()
 
         with eval_mode(self.model):
-            if self.structure == "kron" and not self.enable_backprop:
-                covariance_of = self._output_covariance(x, layers)
-                f, covariance = covariance_of(x, positions, classes, variance_only=variance_only)
-                check_finite(self.model, f, x)
-                return f, covariance
-            f, J, precision = self._linearised(x, layers)
-        if positions is not None:
-            f, J = f[positions], J[positions]
-        if classes is not None:
-            index = classes.to(f.device).expand(*f.shape[:-1], classes.shape[-1])
-            f = f.gather(-1, index)
-            J = J.gather(-2, index[..., None].expand(*index.shape, J.shape[-1]))
-        return f, precision.square_form(J, diagonal=variance_only)
+            covariance_of = self._output_covariance(x, layers)
+            f, covariance = covariance_of(x, positions, classes, variance_only=variance_only)
+        check_finite(self.model, f, x)
+        return f, covariance
 
     def joint_output_distribution(
         self, x: Float[Tensor, "*T q d"], classes: list[int] | None = None
@@ -908,55 +894,54 @@ class Posterior:
             )
         self.check_weights()
         sets = x.to(self.mean.dtype).reshape(-1, *x.shape[-2:])
-        if self.structure == "kron":
-            covariance_of = self._cached(
-                "joint", lambda: OutputCovariance(self.model, self.precision_blocks())
-            )
-            with eval_mode(self.model):
-                f, covariance = covariance_of.joint(sets, classes)
-        else:
-            points = sets.flatten(0, 1)
-            with eval_mode(self.model):
-                f, J, precision = self._linearised(points, "all", True)
-            f, J = (part.unflatten(0, sets.shape[:2]) for part in (f, J))  # (T, q, C), ...
-            if classes is not None:
-                f, J = f[..., classes], J[..., classes, :]
-            covariance = precision.square_form(J.flatten(1, 2))
+
+        def make() -> OutputCovariance | JacobianCovariance:
+            if self.structure == "kron":
+                return OutputCovariance(self.model, self.precision_blocks())
+            return self._jacobian_covariance()
+
+        with eval_mode(self.model):
+            f, covariance = self._cached("joint", make).joint(sets, classes)
         batch = x.shape[:-2]
         f = f.reshape(*batch, *f.shape[1:])
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
-    def _linearised(
-        self, x: Any, layers: Layers = "all", differentiable: bool | None = None
-    ) -> tuple[Tensor, Tensor, Precision]:
-        """Outputs f, their Jacobians J at least in float32, and the precision of J's parameters."""
-        curvature, precision = self.fitted_curvature(), self.precision()
-        indices = self._ggn_indices()
-        if isinstance(curvature, JacobianGGN) and layers == "last":
-            own = {id(p) for p in self.model.get_submodule(last_layer(self.model, x)).parameters()}
-            is_last = torch.tensor([id(p) in own for p in self.params], device=self._device)
-            curvature = curvature.restrict(is_last[self._tensor_of(indices)])
-            indices, precision = curvature.indices, self._precision_of(curvature)
-        keeps = self.enable_backprop if differentiable is None else differentiable
-        f, J = jacobians(self.model, indices, x, keeps)
-        return f, at_least_float32(J), precision
-
-    def _output_covariance(self, x: Any, layers: Layers) -> OutputCovariance | LastLayerCovariance:
+    def _output_covariance(
+        self, x: Any, layers: Layers
+    ) -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
         """The function for output covariances at the current hyperparameters."""
 
-        def make() -> OutputCovariance | LastLayerCovariance:
+        def make() -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
+            by_jacobians = self.structure != "kron" or self.enable_backprop
             learning = trainable_layers(self.model)
             alone = len(learning) == 1
+            if layers == "all" and by_jacobians:
+                return self._jacobian_covariance()
             if layers == "all" and not alone:
                 return OutputCovariance(self.model, self.precision_blocks())
             last = learning[0] if alone else last_layer(self.model, x)
             # A tied parameter has the name under which its block is.
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
+            if by_jacobians:
+                return self._jacobian_covariance(names)
             blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
         return self._cached(layers, make)
+
+    def _jacobian_covariance(self, names: Collection[str] | None = None) -> JacobianCovariance:
+        """By Jacobians; ``names`` are of the parameters that are uncertain, None for all."""
+        indices, precision = self._ggn_indices(), self.precision()
+        if names is not None:
+            is_uncertain = [name in names for name in trainable_parameters(self.model)]
+            chosen = torch.tensor(is_uncertain, device=self._device)[self._tensor_of(indices)]
+            indices, curvature = indices[chosen], self.fitted_curvature()
+            if isinstance(curvature, JacobianGGN):
+                precision = self._precision_of(curvature.restrict(chosen))
+            else:
+                precision = KroneckerPrecision(self.precision_blocks(names))
+        return JacobianCovariance(self.model, indices, precision, self.enable_backprop)
 
     def _cached(self, key: Any, make: Callable[[], T]) -> T:
         """A function for covariances, kept until a hyperparameter changes.

@@ -26,7 +26,8 @@ from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.posterior.jacobian_ggn import Structure
-from marglik.posterior.posterior import Posterior, check_structure, parameter_vector
+from marglik.posterior.jacobians import parameter_vector
+from marglik.posterior.posterior import Posterior, check_structure
 from marglik.posterior.prior import (
     Hyperparameters,
     PriorGroups,

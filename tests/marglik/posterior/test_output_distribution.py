@@ -92,3 +92,16 @@ def test_without_gradients(layers):
     la.log_marginal_likelihood(delta).backward()
     assert delta.grad is not None
     assert not la.output_distribution(x, layers)[1].requires_grad  # though δ does
+
+
+def test_by_jacobians_only_the_last_layer_is_uncertain_where_that_is_asked():
+    la, x = fitted()
+    expected = la.output_distribution(x, "last")[1]
+    all_layers = la.output_distribution(x)[1]
+    la, x = fitted(enable_backprop=True)
+    x.requires_grad_()
+    found = la.output_distribution(x, "last")[1]
+    assert found.requires_grad
+    assert_close(found.detach(), expected)
+    assert_close(la.output_distribution(x)[1].detach(), all_layers)
+    assert (all_layers - expected).norm() > 0.01 * expected.norm()
